@@ -1,0 +1,160 @@
+"""What the network can do: measured, or derived from a bandwidth and a latency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from legato.core.errors import InputError, unknown_name
+
+__all__ = ["COLLECTIVES", "Cluster", "LinearCost"]
+
+
+class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        for field in ("alpha_s", "beta_s_per_byte"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+
+    def cost(self, nbytes: float) -> float:
+        """Seconds to send `nbytes` bytes as one message."""
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    @classmethod
+    def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
+        """Least squares over (bytes, seconds) samples, in *relative* error.
+
+        Absolute error would let the largest size decide alone, and alpha with
+        it. Neither constant is allowed below zero. Raises `InputError` on
+        fewer than two distinct sizes or on times that are not above zero.
+        """
+        points = [(float(x), float(y)) for x, y in samples]
+        if len({x for x, _ in points}) < 2:
+            raise InputError("fit: needs samples of at least two sizes")
+        if not all(math.isfinite(y) and y > 0 and math.isfinite(x) and x >= 0 for x, y in points):
+            raise InputError("fit: every sample needs bytes >= 0 and finite seconds > 0")
+        s0 = math.fsum(1 / y**2 for _, y in points)
+        s1 = math.fsum(x / y**2 for x, y in points)
+        s2 = math.fsum(x * x / y**2 for x, y in points)
+        t0 = math.fsum(1 / y for _, y in points)
+        t1 = math.fsum(x / y for x, y in points)
+        determinant = s0 * s2 - s1 * s1
+        alpha, beta = (t0 * s2 - t1 * s1) / determinant, (s0 * t1 - s1 * t0) / determinant
+        if alpha < 0:
+            alpha, beta = 0.0, t1 / s2
+        if beta < 0:
+            alpha, beta = t0 / s0, 0.0
+        return cls(alpha, beta)
+
+
+def _tree(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    return 2 * latency * math.log2(n), (2 * byte + reduce) * math.log2(n)
+
+
+def _recursive_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    return latency * math.log2(n), (byte + reduce) * math.log2(n)
+
+
+def _halving_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    return 2 * latency * math.log2(n), 2 * byte - (2 * byte + reduce) / n + reduce
+
+
+def _ring(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    return 2 * (n - 1) * latency, (2 * byte + reduce) * (n - 1) / n
+
+
+#: MG-WFBP, Table II: (workers, latency_s, s per byte, reduction s per byte) -> (alpha, beta).
+COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]] = {
+    "ring": _ring,
+    "halving-doubling": _halving_doubling,
+    "recursive-doubling": _recursive_doubling,
+    "tree": _tree,
+}
+
+
+class Cluster(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="format",
+    tag="legato.cluster/1",
+):
+    """The machines of a data-parallel job and what their network costs.
+
+    `collectives` maps a collective's name to its cost on these workers; the
+    first one is the default. `bandwidth_bps` (bits per second, one direction of
+    a worker's link) and `latency_s` (seconds, one hop) are what it was derived
+    from, or None where it was measured; `reduce_s_per_byte` is the time to add
+    one byte of one gradient to another.
+    """
+
+    workers: int
+    collectives: dict[str, LinearCost]
+    servers: int = 0
+    bandwidth_bps: float | None = None
+    latency_s: float | None = None
+    reduce_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise InputError(f"workers: {self.workers} (expected at least 1)")
+        if self.servers < 0:
+            raise InputError(f"servers: {self.servers} (expected at least 0)")
+        if not self.collectives:
+            raise InputError("collectives: none given (expected at least one)")
+        if self.bandwidth_bps is not None and not (math.isfinite(self.bandwidth_bps) and self.bandwidth_bps > 0):
+            raise InputError(f"bandwidth_bps: {self.bandwidth_bps} (expected a finite number above 0)")
+        for field in ("latency_s", "reduce_s_per_byte"):
+            value = getattr(self, field)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+
+    @classmethod
+    def derive(
+        cls,
+        workers: int,
+        bandwidth_bps: float,
+        latency_s: float,
+        *,
+        reduce_s_per_byte: float = 0.0,
+        collectives: Iterable[str] = tuple(COLLECTIVES),
+        servers: int = 0,
+    ) -> Cluster:
+        """A cluster priced by MG-WFBP's Table II; `collectives[0]` is the default."""
+        if not (isinstance(workers, int) and workers >= 1):
+            raise InputError(f"workers: {workers} (expected at least 1)")
+        if not (math.isfinite(bandwidth_bps) and bandwidth_bps > 0):
+            raise InputError(f"bandwidth_bps: {bandwidth_bps} (expected a finite number above 0)")
+        costs = {}
+        for name in collectives:
+            if name not in COLLECTIVES:
+                raise unknown_name("collective", name, COLLECTIVES)
+            costs[name] = LinearCost(*COLLECTIVES[name](workers, latency_s, 8 / bandwidth_bps, reduce_s_per_byte))
+        return cls(
+            workers=workers,
+            collectives=costs,
+            servers=servers,
+            bandwidth_bps=bandwidth_bps,
+            latency_s=latency_s,
+            reduce_s_per_byte=reduce_s_per_byte,
+        )
+
+    @property
+    def default_collective(self) -> str:
+        return next(iter(self.collectives))
+
+    def cost(self, collective: str | None = None) -> LinearCost:
+        """The cost of a collective by name, or of the default one."""
+        name = self.default_collective if collective is None else collective
+        if name not in self.collectives:
+            raise unknown_name("collective", name, self.collectives)
+        return self.collectives[name]

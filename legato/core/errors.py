@@ -1,0 +1,63 @@
+"""Everything legato raises on purpose.
+
+    LegatoError
+     +-- InputError          something we were given is wrong (command line: exit status 2)
+     |    +-- FileError       a file: names the path, the field, the value and what was expected
+     |    +-- PlanError       a plan that does not fit its workload, model or cluster
+     |    +-- CaptureError    a training step that cannot be captured
+     +-- RankError           the ranks of a job disagree, or one of them failed
+
+`InputError` is also a `ValueError`, so that whoever builds the nouns by hand
+gets the exception Python programmers expect.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CaptureError",
+    "FileError",
+    "InputError",
+    "LegatoError",
+    "PlanError",
+    "RankError",
+    "unknown_name",
+]
+
+
+class LegatoError(Exception):
+    """The root: catch it to catch everything legato raises on purpose."""
+
+
+class InputError(LegatoError, ValueError):
+    """A value, argument or file that legato was given is wrong."""
+
+
+class FileError(InputError):
+    """A file cannot be read, or does not hold what it should."""
+
+
+class PlanError(InputError):
+    """A plan does not fit the workload, model or cluster it is used with."""
+
+
+class CaptureError(InputError):
+    """A training step cannot be captured."""
+
+
+class RankError(LegatoError, RuntimeError):
+    """The ranks of a distributed job disagree, or one of them failed."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """The error for a name that is not in a registry, with the nearest names.
+
+    >>> print(unknown_name("scheduler", "mgwfbp", ["fifo", "mg-wfbp"]))
+    unknown scheduler 'mgwfbp'; did you mean 'mg-wfbp'? known: fifo, mg-wfbp
+    """
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ";"
+    return InputError(f"unknown {kind} {name!r}{hint} known: {', '.join(known)}")

@@ -1,0 +1,160 @@
+"""What goes over the network, in which pieces and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from legato.core.errors import InputError, PlanError
+from legato.core.workload import Workload
+
+__all__ = ["Kind", "Message", "Plan", "Slice", "check_plan"]
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
+
+#: Every byte is aggregated by exactly one of these ...
+_AGGREGATE = ("all_reduce", "reduce_scatter", "push")
+#: ... and handed out again by the second half of the two that need one.
+_DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
+
+
+class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes `start` to `stop` (exclusive) of the tensor called `tensor`."""
+
+    tensor: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise InputError(f"slice of {self.tensor!r}: {self.start} to {self.stop} (expected 0 <= start < stop)")
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What goes on the wire at once: slices of one or more tensors.
+
+    `collective` names the cost in `Cluster.collectives`; `depth` is the number
+    of chunks a collective pipelines (Caramel, section 5); `server` is the
+    parameter server of a push or pull.
+    """
+
+    slices: tuple[Slice, ...]
+    kind: Kind = "all_reduce"
+    collective: str | None = None
+    depth: int = 1
+    server: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.slices:
+            raise InputError("message with no slices (expected at least one)")
+        if self.depth < 1:
+            raise InputError(f"depth: {self.depth} (expected at least 1)")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.slices)
+
+
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="format",
+    tag="legato.plan/1",
+):
+    """An order of messages; the order *is* the schedule.
+
+    A message goes out when the one before it has been handed to the network
+    and every tensor in it is ready, whatever else is ready by then. With
+    `forward_overlap` a forward op waits for the parameters it reads and for no
+    others; without it every forward op waits for the last message. `op_order`
+    is the order in which a worker runs its ops over one period, backward first;
+    empty means `Workload.iteration_order()`.
+    """
+
+    scheduler: str
+    messages: tuple[Message, ...]
+    forward_overlap: bool = False
+    op_order: tuple[int, ...] = ()
+    workload_id: str = ""
+    cluster_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise InputError("messages: none given (expected at least one)")
+
+
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Raise `PlanError` unless the plan carries out the workload.
+
+    Every byte of every tensor is aggregated exactly once, handed out again
+    where aggregation alone does not do that, and `op_order` is an order the
+    dependencies allow.
+    """
+    sizes = {tensor.name: tensor.nbytes for tensor in workload.tensors}
+    covered: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for i, message in enumerate(plan.messages):
+        for piece in message.slices:
+            size = sizes.get(piece.tensor)
+            if size is None:
+                raise PlanError(f"messages[{i}]: the workload has no tensor {piece.tensor!r} (a plan for another one?)")
+            if piece.stop > size:
+                raise PlanError(f"messages[{i}]: byte {piece.stop} of {piece.tensor!r}, which has only {size}")
+            covered.setdefault(message.kind, {}).setdefault(piece.tensor, []).append((piece.start, piece.stop))
+    for tensor, size in sizes.items():
+        pieces = [(*span, kind) for kind in _AGGREGATE for span in covered.get(kind, {}).get(tensor, ())]
+        _check_cover(tensor, size, [(a, b) for a, b, _ in pieces])
+        for kind, second in _DISTRIBUTE.items():
+            first = _union((a, b) for a, b, k in pieces if k == kind)
+            if first != _union(covered.get(second, {}).get(tensor, ())):
+                raise PlanError(f"{tensor!r}: what {kind} aggregates is not what {second} hands out")
+    if plan.op_order:
+        _check_op_order(plan.op_order, workload)
+
+
+def _check_cover(tensor: str, size: int, pieces: list[tuple[int, int]]) -> None:
+    at = 0
+    for start, stop in sorted(pieces):
+        if start != at:
+            problem = "never" if start > at else "twice"
+            raise PlanError(f"{tensor!r}: byte {min(start, at)} is sent {problem} (expected exactly once)")
+        at = stop
+    if at != size:
+        raise PlanError(f"{tensor!r}: byte {at} is sent never (expected exactly once)")
+
+
+def _union(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(pieces):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _check_op_order(order: tuple[int, ...], workload: Workload) -> None:
+    ops = workload.ops
+    if sorted(order) != list(range(len(ops))):
+        raise PlanError(f"op_order: not an order of the workload's {len(ops)} ops")
+    at = {op: k for k, op in enumerate(order)}
+    for i, op in enumerate(ops):
+        for dep in op.deps:
+            # What the backward pass needs of the forward pass is there: the period starts with backward.
+            crosses_period = ops[dep].phase == "forward" and op.phase != "forward"
+            if not crosses_period and at[dep] > at[i]:
+                raise PlanError(f"op_order: op {i} runs before op {dep}, on which it depends")
+    for tensor in workload.tensors:
+        updates = [r for r in tensor.readers if ops[r].phase == "optimizer"]
+        if any(at[r] < at[tensor.ready_after] for r in tensor.readers):
+            raise PlanError(f"op_order: {tensor.name!r} is read before its gradient is ready")
+        for r in tensor.readers:
+            if ops[r].phase == "forward" and any(at[u] > at[r] for u in updates):
+                raise PlanError(f"op_order: op {r} reads {tensor.name!r} before it is updated")

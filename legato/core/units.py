@@ -1,0 +1,77 @@
+"""Quantities as people write them: `10Gbit`, `30us`, `25MiB`.
+
+Inside legato there are only seconds, bytes and bits per second; text becomes
+numbers here, at the door, and numbers become text again here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from legato.core.errors import InputError
+
+__all__ = [
+    "format_bytes",
+    "format_seconds",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_seconds",
+]
+
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_RATE |= {f"{unit}ps": scale for unit, scale in list(_RATE.items())}
+_RATE |= {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12}
+_RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
+_SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
+
+
+def _parse(text: str, units: dict[str, float], bare: str | None, expected: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    if match:
+        number, unit = match.groups()
+        scale = units.get(unit.lower() or bare or "")
+        if scale is not None and math.isfinite(value := float(number) * scale):
+            return value
+    raise InputError(f"{text!r} is not {expected}")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits per second from `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten)."""
+    value = _parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit")
+    if value <= 0:
+        raise InputError(f"{text!r} is not a bandwidth above zero")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from `30us`, `500ns`, `1.5ms`, `2s`; a bare `0` is zero."""
+    if text.strip() == "0":
+        return 0.0
+    return _parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `25MiB`, `4kB`, `4096`; MiB are powers of two, MB of ten."""
+    value = _parse(text, _SIZE, "b", "a size like 25MiB, 4kB or 4096")
+    if value != int(value):
+        raise InputError(f"{text!r} is not a whole number of bytes")
+    return int(value)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits and the unit that fits: `12.3 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale * 0.9995:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Three significant digits and a binary unit: `97.5 MiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+    return f"{nbytes:.0f} B"

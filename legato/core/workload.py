@@ -1,0 +1,156 @@
+"""What one training iteration does, on one worker: its ops and its tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from legato.core.errors import InputError
+
+__all__ = ["Op", "Phase", "Tensor", "Workload"]
+
+Phase = Literal["forward", "backward", "optimizer"]
+_ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
+
+
+class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One computation of an iteration; its index in `Workload.ops` is its id.
+
+    `duration_s` is in seconds, `deps` are the ids of earlier ops whose results
+    it needs.
+    """
+
+    name: str
+    phase: Phase
+    duration_s: float
+    deps: tuple[int, ...] = ()
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One trained parameter and its gradient, `nbytes` on the wire.
+
+    `ready_after` is the id of the backward op that produces the gradient.
+    `readers` are the ids of the ops that need the gradients of all workers: the
+    optimizer ops that apply it, and the forward ops of the *next* iteration
+    that read the updated parameter. A forward reader therefore also waits for
+    every optimizer op among the readers.
+    """
+
+    name: str
+    nbytes: int
+    ready_after: int
+    readers: tuple[int, ...] = ()
+
+
+class Workload(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="format",
+    tag="legato.workload/1",
+):
+    """One training iteration on one worker.
+
+    Ops stand in the order in which one pass executes them: forward, backward,
+    optimizer. Tensors stand in the order in which their gradients become
+    ready, as far as the source knows it.
+
+    `untraced_s` is the time of an iteration measured without any tracing
+    (seconds; None if nobody measured it), and `time_scale` the factor by which
+    the measured op times were multiplied to add up to it (1 if they were not).
+
+    Raises `InputError` when an op or tensor points where it must not, or a
+    number is not a finite number of at least zero.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    batch_size: int = 1
+    device: str = "cpu"
+    untraced_s: float | None = None
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise InputError("ops: none given (expected at least one)")
+        if not self.tensors:
+            raise InputError("tensors: none given (expected at least one: a model with no parameters?)")
+        if self.batch_size < 1:
+            raise InputError(f"batch_size: {self.batch_size} (expected at least 1)")
+        if not (math.isfinite(self.time_scale) and self.time_scale > 0):
+            raise InputError(f"time_scale: {self.time_scale} (expected a finite number above 0)")
+        if self.untraced_s is not None and not (math.isfinite(self.untraced_s) and self.untraced_s > 0):
+            raise InputError(f"untraced_s: {self.untraced_s} (expected finite seconds above 0)")
+        self._check_ops()
+        self._check_tensors()
+
+    def _check_ops(self) -> None:
+        phase = 0
+        for i, op in enumerate(self.ops):
+            if not (math.isfinite(op.duration_s) and op.duration_s >= 0):
+                raise InputError(f"ops[{i}].duration_s: {op.duration_s} (expected finite seconds, at least 0)")
+            if _ORDER[op.phase] < phase:
+                raise InputError(
+                    f"ops[{i}].phase: {op.phase!r} after a later phase (expected forward, backward, optimizer in order)"
+                )
+            phase = _ORDER[op.phase]
+            for dep in op.deps:
+                if not 0 <= dep < i:
+                    raise InputError(f"ops[{i}].deps: {dep} (expected the id of an earlier op, 0 to {i - 1})")
+
+    def _check_tensors(self) -> None:
+        ops, count = self.ops, len(self.ops)
+        names = set()
+        for i, tensor in enumerate(self.tensors):
+            if tensor.name in names:
+                raise InputError(f"tensors[{i}].name: {tensor.name!r} twice (expected a name of its own)")
+            names.add(tensor.name)
+            if tensor.nbytes < 1:
+                raise InputError(f"tensors[{i}].nbytes: {tensor.nbytes} (expected at least 1)")
+            if not 0 <= tensor.ready_after < count or ops[tensor.ready_after].phase != "backward":
+                raise InputError(f"tensors[{i}].ready_after: {tensor.ready_after} (expected the id of a backward op)")
+            for reader in tensor.readers:
+                if not 0 <= reader < count or ops[reader].phase == "backward":
+                    raise InputError(f"tensors[{i}].readers: {reader} (expected ids of forward or optimizer ops)")
+
+    @property
+    def compute_s(self) -> float:
+        """C: the computation of one iteration on one stream, in seconds."""
+        return math.fsum(op.duration_s for op in self.ops)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def phase_ops(self, phase: Phase) -> list[int]:
+        """Ids of the ops of a phase, in execution order."""
+        return [i for i, op in enumerate(self.ops) if op.phase == phase]
+
+    def iteration_order(self) -> tuple[int, ...]:
+        """Ids of all ops in the order in which one steady-state iteration runs them.
+
+        The period starts with the backward pass and ends with the next forward
+        pass. Each optimizer op stands just before the first forward op that
+        reads a parameter it updates, and after the forward pass if none does.
+        """
+        first_use: dict[int, int] = {}
+        for tensor in self.tensors:
+            forward = [r for r in tensor.readers if self.ops[r].phase == "forward"]
+            for r in tensor.readers:
+                if self.ops[r].phase == "optimizer":
+                    first_use[r] = min(first_use.get(r, len(self.ops)), *forward, len(self.ops))
+        updates = self.phase_ops("optimizer")
+        # An optimizer op that another one depends on is needed as early as that one.
+        for i in reversed(updates):
+            for dep in self.ops[i].deps:
+                if self.ops[dep].phase == "optimizer":
+                    first_use[dep] = min(first_use.get(dep, len(self.ops)), first_use.get(i, len(self.ops)))
+        keyed = [((i, 1), i) for i in self.phase_ops("forward")]
+        keyed += [((first_use.get(i, len(self.ops)), 0), i) for i in updates]
+        keyed.sort()
+        return (*self.phase_ops("backward"), *(i for _, i in keyed))
