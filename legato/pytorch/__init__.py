@@ -1,0 +1,5 @@
+"""Floor 1, everything that imports torch: capture a training step, measure a network, carry out a plan."""
+
+from legato.pytorch.model import DistributedModel, distribute
+
+__all__ = ["DistributedModel", "distribute"]

@@ -1,0 +1,82 @@
+"""Everything that ranks must have in common, checked before the first step.
+
+[Note: agreement] Two ranks with another model, plan or dtype would hang or
+silently add the wrong numbers. Rank 0 says what it has; every rank compares;
+what any of them finds, all of them raise. Only bytes of JSON travel, nothing
+is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legato.core.errors import RankError
+from legato.core.files import identity
+from legato.core.plan import Plan
+
+__all__ = ["agree", "broadcast_bytes", "describe", "group_device", "raise_together"]
+
+_MESSAGE_BYTES = 1024
+
+
+def describe(plan: Plan | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """What must be equal on all ranks: name of the thing -> what it is here."""
+    facts = {
+        f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()
+    }
+    facts["number of trained parameters"] = str(len(parameters))
+    if plan is not None:
+        facts["plan"] = f"{plan.scheduler} {identity(plan)}"
+    facts["torch"] = torch.__version__
+    return facts
+
+
+def agree(facts: dict[str, str], group: Any) -> None:
+    """Raise `RankError` on every rank if any of them has other facts than rank 0."""
+    theirs: dict[str, str] = json.loads(broadcast_bytes(json.dumps(facts).encode(), group))
+    problem = ""
+    for key in [*theirs, *facts]:
+        if facts.get(key) != theirs.get(key):
+            problem = f"{key}: {facts.get(key, 'missing')} here, {theirs.get(key, 'missing')} on rank 0"
+            break
+    raise_together(problem, group)
+
+
+def raise_together(problem: str, group: Any) -> None:
+    """Raise `RankError` on every rank if any rank has a problem (an empty string is none)."""
+    mine = _to_tensor(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyones, mine, group=group)
+    for rank, text in enumerate(everyones):
+        if said := _from_tensor(text).rstrip(b"\0").decode(errors="replace"):
+            raise RankError(f"rank {rank}: {said}")
+
+
+def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
+    """Rank `source`'s bytes, on every rank."""
+    root = dist.get_global_rank(group, source)
+    length = _to_tensor(len(data).to_bytes(8, "little"), group)
+    dist.broadcast(length, root, group=group)
+    n = int.from_bytes(_from_tensor(length), "little")
+    content = _to_tensor(data.ljust(n, b"\0")[:n] if n else b"\0", group)
+    dist.broadcast(content, root, group=group)
+    return _from_tensor(content)[:n]
+
+
+def _to_tensor(data: bytes, group: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
+
+
+def _from_tensor(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().tolist()) if tensor.numel() < 4096 else tensor.cpu().numpy().tobytes()
+
+
+def group_device(group: Any) -> torch.device:
+    """Where this group's collectives take their tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")

@@ -1,0 +1,243 @@
+"""Carrying out a plan: gradients into buffers, buffers over the network, in one fixed order.
+
+[Note: issue order] Ranks that hand the same collectives to the backend in
+different orders add the wrong numbers or abort. Here the order cannot differ:
+the messages are a list, identical on all ranks (agreed by hash before the
+first step); message k is handed over when message k-1 has been, and its own
+gradients are there; and at the end of every backward pass the gradients that
+did not come are declared absent, so that every message of the list goes out in
+every backward pass, on every rank. What happens on one rank alone (which
+gradient is ready first, which forward op waits) moves the *time* of a message
+and never its place.
+
+[Note: absent gradients] A rank without a gradient sends zeros. Each parameter
+has one extra element in its first message, 1 on the ranks that had a gradient
+and 0 on the others; only where the sum is 0 was it absent everywhere, and then
+`.grad` stays as it was (None), as it does in one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from legato.core.errors import RankError
+from legato.core.plan import Plan
+from legato.pytorch import gate
+from legato.pytorch.lowering import IDLE, PENDING, SENT, Piece, Slot, Wire, lower
+from legato.pytorch.tracing import Tracer
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The gradients of one model on their way through one process group."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], group: Any) -> None:
+        self.plan = plan
+        self.group = group
+        self.slots, self.wires = lower(plan, parameters)
+        self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
+        self.enabled = True  # False under no_sync()
+        self.tracer: Tracer | None = None
+        self._scale = 1.0 / group.size()
+        self._in_backward = False
+        self._next = 0  # the message whose turn it is
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: self._gradient_ready(slot))
+            for slot in self.slots
+        ]
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether the plan lets updates wait, and every parameter can be gated."""
+        return self.plan.forward_overlap and all(slot.plain_class is nn.Parameter for slot in self.slots)
+
+    def close(self) -> None:
+        """Bring everything up to date and let go of the parameters."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_forward(self) -> None:
+        """A forward pass starts: gradients that nobody used yet are brought in, for the next ones to add to."""
+        if self._in_backward:
+            raise RankError("the last backward pass did not finish (an exception in it?); the ranks are out of step")
+        for slot in self.slots:
+            if slot.stage == SENT:
+                self.resolve(slot)
+
+    # ---- backward: gradients out -------------------------------------------------
+
+    def _gradient_ready(self, slot: Slot) -> None:
+        if not self.enabled:
+            return
+        if not self._in_backward:
+            self._begin_backward(slot)
+        elif slot.ready:
+            raise RankError(
+                f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
+                "shared parameter?); use use_reentrant=False, or no_sync() around all but the last backward pass"
+            )
+        slot.has_grad = True
+        self._mark_ready(slot)
+        self._advance()
+
+    def _begin_backward(self, first: Slot) -> None:
+        if first.stage != IDLE:
+            raise RankError(
+                f"{first.name}: a backward pass began before the gradients of the one before were used; "
+                "call optimizer.step() in between, or put the earlier one under no_sync()"
+            )
+        self.settle()
+        self._in_backward = True
+        self._next = 0
+        for slot in self.slots:
+            slot.ready = slot.has_grad = False
+        for wire in self.wires:
+            wire.issued = False
+            wire.missing = len({id(piece.slot) for piece in wire.pieces})
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        for slot in self.slots:
+            if not slot.ready:
+                slot.has_grad = slot.parameter.grad is not None
+                self._mark_ready(slot)
+        self._advance()
+        self._in_backward = False
+        if self.tracer:
+            self.tracer.switch(None)
+
+    def _mark_ready(self, slot: Slot) -> None:
+        grad = slot.parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
+        slot.ready = True
+        slot.stage = SENT
+        gate.close(slot, self.resolve)
+        for wire in {id(piece.wire): piece.wire for piece in slot.pieces}.values():
+            wire.missing -= 1
+
+    def _advance(self) -> None:
+        while self._next < len(self.wires) and self.wires[self._next].missing == 0:
+            self._issue(self.wires[self._next])
+            self._next += 1
+
+    def _issue(self, wire: Wire) -> None:
+        self._wait(wire)  # a message whose gradients were dropped may still be in flight
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for piece in wire.pieces:
+                slot = piece.slot
+                if slot.has_grad:
+                    torch.mul(piece.of(_grad(slot)), self._scale, out=piece.view)
+                else:
+                    piece.view.zero_()
+                if piece.flag is not None:
+                    piece.flag.fill_(float(slot.has_grad))
+        wire.work = dist.all_reduce(wire.buffer, group=self.group, async_op=True)
+        wire.issued = True
+        if self.tracer:
+            self.tracer.message(wire.label, wire.work)
+
+    # ---- after it: averages in ---------------------------------------------------
+
+    def resolve(self, slot: Slot) -> None:
+        """Bring one parameter up to date: its averaged gradient, and the update if `step()` was called.
+
+        When it has to be updated, every other parameter whose gradient has
+        arrived by now is updated in the same call of the optimizer, which
+        costs less than one call each.
+        """
+        if slot.stage == SENT:
+            self._deliver(slot)
+            gate.open_(slot)
+        elif slot.stage == PENDING:
+            self._deliver(slot)
+            self._update([slot, *(s for s in self.slots if s is not slot and s.stage == PENDING and self._arrived(s))])
+
+    def settle(self) -> None:
+        """Bring every parameter up to date."""
+        for slot in self.slots:
+            if slot.stage == SENT:
+                self.resolve(slot)
+        pending = [slot for slot in self.slots if slot.stage == PENDING]
+        for slot in pending:
+            self._deliver(slot)
+        if pending:
+            self._update(pending)
+
+    def drop(self, slot: Slot) -> None:
+        """Forget a gradient that was sent and will not be used (`zero_grad()` without a `step()`)."""
+        gate.open_(slot)
+
+    def _update(self, slots: list[Slot]) -> None:
+        for slot in slots[1:]:
+            self._deliver(slot)
+        by_update: dict[int, list[Slot]] = {}
+        for slot in slots:
+            by_update.setdefault(id(slot.update), []).append(slot)
+        resume = self.tracer.switch("optimizer") if self.tracer else None
+        for group in by_update.values():
+            update = group[0].update
+            assert update is not None
+            for slot in group:
+                gate.open_(slot)
+            update.apply([slot.parameter for slot in group])
+        if self.tracer:
+            self.tracer.switch(resume)
+
+    def _arrived(self, slot: Slot) -> bool:
+        return all(piece.wire.work is None or piece.wire.work.is_completed() for piece in slot.pieces)
+
+    def _deliver(self, slot: Slot) -> None:
+        for piece in slot.pieces:
+            if not piece.wire.issued:
+                raise RankError(
+                    f"{slot.name}: its gradient was read inside the backward pass, before message "
+                    f"{piece.wire.index} ({piece.wire.label}) could be sent"
+                )
+            self._wait(piece.wire)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if not slot.has_grad:
+                if not any(piece.flag is not None and piece.flag.item() > 0 for piece in slot.pieces):
+                    return
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            _unpack(slot.pieces, _grad(slot))
+
+    def _wait(self, wire: Wire) -> None:
+        work, wire.work = wire.work, None
+        if work is None:
+            return
+        resume = self.tracer.switch(None) if self.tracer else None
+        started = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankError(
+                f"rank {self.group.rank()}: message {wire.index} ({wire.label}) failed after "
+                f"{time.monotonic() - started:.1f} s: {reason}"
+            ) from error
+        if self.tracer:
+            self.tracer.switch(resume)
+
+
+def _grad(slot: Slot) -> Tensor:
+    grad = slot.parameter.grad
+    assert grad is not None
+    return grad
+
+
+def _unpack(pieces: Iterable[Piece], grad: Tensor) -> None:
+    flat = None if grad.is_contiguous() else grad.contiguous()
+    target = grad if flat is None else flat
+    for piece in pieces:
+        (target if piece.whole else target.view(-1)[piece.start : piece.stop]).copy_(piece.view)
+    if flat is not None:
+        grad.copy_(flat)

@@ -1,0 +1,81 @@
+"""Waiting where a parameter is *read*, whoever reads it.
+
+[Note: gates] Hooks on modules miss functional use of a parameter
+(`nn.MultiheadAttention`, `F.linear(x, model.other.weight)`), so a parameter
+that is not up to date carries the gate itself: its class is swapped for
+`GatedParameter`, whose `__torch_function__` sees every operation on it from
+Python. The first one that reads brings the parameter up to date, which swaps
+the class back; from then on it costs nothing. While only the *gradient* is on
+its way (`optimizer.step()` not called yet) the value is current, and only
+access to `.grad` waits. Questions about shape, dtype and the like never wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from legato.pytorch.lowering import IDLE, PENDING, SENT, Slot
+
+__all__ = ["GatedParameter", "close", "open_"]
+
+_GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
+_METADATA = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "is_cuda", "is_cpu",
+        "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "output_nr", "_version", "names",
+        "itemsize", "nbytes", "retains_grad", "is_mkldnn", "_backward_hooks", "_post_accumulate_grad_hooks",
+    ) if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in (
+        "size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point",
+        "is_complex", "get_device", "type", "is_signed", "storage_offset", "ndimension", "__len__",
+        "register_hook", "register_post_accumulate_grad_hook", "is_pinned", "is_shared", "is_conj", "is_neg",
+        "is_inference",
+    )]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+)  # fmt: skip
+
+
+class GatedParameter(nn.Parameter):
+    """A parameter that is brought up to date by the first operation that reads it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for parameter in _gated((args, kwargs)):
+                slot, resolve = parameter._legato_gate
+                if slot.stage == PENDING or (slot.stage == SENT and func in _GRAD):
+                    resolve(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _gated(values: Any) -> Iterator[Any]:
+    if type(values) is GatedParameter:
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _gated(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _gated(value)
+
+
+def close(slot: Slot, resolve: Callable[[Slot], None]) -> None:
+    """From here on, reading the parameter (or its gradient) calls `resolve(slot)` first."""
+    if slot.plain_class is nn.Parameter:
+        slot.parameter._legato_gate = (slot, resolve)  # type: ignore[attr-defined]
+        slot.parameter.__class__ = GatedParameter
+
+
+def open_(slot: Slot) -> None:
+    """The parameter and its gradient are up to date."""
+    slot.stage = IDLE
+    slot.update = None
+    slot.parameter.__class__ = slot.plain_class

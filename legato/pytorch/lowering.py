@@ -1,0 +1,125 @@
+"""A plan made concrete for one model: one flat buffer a message, and every gradient's place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from legato.core.errors import PlanError
+from legato.core.plan import Message, Plan, Slice, check_messages
+
+if TYPE_CHECKING:
+    from legato.pytorch.deferred import Update
+
+__all__ = ["IDLE", "PENDING", "SENT", "Piece", "Slot", "Wire", "lower"]
+
+#: Where a parameter stands between two backward passes.
+IDLE = "idle"  # nothing is outstanding
+SENT = "sent"  # its gradient is on its way; `optimizer.step()` was not called yet
+PENDING = "pending"  # `optimizer.step()` was called; the update is still to be applied
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One trained parameter, and what is still to be done with it."""
+
+    name: str
+    parameter: nn.Parameter
+    plain_class: type
+    pieces: list[Piece] = field(default_factory=list)
+    stage: str = IDLE
+    ready: bool = False  # its gradient is there in this backward pass
+    has_grad: bool = False  # ... and is not merely known to be absent
+    update: Update | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Elements `start` to `stop` of a parameter, and their place in a message's buffer."""
+
+    slot: Slot
+    wire: Wire
+    start: int
+    stop: int
+    view: Tensor  # shaped like the parameter when it is the whole of it, else flat
+    flag: Tensor | None  # one element: how many ranks had a gradient (first piece only)
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.slot.parameter.numel()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This piece's part of a tensor that is shaped like the parameter."""
+        return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """One message as it goes out: a buffer, what is packed into it, and its progress."""
+
+    index: int
+    buffer: Tensor
+    pieces: list[Piece] = field(default_factory=list)
+    missing: int = 0  # gradients that are not there yet
+    issued: bool = False  # in this backward pass
+    work: Any = None  # the collective in flight
+
+    @property
+    def label(self) -> str:
+        first = self.pieces[0].slot.name
+        return first if len(self.pieces) == 1 else f"{first} +{len(self.pieces) - 1}"
+
+
+def lower(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> tuple[list[Slot], list[Wire]]:
+    """Buffers for a plan on these parameters, messages in the plan's order.
+
+    A message that holds several dtypes or devices is cut by them: one buffer
+    has one of each. Raises `PlanError` when the plan is for another model, cuts
+    an element in two, or asks for what this runtime does not carry out.
+    """
+    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+    unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
+    if unplanned:
+        name = min(unplanned)
+        raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
+    check_messages(plan, sizes)
+    slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
+    wires: list[Wire] = []
+    for i, message in enumerate(plan.messages):
+        if message.kind != "all_reduce":
+            raise PlanError(f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that this runtime sends)")
+        groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
+        for piece in message.slices:
+            p = parameters[piece.tensor]
+            if piece.start % p.element_size() or piece.stop % p.element_size():
+                raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut inside an element of {p.element_size()} bytes")
+            groups.setdefault((p.dtype, p.device), []).append(piece)
+        wires += [_wire(len(wires) + k, Message(tuple(group)), slots) for k, group in enumerate(groups.values())]
+    return list(slots.values()), wires
+
+
+def _wire(index: int, message: Message, slots: dict[str, Slot]) -> Wire:
+    first = slots[message.slices[0].tensor].parameter
+    size = first.element_size()
+    flags = sum(piece.start == 0 for piece in message.slices)
+    buffer = torch.zeros(message.nbytes // size + flags, dtype=first.dtype, device=first.device)
+    wire = Wire(index, buffer)
+    at, flag_at = 0, message.nbytes // size
+    for piece in message.slices:
+        slot = slots[piece.tensor]
+        start, stop = piece.start // size, piece.stop // size
+        view = buffer[at : at + stop - start]
+        at += stop - start
+        if stop - start == slot.parameter.numel():
+            view = view.view(slot.parameter.shape)
+        flag = None
+        if start == 0:
+            flag, flag_at = buffer[flag_at : flag_at + 1], flag_at + 1
+        placed = Piece(slot, wire, start, stop, view, flag)
+        wire.pieces.append(placed)
+        slot.pieces.append(placed)
+    return wire

@@ -1,0 +1,78 @@
+"""A measured timeline: when a worker computed, and when its messages were on the wire."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from legato.core.timeline import Span, SpanKind, Timeline
+
+__all__ = ["Tracer"]
+
+
+class Tracer:
+    """Writes down what one rank does, by the host's clock, until it is asked for timelines.
+
+    The compute lane is in one state at a time: a kind of work, or None while
+    it waits. An iteration begins where `begin_iteration` was called, which is
+    the start of a backward pass.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._state: SpanKind | None = None
+        self._since = 0.0
+        self._spans: list[Span] = []
+        self._starts: list[float] = []
+
+    def switch(self, state: SpanKind | None) -> SpanKind | None:
+        """The compute lane does this from now on; returns what it did before."""
+        now = time.perf_counter()
+        if self._state is not None and now > self._since:
+            self._spans.append(Span(self.rank, "compute", self._state, self._since, now, self._state))
+        before, self._state, self._since = self._state, state, now
+        return before
+
+    def begin_iteration(self) -> None:
+        """A backward pass starts now."""
+        self.switch("backward")
+        self._starts.append(self._since)
+
+    def message(self, label: str, work: Any) -> None:
+        """A message was handed to the network; its span ends when its work does."""
+        start = time.perf_counter()
+
+        def finished(future: Any) -> None:
+            self._spans.append(Span(self.rank, "network", label, start, time.perf_counter(), "message"))
+
+        work.get_future().add_done_callback(finished)
+
+    def watch(self, outputs: Any) -> None:
+        """The forward pass gave these; the iteration turns over when their gradient is asked for."""
+        self.switch(None)
+        begun = False
+
+        def begin(*_: Any) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self.begin_iteration()
+
+        for value in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                value.register_hook(begin)
+
+    def timelines(self, name: str) -> list[Timeline]:
+        """One timeline for every whole iteration, its start at 0 seconds."""
+        self.switch(None)
+        result = []
+        for start, end in zip(self._starts, self._starts[1:], strict=False):
+            spans = [
+                Span(s.worker, s.lane, s.name, max(s.start_s, start) - start, min(s.end_s, end) - start, s.kind)
+                for s in sorted(self._spans, key=lambda s: s.start_s)
+                if s.start_s < end and s.end_s > start
+            ]
+            result.append(Timeline(name, "measured", end - start, tuple(spans)))
+        return result

@@ -1,0 +1,16 @@
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def three_ranks():
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()

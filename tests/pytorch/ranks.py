@@ -1,0 +1,81 @@
+"""Real worker processes for tests: started once, given one function after another."""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+
+PATIENCE_S = 120
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank, size, port, pipe):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        module, name, args = task
+        try:
+            torch.manual_seed(1234)
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`size` processes with a gloo group between them."""
+
+    def __init__(self, size):
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.size = size
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def outcomes(self, function, *args):
+        """[(ok, result or error text)] of `function(*args)` on every rank."""
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__name__, args))
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(PATIENCE_S), f"rank {rank} did not answer within {PATIENCE_S} s: {function.__name__} hangs"
+            found.append(pipe.recv())
+        return found
+
+    def run(self, function, *args):
+        """Results of `function(*args)`, a list by rank; fails the test if any rank failed."""
+        outcomes = self.outcomes(function, *args)
+        assert all(ok for ok, _ in outcomes), "\n".join(str(r) for ok, r in outcomes if not ok)
+        return [result for _, result in outcomes]
+
+    def errors(self, function, *args):
+        """First lines of the errors that `function(*args)` must raise on every rank."""
+        outcomes = self.outcomes(function, *args)
+        assert not any(ok for ok, _ in outcomes), outcomes
+        return [text.splitlines()[0] for _, text in outcomes]
+
+    def close(self):
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
