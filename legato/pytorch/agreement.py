@@ -27,9 +27,7 @@ _MESSAGE_BYTES = 1024
 
 def describe(plan: Plan | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """What must be equal on all ranks: name of the thing -> what it is here."""
-    facts = {
-        f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()
-    }
+    facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))
     if plan is not None:
         facts["plan"] = f"{plan.scheduler} {identity(plan)}"

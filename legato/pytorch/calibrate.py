@@ -69,7 +69,7 @@ def calibrate(
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     if len(set(sizes)) < 2 or min(sizes) < 4:
         raise InputError("sizes: expected at least two different ones, of at least 4 bytes")
-    group = process_group if process_group is not None else dist.group.WORLD
+    group: Any = process_group if process_group is not None else dist.group.WORLD
     measured = []
     for i, nbytes in enumerate(sizes):
         measured.append((nbytes // 4 * 4, _time(nbytes // 4, group)))
@@ -90,7 +90,7 @@ def _time(elements: int, group: Any) -> float:
     repeats = max(5, min(50, int(_SECONDS_A_SIZE / max(trial.item(), 1e-6))))
     times = torch.tensor([_once(buffer, group) for _ in range(repeats)], dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return statistics.median(times.tolist())
+    return float(statistics.median(times.tolist()))
 
 
 def _once(buffer: torch.Tensor, group: Any) -> float:

@@ -44,6 +44,11 @@ class Update:
         """`zero_grad()` was called: drop each gradient once it has been used."""
         self._zero = _set_to_none if set_to_none else _set_to_zero
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether no gradient is left to be seen after it was applied."""
+        return self._zero is _set_to_none
+
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the optimizer step these parameters and no others."""
         by_group: dict[int, list[nn.Parameter]] = {}
@@ -178,14 +183,15 @@ def defer_steps(optimizer: Optimizer, exchange: Exchange) -> None:
     if isinstance(optimizer, _DeferredSteps):
         release(optimizer)
     base = type(optimizer)
-    laid_over = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
+    laid_over: Any = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     vars(optimizer)["_legato_exchange"] = exchange
     optimizer.__class__ = laid_over
 
 
 def release(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back, everything up to date."""
-    if isinstance(optimizer, _DeferredSteps):
-        optimizer._settle()
-        optimizer.__class__ = optimizer._legato_base
-        vars(optimizer).pop("_legato_exchange", None)
+    laid_over: Any = optimizer
+    if isinstance(laid_over, _DeferredSteps):
+        laid_over._settle()
+        laid_over.__class__ = laid_over._legato_base
+        vars(laid_over).pop("_legato_exchange", None)

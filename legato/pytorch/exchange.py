@@ -48,10 +48,11 @@ class Exchange:
         self._scale = 1.0 / group.size()
         self._in_backward = False
         self._next = 0  # the message whose turn it is
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: self._gradient_ready(slot))
-            for slot in self.slots
-        ]
+        self._hooks = [self._watch(slot) for slot in self.slots]
+
+    def _watch(self, slot: Slot) -> Any:
+        parameter: Any = slot.parameter
+        return parameter.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(slot))
 
     @property
     def overlaps_forward(self) -> bool:
@@ -101,7 +102,7 @@ class Exchange:
             slot.ready = slot.has_grad = False
         for wire in self.wires:
             wire.issued = False
-            wire.missing = len({id(piece.slot) for piece in wire.pieces})
+            wire.missing = wire.slots
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _end_backward(self) -> None:
@@ -121,7 +122,7 @@ class Exchange:
         slot.ready = True
         slot.stage = SENT
         gate.close(slot, self.resolve)
-        for wire in {id(piece.wire): piece.wire for piece in slot.pieces}.values():
+        for wire in slot.wires:
             wire.missing -= 1
 
     def _advance(self) -> None:
@@ -193,22 +194,25 @@ class Exchange:
             self.tracer.switch(resume)
 
     def _arrived(self, slot: Slot) -> bool:
-        return all(piece.wire.work is None or piece.wire.work.is_completed() for piece in slot.pieces)
+        return all(wire.work is None or wire.work.is_completed() for wire in slot.wires)
 
     def _deliver(self, slot: Slot) -> None:
-        for piece in slot.pieces:
-            if not piece.wire.issued:
+        for wire in slot.wires:
+            if not wire.issued:
                 raise RankError(
                     f"{slot.name}: its gradient was read inside the backward pass, before message "
-                    f"{piece.wire.index} ({piece.wire.label}) could be sent"
+                    f"{wire.index} ({wire.label}) could be sent"
                 )
-            self._wait(piece.wire)
+            self._wait(wire)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if not slot.has_grad:
                 if not any(piece.flag is not None and piece.flag.item() > 0 for piece in slot.pieces):
                     return
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
-            _unpack(slot.pieces, _grad(slot))
+            if slot.update is not None and slot.update.drops_gradients and slot.pieces[0].whole:
+                slot.parameter.grad = slot.pieces[0].view  # nobody sees it but the optimizer: no copy
+            else:
+                _unpack(slot.pieces, _grad(slot))
 
     def _wait(self, wire: Wire) -> None:
         work, wire.work = wire.work, None

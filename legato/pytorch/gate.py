@@ -12,8 +12,9 @@ access to `.grad` waits. Questions about shape, dtype and the like never wait.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from legato.pytorch.lowering import IDLE, PENDING, SENT, Slot
 __all__ = ["GatedParameter", "close", "open_"]
 
 _GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
-_METADATA = frozenset(
+_METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "is_cuda", "is_cpu",
         "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "output_nr", "_version", "names",
@@ -35,7 +36,7 @@ _METADATA = frozenset(
         "register_hook", "register_post_accumulate_grad_hook", "is_pinned", "is_shared", "is_conj", "is_neg",
         "is_inference",
     )]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+    + list[Any]((torch.is_floating_point, torch.is_complex, torch.numel))
 )  # fmt: skip
 
 
@@ -54,6 +55,22 @@ class GatedParameter(nn.Parameter):
                     resolve(slot)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is a plain parameter, up to date."""
+        _resolve(self)
+        return copy.deepcopy(cast(nn.Parameter, self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled is a plain parameter, up to date."""
+        _resolve(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _resolve(parameter: GatedParameter) -> None:
+    """Whatever is outstanding is brought in; the parameter is of its own class afterwards."""
+    slot, resolve = parameter._legato_gate  # type: ignore[attr-defined]
+    resolve(slot)
 
 
 def _gated(values: Any) -> Iterator[Any]:
@@ -79,3 +96,4 @@ def open_(slot: Slot) -> None:
     slot.stage = IDLE
     slot.update = None
     slot.parameter.__class__ = slot.plain_class
+    vars(slot.parameter).pop("_legato_gate", None)

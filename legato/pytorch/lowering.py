@@ -32,6 +32,7 @@ class Slot:
     plain_class: type
     pieces: list[Piece] = field(default_factory=list)
     stage: str = IDLE
+    wires: list[Wire] = field(default_factory=list)
     ready: bool = False  # its gradient is there in this backward pass
     has_grad: bool = False  # ... and is not merely known to be absent
     update: Update | None = None
@@ -64,7 +65,8 @@ class Wire:
     index: int
     buffer: Tensor
     pieces: list[Piece] = field(default_factory=list)
-    missing: int = 0  # gradients that are not there yet
+    slots: int = 0  # parameters in it
+    missing: int = 0  # ... whose gradients are not there yet
     issued: bool = False  # in this backward pass
     work: Any = None  # the collective in flight
 
@@ -91,7 +93,9 @@ def lower(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> tuple[list[Slot
     wires: list[Wire] = []
     for i, message in enumerate(plan.messages):
         if message.kind != "all_reduce":
-            raise PlanError(f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that this runtime sends)")
+            raise PlanError(
+                f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that this runtime sends)"
+            )
         groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
         for piece in message.slices:
             p = parameters[piece.tensor]
@@ -122,4 +126,7 @@ def _wire(index: int, message: Message, slots: dict[str, Slot]) -> Wire:
         placed = Piece(slot, wire, start, stop, view, flag)
         wire.pieces.append(placed)
         slot.pieces.append(placed)
+        if wire not in slot.wires:
+            slot.wires.append(wire)
+            wire.slots += 1
     return wire

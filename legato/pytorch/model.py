@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
 
 from legato.core import files
@@ -56,6 +57,7 @@ class DistributedModel(nn.Module):
         self._broadcast([*module.parameters(), *module.buffers()])
         self._exchange = Exchange(plan, trained_parameters(module), self._group)
         self._optimizers: list[Optimizer] = []
+        self._buffers_differ = True
 
     @property
     def plan(self) -> Plan:
@@ -78,8 +80,10 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         exchange = self._exchange
         exchange.begin_forward()
-        if exchange.enabled and self.broadcast_buffers and torch.is_grad_enabled():
+        if self.broadcast_buffers and self._buffers_differ:
             self._broadcast(list(self.module.buffers()), self._buffer_group)
+        # As DDP has it: only a forward pass whose gradients will be averaged leaves buffers to be made equal.
+        self._buffers_differ = exchange.enabled and torch.is_grad_enabled()
         if exchange.tracer is None:
             return self.module(*args, **kwargs)
         exchange.tracer.switch("forward")
@@ -120,7 +124,7 @@ class DistributedModel(nn.Module):
     def _broadcast(self, tensors: list[torch.Tensor], group: Any = None) -> None:
         values = [t.detach() for t in tensors]
         if values:
-            dist._broadcast_coalesced(group or self._group, values, _BROADCAST_BYTES, 0)
+            _broadcast_coalesced(group or self._group, values, _BROADCAST_BYTES, 0)
 
 
 def distribute(

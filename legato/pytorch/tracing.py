@@ -60,7 +60,8 @@ class Tracer:
                 begun = True
                 self.begin_iteration()
 
-        for value in torch.utils._pytree.tree_leaves(outputs):
+        values: list[Any] = torch.utils._pytree.tree_leaves(outputs)
+        for value in values:
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 value.register_hook(begin)
 

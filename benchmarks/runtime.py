@@ -1,0 +1,94 @@
+"""The runtime's own cost: one process, so that every message is delivered at once.
+
+    python benchmarks/runtime.py [--iterations 40]
+
+Prints, per model, the median iteration time under DistributedDataParallel and
+under legato (a message per tensor; and merged), and their ratio. Blocks of both alternate in
+one run, so that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legato.core.plan import Message, Plan, Slice
+from legato.pytorch import distribute
+from legato.pytorch.model import trained_parameters
+
+BLOCK = 5
+
+
+def plans(model: nn.Module) -> dict[str, Plan]:
+    """A message per tensor and one for all, both with forward overlap."""
+    slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items())]
+    apart = Plan("per tensor", tuple(Message((s,)) for s in slices), forward_overlap=True)
+    merged = Plan("merged", tuple(Message(tuple(slices[i : i + 20])) for i in range(0, len(slices), 20)), True)
+    return {"per tensor": apart, "merged": merged}
+
+
+def training(build, kind):
+    torch.manual_seed(0)
+    model, optimizer, loss_of = build()
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped, optimizer = distribute(model, optimizer, plans(model)[kind])
+
+    def step():
+        optimizer.zero_grad()
+        loss_of(wrapped).backward()
+        optimizer.step()
+
+    return step
+
+
+def resnet50():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    x, y = torch.randn(2, 3, 64, 64), torch.randint(0, 1000, (2,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return model, optimizer, lambda m: m(pixel_values=x, labels=y).loss
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_head=8, n_embd=256, vocab_size=8000))
+    x = torch.randint(0, 8000, (2, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4), lambda m: m(input_ids=x, labels=x).loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=40)
+    iterations = parser.parse_args().iterations
+    torch.set_num_threads(1)
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        for build in (resnet50, gpt2):
+            steps = {kind: training(build, kind) for kind in ("ddp", "per tensor", "merged")}
+            times: dict[str, list[float]] = {kind: [] for kind in steps}
+            for block in range(1 + iterations // BLOCK):
+                for kind, step in steps.items():
+                    for _ in range(BLOCK):
+                        start = time.perf_counter()
+                        step()
+                        if block:
+                            times[kind].append(time.perf_counter() - start)
+            ddp = statistics.median(times["ddp"])
+            for kind, values in times.items():
+                t = statistics.median(values)
+                print(f"{build.__name__:9} {kind:11} {t * 1e3:8.1f} ms   {t / ddp - 1:+.1%} of DDP", flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
