@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from legato.core.timeline import Span, SpanKind, Timeline
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "trace_ddp"]
 
 
 class Tracer:
@@ -77,3 +81,51 @@ class Tracer:
             ]
             result.append(Timeline(name, "measured", end - start, tuple(spans)))
         return result
+
+
+@contextmanager
+def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
+    """Measure the iterations of a `DistributedDataParallel` model; can be used once a model.
+
+    DDP's own all-reduce is replaced by the same one issued from a communication
+    hook, which can be timed. The list is filled when the context ends.
+    """
+    ddp: Any = model
+    tracer = Tracer(dist.get_rank(ddp.process_group))
+    found: list[Timeline] = []
+    waiting: set[int] = set()
+    parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
+
+    def send(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer().div_(ddp.process_group.size())
+        work: Any = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
+        tracer.message(f"bucket {bucket.index()}", work)
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+    def forward_begins(*_: Any) -> None:
+        waiting.update(map(id, parameters))
+        tracer.switch("forward")
+
+    def gradient_ready(p: torch.Tensor) -> None:
+        waiting.discard(id(p))
+        if not waiting:
+            tracer.switch(None)
+
+    def forward_ends(_: Any, __: Any, output: Any) -> None:
+        tracer.watch(output)
+
+    ddp.register_comm_hook(None, send)
+    hooks = [
+        ddp.register_forward_pre_hook(forward_begins),
+        ddp.register_forward_hook(forward_ends),
+        optimizer.register_step_pre_hook(lambda *_: tracer.switch("optimizer") and None),
+        optimizer.register_step_post_hook(lambda *_: tracer.switch(None) and None),
+        *(p.register_post_accumulate_grad_hook(gradient_ready) for p in parameters),
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        found += tracer.timelines("ddp")

@@ -1,0 +1,66 @@
+"""`legato calibrate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from legato.cli.options import Json
+from legato.cli.output import note, print_json, progress
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.units import format_bytes, format_seconds
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")],
+    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, ...")] = "gloo",
+    json: Json = False,
+) -> None:
+    """Measure all-reduce between the processes of this job and fit its cost.
+
+    Start it under torchrun, on the machines and with the number of processes that will train.
+
+    Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
+    """
+    import os
+
+    import torch.distributed as dist
+
+    from legato.pytorch.calibrate import calibrate as run
+
+    if "RANK" not in os.environ:
+        raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
+    dist.init_process_group(backend)
+    try:
+        if dist.get_rank() == 0:
+            with progress("measuring all-reduce") as advance:
+                found = run(progress=advance)
+        else:
+            found = run()
+        if dist.get_rank() == 0:
+            files.write(output, found.cluster)
+            _show(found, output, json)
+    finally:
+        dist.destroy_process_group()
+
+
+def _show(found: object, output: Path, json: bool) -> None:
+    from legato.pytorch.calibrate import Calibration
+
+    assert isinstance(found, Calibration)
+    cost = found.cluster.cost()
+    if json:
+        samples = [{"nbytes": s.nbytes, "seconds": s.seconds, "fitted_s": s.fitted_s} for s in found.samples]
+        errors = {"median_error": found.median_error, "worst_error": found.worst_error}
+        print_json({"cluster": found.cluster, "samples": samples, **errors})
+        return
+    for s in found.samples:
+        note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {s.error:+.0%}")
+    note(
+        f"{found.cluster.default_collective} on {found.cluster.workers} workers: {format_seconds(cost.alpha_s)} + "
+        f"{format_seconds(cost.beta_s_per_byte * 2**20)} a MiB; the fit is off by {found.median_error:.0%} "
+        f"(median), {found.worst_error:.0%} (worst) -> {output}"
+    )

@@ -1,0 +1,56 @@
+"""`legato capture`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from legato.cli.options import Json
+from legato.cli.output import note, print_json, progress
+from legato.core import files
+from legato.core.units import format_bytes, format_seconds
+
+
+def capture(
+    training: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="Returns (model, optimizer, loss).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The workload file to write.")],
+    name: Annotated[str | None, typer.Option(help="Of the workload.  [default: the model's class]")] = None,
+    batch_size: Annotated[int, typer.Option(help="Written into the workload.")] = 1,
+    runs: Annotated[int, typer.Option(help="Measured runs; an op's time is its shortest.", min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(help="CPU threads, as in the training to be planned.", min=1)] = None,
+    json: Json = False,
+) -> None:
+    """Run a training step op by op on one process and write it down as a workload.
+
+    FUNCTION takes no arguments and returns the model, its optimizer, and a function that runs the forward pass
+    and returns the loss. The model is left as it was.
+
+    Example: [bold]legato capture train.py:training -o resnet.json[/]
+    """
+    from legato.pytorch.capture import capture as run
+    from legato.pytorch.training import load_training, set_threads
+
+    set_threads(threads)
+    model, optimizer, loss = load_training(training)
+    with progress(f"capturing {type(model).__name__}") as advance:
+        workload = run(model, optimizer, loss, name=name, batch_size=batch_size, runs=runs, progress=advance)
+    files.write(output, workload)
+    result = {
+        "workload": str(output),
+        "name": workload.name,
+        "num_ops": len(workload.ops),
+        "num_tensors": len(workload.tensors),
+        "nbytes": workload.nbytes,
+        "compute_s": workload.compute_s,
+        "untraced_s": workload.untraced_s,
+        "time_scale": workload.time_scale,
+    }
+    if json:
+        print_json(result)
+        return
+    note(
+        f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of {format_bytes(workload.nbytes)}, "
+        f"{format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f}) -> {output}"
+    )

@@ -1,0 +1,89 @@
+"""What commands print: tables for people, JSON for programs, progress on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from legato.core.units import format_seconds
+
+__all__ = ["note", "print_json", "print_rows", "progress"]
+
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "scheduler": ("scheduler", str),
+    "iteration_s": ("predicted", format_seconds),
+    "measured_s": ("measured", format_seconds),
+    "gap": ("above bound", lambda v: f"{v:+.1%}"),
+    "overlap": ("overlap", lambda v: f"{v:.2f}"),
+    "utilization": ("utilization", lambda v: f"{v:.1%}"),
+    "num_messages": ("messages", str),
+    "plan_s": ("planned in", format_seconds),
+}
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    sys.stdout.flush()
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of `legato plan`: a row a scheduler, the fastest marked."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
+    for key in shown:
+        table.add_column(_COLUMNS[key][0], justify="left" if key == "scheduler" else "right")
+    fastest = min((row["iteration_s"] for row in rows), default=None)
+    for row in sorted(rows, key=lambda r: r["iteration_s"]):
+        cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
+        table.add_row(*cells, style="bold green" if row["iteration_s"] == fastest else None)
+    _console(stderr=False).print(table)
+
+
+def _console(stderr: bool) -> Console:
+    # A pipe has no width; 120 columns hold every table without cutting a name.
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+
+
+def note(text: str) -> None:
+    """A line on standard error."""
+    _console(stderr=True).print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error; yields `advance(done, total)`."""
+    with _bars() as bars:
+        task = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _bars() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=_console(stderr=True),
+        transient=False,
+    )
+
+
+@contextmanager
+def stages(labels: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
+    """Several progress bars, one a label, shown when they begin; yields `advance(label, done, total)`."""
+    with _bars() as bars:
+        tasks = {label: bars.add_task(label, total=None, visible=False) for label in labels}
+
+        def advance(label: str, done: int, total: int) -> None:
+            bars.update(tasks[label], completed=done, total=total, visible=True)
+
+        yield advance

@@ -1,0 +1,65 @@
+"""`legato plan`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from legato.cli.options import Bandwidth, ClusterFile, Collective, Json, Latency, Reduce, Workers, cluster_from
+from legato.cli.output import note, print_json, print_rows, progress
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.units import format_seconds
+from legato.core.workload import Workload
+
+
+def plan(
+    workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
+    scheduler: Annotated[str, typer.Option(help="A scheduler's name, several with commas, or all.")] = "all",
+    cluster: ClusterFile = None,
+    workers: Workers = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    reduce: Reduce = None,
+    collective: Collective = None,
+    compute: Annotated[str, typer.Option(help="A worker's compute resources: one stream, or unlimited.")] = "one",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan here.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write the best plan's predicted timeline here.")] = None,
+    json: Json = False,
+) -> None:
+    """Plan the transfers of a workload and predict its iteration time.
+
+    Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
+    """
+    from legato.schedule import SCHEDULERS
+    from legato.schedule.compare import best, compare
+    from legato.schedule.merge_optimal import bucket_caps
+
+    if compute not in ("one", "unlimited"):
+        raise InputError(f"--compute {compute!r} (expected one or unlimited)")
+    mode: Literal["one", "unlimited"] = "one" if compute == "one" else "unlimited"
+    names = list(SCHEDULERS) if scheduler == "all" else scheduler.split(",")
+    machines = cluster_from(cluster, workers, bandwidth, latency, reduce, collective)
+    job = files.read(workload, Workload)
+    with progress("planning") as advance:
+        found = compare(job, machines, names, collective=collective, compute=mode, progress=advance)
+    chosen = best(found)
+    if output is not None:
+        files.write(output, chosen.plan)
+    if timeline is not None:
+        files.write(timeline, chosen.timeline)
+    rows = [candidate.row() for candidate in found]
+    if json:
+        print_json(rows)
+        return
+    bound = format_seconds(chosen.bound.seconds)
+    cost = collective or machines.default_collective
+    print_rows(f"{job.name} on {machines.workers} workers ({cost}); no plan can be faster than {bound}", rows)
+    for candidate in found:
+        if candidate.plan.scheduler == "merge-optimal":
+            caps = ", ".join(f"{cap:.6g}" for cap in bucket_caps(candidate.plan))
+            note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{caps}])")
+    if output is not None:
+        note(f"{chosen.plan.scheduler} -> {output}")

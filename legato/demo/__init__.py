@@ -1,0 +1,136 @@
+"""Floor 3, the main job end to end: capture, calibrate, plan, train under DDP and under legato, compare.
+
+This module starts the worker processes and needs no torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from legato.core.errors import InputError, RankError
+from legato.core.files import write_text
+from legato.core.units import format_seconds
+from legato.demo.result import ModelResult
+from legato.report.html import write_report
+from legato.report.model import ModelReport, Report, SchedulerRow
+from legato.report.perfetto import write_perfetto
+from legato.schedule.merge_optimal import bucket_caps
+
+__all__ = ["MODEL_NAMES", "run", "summary", "write_pictures"]
+
+MODEL_NAMES = ("resnet-50", "gpt2-small")
+
+#: Relative difference of trained weights above which, with more than two workers, they do not count as equal.
+#: On two workers they have to be equal bit for bit. See docs/runtime.md, "When are weights equal?".
+TOLERANCE = 1e-2
+
+
+def run(model: str, workers: int, steps: int, folder: Path, advance: Callable[[str, int, int], None]) -> ModelResult:
+    """The job for one model on `workers` processes of this machine; `advance(stage, done, total)` as it goes.
+
+    Raises `RankError` with the last words of the process that failed.
+    """
+    if workers < 2:
+        raise InputError(f"--workers {workers}: there is nothing to exchange (expected at least 2)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}") from None
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    arguments = ["-m", "legato.demo.worker", model, str(steps), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    log = folder / "workers.log"
+    with log.open("w") as errors:
+        job = subprocess.Popen(
+            [*torchrun, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        try:
+            assert job.stdout is not None
+            for line in job.stdout:
+                if line.startswith('{"stage"'):
+                    advance(**json.loads(line))
+            status = job.wait()
+        finally:
+            if job.poll() is None:
+                job.terminate()
+                job.wait()
+    if status != 0:
+        raise RankError(f"the workers for {model} failed: {_last_words(log)} (all of it in {log})")
+    return msgspec.json.decode((folder / "result.json").read_bytes(), type=ModelResult)
+
+
+def _last_words(log: Path) -> str:
+    """The line of a log that most likely says what went wrong."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(("File", "raise"))]
+    first = next((line for line in said if "ChildFailedError" not in line), "")
+    return first or (lines[-1] if lines else "they said nothing")
+
+
+def weights_equal(result: ModelResult) -> bool:
+    """Bit for bit on two workers, where a sum has only one order; within the tolerance on more."""
+    return result.max_relative_difference <= (0.0 if result.cluster.workers == 2 else TOLERANCE)
+
+
+def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
+    """The JSON of `legato demo` for one model."""
+    return {
+        "model": result.model,
+        "weights_equal": weights_equal(result),
+        "max_relative_difference": result.max_relative_difference,
+        "ddp_s": result.ddp_s,
+        "legato_s": result.legato_s,
+        "predicted_s": result.best["iteration_s"],
+        "lower_bound_s": result.best["lower_bound_s"],
+        "scheduler": result.plan.scheduler,
+        "report": str(report),
+        "trace": str(trace),
+    }
+
+
+def rows(result: ModelResult) -> list[dict[str, Any]]:
+    """The scheduler table, with what was measured beside what was predicted."""
+    measured = {"ddp": result.ddp_s, result.plan.scheduler: result.legato_s}
+    return [{**row, "measured_s": measured.get(row["scheduler"])} for row in result.rows]
+
+
+def advice(result: ModelResult) -> str:
+    """What to do, in plain words."""
+    by_name = {row["scheduler"]: row for row in result.rows}
+    ddp, merged = by_name["ddp"], by_name["merge-optimal"]
+    caps = ", ".join(f"{cap:.6g}" for cap in bucket_caps(result.merged)[:8])
+    more = ", ..." if len(bucket_caps(result.merged)) > 8 else ""
+    return (
+        f"Measured here: {format_seconds(result.legato_s)} an iteration with the plan {result.plan.scheduler}, "
+        f"{format_seconds(result.ddp_s)} with DDP ({result.speedup:.2f}x). With stock DDP, "
+        f"bucket_cap_mb_list=[{caps}{more}] is predicted to give "
+        f"{ddp['iteration_s'] / merged['iteration_s']:.2f}x."
+    )
+
+
+def write_pictures(results: Sequence[ModelResult], folder: Path) -> tuple[Path, Path]:
+    """Write the report and the Perfetto trace of all models; returns their paths."""
+    report, trace = folder / "report.html", folder / "trace.perfetto.json"
+    models = [
+        ModelReport(
+            name=result.model,
+            workload=result.workload,
+            cluster=result.cluster,
+            rows=tuple(SchedulerRow(**row) for row in rows(result)),
+            timelines=tuple(sorted((*result.predicted, *result.measured), key=lambda t: (t.name != "ddp", t.name))),
+            advice=advice(result),
+        )
+        for result in results
+    ]
+    write_report(report, Report(tuple(models), title="DDP and legato on this machine"))
+    write_perfetto(trace, [timeline for model in models for timeline in model.timelines])
+    write_text(folder / "summary.json", json.dumps([summary(r, report, trace) for r in results], indent=2) + "\n")
+    return report, trace

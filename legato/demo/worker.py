@@ -1,0 +1,173 @@
+"""What every rank of `legato demo` does with one model. Started by torchrun, never by hand.
+
+All ranks capture and calibrate at the same time, so that what is measured is a
+machine as busy as it will be in training; rank 0's plan is everybody's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legato.core import files
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.demo.models import MODELS, Training
+from legato.demo.result import STAGES, ModelResult
+from legato.pytorch.agreement import broadcast_bytes
+from legato.pytorch.calibrate import calibrate
+from legato.pytorch.capture import capture
+from legato.pytorch.model import distribute
+from legato.pytorch.tracing import trace_ddp
+from legato.schedule.compare import Candidate, best, compare
+
+BLOCK = 4  # steps that are timed together
+TRACED = 4  # steps that are traced at the end
+SEED = 20
+
+Advance = Callable[[str, int, int], None]
+
+
+class Trainee:
+    """One of the two that are compared: a model under DDP or under a plan, with random numbers of its own."""
+
+    def __init__(self, build: Callable[[], Training], wrap: Callable[[Training], nn.Module]) -> None:
+        torch.manual_seed(SEED)
+        self.training = build()
+        self.wrapped = wrap(self.training)
+        torch.manual_seed(SEED + dist.get_rank())
+        self._random = torch.get_rng_state()
+        self.block_s: list[float] = []
+
+    def steps(self, count: int) -> float:
+        """Train; returns seconds, until the last update is in."""
+        torch.set_rng_state(self._random)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            self.training.optimizer.zero_grad()
+            self.training.loss(self.wrapped).backward()
+            self.training.optimizer.step()
+        if hasattr(self.wrapped, "flush"):
+            self.wrapped.flush()
+        seconds = time.perf_counter() - start
+        self._random = torch.get_rng_state()
+        return seconds
+
+    @property
+    def iteration_s(self) -> float:
+        return statistics.median(self.block_s)
+
+
+def main(model: str, steps: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    advance = _reporter() if dist.get_rank() == 0 else _silent
+    build = MODELS[model]
+    torch.manual_seed(SEED)
+    training = build()
+    workload = capture(
+        training.model,
+        training.optimizer,
+        functools.partial(training.loss, training.model),
+        name=model,
+        batch_size=training.batch_size,
+        progress=functools.partial(advance, STAGES[0]),
+    )
+    del training
+    calibration = calibrate(progress=functools.partial(advance, STAGES[1]))
+    candidates: list[Candidate] = []
+    chosen = b""
+    if dist.get_rank() == 0:
+        candidates = compare(workload, calibration.cluster, progress=functools.partial(advance, STAGES[2]))
+        chosen = files.encode(best(candidates).plan)
+    plan = files.decode(broadcast_bytes(chosen, dist.group.WORLD), Plan, "the plan of rank 0")
+    ddp, ours = _train(build, plan, steps, functools.partial(advance, STAGES[3]))
+    difference = _difference(ddp.wrapped, ours.wrapped)
+    measured = _trace(ddp, ours, plan)
+    if dist.get_rank() == 0:
+        files.write(folder / "workload.json", workload)
+        files.write(folder / "cluster.json", calibration.cluster)
+        files.write(folder / "plan.json", plan)
+        result = ModelResult(
+            model=model,
+            workload=workload,
+            cluster=calibration.cluster,
+            fit_error=calibration.median_error,
+            worst_fit_error=calibration.worst_error,
+            rows=[candidate.row() for candidate in candidates],
+            predicted=[c.timeline for c in candidates if c.plan.scheduler in ("ddp", plan.scheduler)],
+            measured=measured,
+            plan=plan,
+            merged=next((c.plan for c in candidates if c.plan.scheduler == "merge-optimal"), plan),
+            ddp_s=ddp.iteration_s,
+            legato_s=ours.iteration_s,
+            max_relative_difference=difference,
+            steps=steps,
+        )
+        files.write_text(folder / "result.json", msgspec.json.encode(result).decode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
+    """Both train the same steps in alternating blocks, so that a busy machine slows both; the first block warms up."""
+    ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
+    ours = Trainee(build, lambda t: distribute(t.model, t.optimizer, plan)[0])
+    blocks = 1 + max(1, steps // BLOCK)
+    for i in range(blocks):
+        for k, trainee in enumerate((ddp, ours)):
+            seconds = trainee.steps(BLOCK)
+            if i > 0:
+                trainee.block_s.append(seconds / BLOCK)
+            advance(2 * i + k + 1, 2 * blocks)
+    return ddp, ours
+
+
+def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
+    """A typical measured iteration of each."""
+    with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
+        ddp.steps(TRACED)
+    with ours.wrapped.trace() as under_plan:  # type: ignore[operator]
+        ours.steps(TRACED)
+    return [_typical(timelines) for timelines in (under_ddp, under_plan) if timelines]
+
+
+def _typical(timelines: list[Timeline]) -> Timeline:
+    return sorted(timelines, key=lambda t: t.iteration_s)[len(timelines) // 2]
+
+
+def _difference(a: nn.Module, b: nn.Module) -> float:
+    """Largest difference of two models' states over all ranks, relative to each tensor's largest value."""
+    worst = torch.zeros(1, dtype=torch.float64)
+    for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
+        x, y = x.double(), y.double()
+        worst = torch.maximum(worst, (x - y).abs().max() / x.abs().max().clamp(min=1e-30))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst.item())
+
+
+def _reporter() -> Advance:
+    def advance(stage: str, done: int, total: int) -> None:
+        print(json.dumps({"stage": stage, "done": done, "total": total}), flush=True)
+
+    return advance
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Ranks other than 0 say nothing."""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,82 @@
+"""Schedulers side by side on one workload, and the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from legato.core.cluster import Cluster
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.core.workload import Workload
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.bound import Bound, lower_bound
+from legato.simulate.collective import simulate
+
+__all__ = ["Candidate", "best", "compare"]
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One scheduler's plan, what it is predicted to take, and how long planning took (seconds)."""
+
+    plan: Plan
+    timeline: Timeline
+    bound: Bound
+    plan_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.timeline.iteration_s
+
+    @property
+    def gap(self) -> float:
+        """How far above the proven lower bound: iteration / bound - 1."""
+        return self.iteration_s / self.bound.seconds - 1 if self.bound.seconds > 0 else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """The JSON of `legato plan` for this scheduler."""
+        return {
+            "scheduler": self.plan.scheduler,
+            "iteration_s": self.iteration_s,
+            "lower_bound_s": self.bound.seconds,
+            "gap": self.gap,
+            "overlap": self.timeline.overlap,
+            "utilization": self.timeline.utilization,
+            "num_messages": len(self.plan.messages),
+            "plan_s": self.plan_s,
+        }
+
+
+def compare(
+    workload: Workload,
+    cluster: Cluster,
+    names: Iterable[str] = (),
+    *,
+    collective: str | None = None,
+    compute: str = "one",
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Candidate]:
+    """Plan with each named scheduler (all of them by default) and predict each plan.
+
+    `progress(done, total)` is called after each one.
+    """
+    names = list(names) or list(SCHEDULERS)
+    bound = lower_bound(workload, cluster, compute=compute)
+    found = []
+    for i, name in enumerate(names):
+        start = time.perf_counter()
+        plan = schedule(name, workload, cluster, collective=collective)
+        plan_s = time.perf_counter() - start
+        timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
+        found.append(Candidate(plan, timeline, bound, plan_s))
+        if progress:
+            progress(i + 1, len(names))
+    return found
+
+
+def best(candidates: Iterable[Candidate]) -> Candidate:
+    """The one predicted to be fastest; among equals, the one with the fewest messages."""
+    return min(candidates, key=lambda c: (c.iteration_s, len(c.plan.messages)))
