@@ -47,6 +47,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "distribute":
+        from legato.auto import distribute
+
+        return distribute
     if name in _NEEDS_TORCH:
         import legato.pytorch
 

@@ -16,7 +16,7 @@ from legato.core.units import format_bytes, format_seconds
 def capture(
     training: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="Returns (model, optimizer, loss).")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The workload file to write.")],
-    name: Annotated[str | None, typer.Option(help="Of the workload.  [default: the model's class]")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the workload. (default: the model's class)")] = None,
     batch_size: Annotated[int, typer.Option(help="Written into the workload.")] = 1,
     runs: Annotated[int, typer.Option(help="Measured runs; an op's time is its shortest.", min=1)] = 5,
     threads: Annotated[int | None, typer.Option(help="CPU threads, as in the training to be planned.", min=1)] = None,

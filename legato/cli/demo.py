@@ -15,7 +15,7 @@ from legato.core.units import format_bytes, format_seconds
 
 def demo(
     model: Annotated[
-        list[str] | None, typer.Option(help="resnet-50 or gpt2-small; may be repeated.  [default: both]")
+        list[str] | None, typer.Option(help="resnet-50 or gpt2-small; may be repeated. (default: both)")
     ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes on this machine.", min=2)] = 2,
     steps: Annotated[int, typer.Option(help="Timed training steps, of DDP and of legato each.", min=4)] = 40,

@@ -18,12 +18,12 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on s
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", metavar="C.json", help="A calibrated cluster, instead of the four below.")
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of workers.  [default: 8]")]
-Bandwidth = Annotated[str | None, typer.Option(help="Of a worker's link, like 10Gbit.  [default: 10Gbit]")]
-Latency = Annotated[str | None, typer.Option(help="Of one hop, like 30us.  [default: 30us]")]
-Reduce = Annotated[str | None, typer.Option(help="Time to add up one MiB of gradients, like 50us.  [default: 0]")]
+Workers = Annotated[int | None, typer.Option(help="Number of workers. (default: 8)")]
+Bandwidth = Annotated[str | None, typer.Option(help="Of a worker's link, like 10Gbit. (default: 10Gbit)")]
+Latency = Annotated[str | None, typer.Option(help="Of one hop, like 30us. (default: 30us)")]
+Reduce = Annotated[str | None, typer.Option(help="Time to add up one MiB of gradients, like 50us. (default: 0)")]
 Collective = Annotated[
-    str | None, typer.Option(help=f"{', '.join(COLLECTIVES)}, or one of the cluster's.  [default: its first]")
+    str | None, typer.Option(help=f"{', '.join(COLLECTIVES)}, or one of the cluster's. (default: its first)")
 ]
 
 

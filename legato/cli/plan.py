@@ -35,7 +35,7 @@ def plan(
     """
     from legato.schedule import SCHEDULERS
     from legato.schedule.compare import best, compare
-    from legato.schedule.merge_optimal import bucket_caps
+    from legato.schedule.ddp import bucket_caps
 
     if compute not in ("one", "unlimited"):
         raise InputError(f"--compute {compute!r} (expected one or unlimited)")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from legato.cli.output import note
+from legato.cli.options import Json
+from legato.cli.output import note, print_json
 from legato.core import files
 from legato.core.timeline import Timeline
 
@@ -17,6 +18,7 @@ Timelines = Annotated[list[Path], typer.Argument(metavar="T.json...", help="Time
 def report(
     timelines: Timelines,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
+    json: Json = False,
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file.
 
@@ -27,12 +29,13 @@ def report(
 
     found = tuple(files.read(path, Timeline) for path in timelines)
     write_report(output, Report((ModelReport(name=found[0].name, timelines=found),)))
-    note(f"{len(found)} timelines -> {output}")
+    _say("report", output, len(found), json)
 
 
 def trace(
     timelines: Timelines,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace file to write.")],
+    json: Json = False,
 ) -> None:
     """Write timelines as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
@@ -42,4 +45,11 @@ def trace(
 
     found = [files.read(path, Timeline) for path in timelines]
     write_perfetto(output, found)
-    note(f"{len(found)} timelines -> {output}")
+    _say("trace", output, len(found), json)
+
+
+def _say(what: str, output: Path, timelines: int, json: bool) -> None:
+    if json:
+        print_json({what: str(output), "timelines": timelines})
+    else:
+        note(f"{timelines} timelines -> {output}")

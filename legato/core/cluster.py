@@ -84,7 +84,6 @@ class Cluster(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
-    omit_defaults=True,
     tag_field="format",
     tag="legato.cluster/1",
 ):

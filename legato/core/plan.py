@@ -10,7 +10,7 @@ import msgspec
 from legato.core.errors import InputError, PlanError
 from legato.core.workload import Workload
 
-__all__ = ["Kind", "Message", "Plan", "Slice", "check_plan"]
+__all__ = ["Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 
@@ -36,7 +36,7 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.stop - self.start
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What goes on the wire at once: slices of one or more tensors.
 
     `collective` names the cost in `Cluster.collectives`; `depth` is the number
@@ -65,7 +65,6 @@ class Plan(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
-    omit_defaults=True,
     tag_field="format",
     tag="legato.plan/1",
 ):
@@ -98,7 +97,13 @@ def check_plan(plan: Plan, workload: Workload) -> None:
     where aggregation alone does not do that, and `op_order` is an order the
     dependencies allow.
     """
-    sizes = {tensor.name: tensor.nbytes for tensor in workload.tensors}
+    check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
+    if plan.op_order:
+        _check_op_order(plan.op_order, workload)
+
+
+def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
+    """Raise `PlanError` unless the messages carry every byte of `sizes` (tensor name to bytes) as they must."""
     covered: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for i, message in enumerate(plan.messages):
         for piece in message.slices:
@@ -115,8 +120,6 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             first = _union((a, b) for a, b, k in pieces if k == kind)
             if first != _union(covered.get(second, {}).get(tensor, ())):
                 raise PlanError(f"{tensor!r}: what {kind} aggregates is not what {second} hands out")
-    if plan.op_order:
-        _check_op_order(plan.op_order, workload)
 
 
 def _check_cover(tensor: str, size: int, pieces: list[tuple[int, int]]) -> None:

@@ -15,8 +15,11 @@ __all__ = ["Span", "SpanKind", "Timeline"]
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
-class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One thing that a worker's lane did from `start_s` to `end_s` (seconds)."""
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that a worker's lane did from `start_s` to `end_s` (seconds).
+
+    `nbytes` are the bytes of a message, None where nobody knows them.
+    """
 
     worker: int
     lane: str
@@ -24,17 +27,19 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     start_s: float
     end_s: float
     kind: SpanKind
+    nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
             raise InputError(f"span {self.name!r}: {self.start_s} to {self.end_s} (expected finite, start <= end)")
+        if self.nbytes is not None and self.nbytes < 0:
+            raise InputError(f"nbytes: {self.nbytes} (expected at least 0)")
 
 
 class Timeline(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
-    omit_defaults=True,
     tag_field="format",
     tag="legato.timeline/1",
 ):

@@ -48,7 +48,6 @@ class Workload(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
-    omit_defaults=True,
     tag_field="format",
     tag="legato.workload/1",
 ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from legato.demo.result import ModelResult
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.perfetto import write_perfetto
-from legato.schedule.merge_optimal import bucket_caps
+from legato.schedule.ddp import bucket_caps
 
 __all__ = ["MODEL_NAMES", "run", "summary", "write_pictures"]
 
@@ -56,7 +57,8 @@ def run(model: str, workers: int, steps: int, folder: Path, advance: Callable[[s
             assert job.stdout is not None
             for line in job.stdout:
                 if line.startswith('{"stage"'):
-                    advance(**json.loads(line))
+                    said = json.loads(line)
+                    advance(said["stage"], said["done"], said["total"])
             status = job.wait()
         finally:
             if job.poll() is None:
@@ -69,10 +71,9 @@ def run(model: str, workers: int, steps: int, folder: Path, advance: Callable[[s
 
 def _last_words(log: Path) -> str:
     """The line of a log that most likely says what went wrong."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(("File", "raise"))]
-    first = next((line for line in said if "ChildFailedError" not in line), "")
-    return first or (lines[-1] if lines else "they said nothing")
+    text = log.read_text(errors="replace")
+    said = re.findall(r"^(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w+(?:Error|Exception|Interrupt)\b.*)", text, re.MULTILINE)
+    return said[0] if said else (text.strip().splitlines() or ["they said nothing"])[-1]
 
 
 def weights_equal(result: ModelResult) -> bool:

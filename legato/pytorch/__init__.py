@@ -1,5 +1,7 @@
 """Floor 1, everything that imports torch: capture a training step, measure a network, carry out a plan."""
 
+from legato.pytorch.calibrate import Calibration, calibrate
+from legato.pytorch.capture import capture
 from legato.pytorch.model import DistributedModel, distribute
 
-__all__ = ["DistributedModel", "distribute"]
+__all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "distribute"]

@@ -95,7 +95,13 @@ class _DeferredSteps:
         if exchange is None or closure is not None or not _divisible(optimizer, base, exchange):
             if exchange is not None:
                 exchange.settle()
-            return base.step(optimizer) if closure is None else base.step(optimizer, closure)
+            tracer = exchange.tracer if exchange is not None else None
+            if tracer:
+                tracer.switch("optimizer")
+            result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
+            if tracer:
+                tracer.switch(None)
+            return result
         _step_later(optimizer, base, exchange)
         return None
 

@@ -19,12 +19,14 @@ and 0 on the others; only where the sum is 0 was it absent everywhere, and then
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
@@ -101,7 +103,6 @@ class Exchange:
         for slot in self.slots:
             slot.ready = slot.has_grad = False
         for wire in self.wires:
-            wire.issued = False
             wire.missing = wire.slots
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -132,7 +133,7 @@ class Exchange:
 
     def _issue(self, wire: Wire) -> None:
         self._wait(wire)  # a message whose gradients were dropped may still be in flight
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with _unseen():
             for piece in wire.pieces:
                 slot = piece.slot
                 if slot.has_grad:
@@ -141,8 +142,7 @@ class Exchange:
                     piece.view.zero_()
                 if piece.flag is not None:
                     piece.flag.fill_(float(slot.has_grad))
-        wire.work = dist.all_reduce(wire.buffer, group=self.group, async_op=True)
-        wire.issued = True
+            wire.work = dist.all_reduce(wire.buffer, group=self.group, async_op=True)
         if self.tracer:
             self.tracer.message(wire.label, wire.work)
 
@@ -153,9 +153,10 @@ class Exchange:
 
         When it has to be updated, every other parameter whose gradient has
         arrived by now is updated in the same call of the optimizer, which
-        costs less than one call each.
+        costs less than one call each. Inside the backward pass a gradient is
+        this rank's own, as hooks of the user's see it under DDP.
         """
-        if slot.stage == SENT:
+        if slot.stage == SENT and not self._in_backward:
             self._deliver(slot)
             gate.open_(slot)
         elif slot.stage == PENDING:
@@ -198,13 +199,8 @@ class Exchange:
 
     def _deliver(self, slot: Slot) -> None:
         for wire in slot.wires:
-            if not wire.issued:
-                raise RankError(
-                    f"{slot.name}: its gradient was read inside the backward pass, before message "
-                    f"{wire.index} ({wire.label}) could be sent"
-                )
             self._wait(wire)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with _unseen():
             if not slot.has_grad:
                 if not any(piece.flag is not None and piece.flag.item() > 0 for piece in slot.pieces):
                     return
@@ -230,6 +226,14 @@ class Exchange:
             ) from error
         if self.tracer:
             self.tracer.switch(resume)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:
+        yield
 
 
 def _grad(slot: Slot) -> Tensor:

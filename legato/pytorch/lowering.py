@@ -67,7 +67,6 @@ class Wire:
     pieces: list[Piece] = field(default_factory=list)
     slots: int = 0  # parameters in it
     missing: int = 0  # ... whose gradients are not there yet
-    issued: bool = False  # in this backward pass
     work: Any = None  # the collective in flight
 
     @property

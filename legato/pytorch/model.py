@@ -108,17 +108,27 @@ class DistributedModel(nn.Module):
         """As in `nn.Module`; gradients that are still to be used are dropped after it."""
         drop_gradients(self.parameters(), self._exchange, set_to_none)
 
+    @property
+    def process_group(self) -> Any:
+        """The group that the messages go through; no collective but those of the plan may be in flight on it."""
+        return self._group
+
+    def set_tracer(self, tracer: Tracer | None) -> None:
+        """From here on, this tracer writes down what happens (None: nobody does)."""
+        self._exchange.tracer = tracer
+
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
         """Measure the iterations inside; the list is filled when the context ends, one timeline each."""
         found: list[Timeline] = []
         self.flush()
-        tracer = self._exchange.tracer = Tracer(self._group.rank())
+        tracer = Tracer(self._group.rank())
+        self.set_tracer(tracer)
         try:
             yield found
         finally:
             self.flush()
-            self._exchange.tracer = None
+            self.set_tracer(None)
             found += tracer.timelines(self.plan.scheduler)
 
     def _broadcast(self, tensors: list[torch.Tensor], group: Any = None) -> None:

@@ -54,9 +54,8 @@ class Tracer:
         work.get_future().add_done_callback(finished)
 
     def watch(self, outputs: Any) -> None:
-        """The forward pass gave these; the iteration turns over when their gradient is asked for."""
-        self.switch(None)
-        begun = False
+        """The forward pass gave these; it lasts until their gradient is asked for, where an iteration begins."""
+        begun = hooked = False
 
         def begin(*_: Any) -> None:
             nonlocal begun
@@ -68,6 +67,13 @@ class Tracer:
         for value in values:
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 value.register_hook(begin)
+                hooked = True
+        if not hooked:
+            self.switch(None)
+
+    def seconds(self, kind: SpanKind) -> float:
+        """All the time that the compute lane spent on one kind of work."""
+        return sum(s.end_s - s.start_s for s in self._spans if s.lane == "compute" and s.kind == kind)
 
     def timelines(self, name: str) -> list[Timeline]:
         """One timeline for every whole iteration, its start at 0 seconds."""
@@ -96,12 +102,11 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     waiting: set[int] = set()
     parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
 
-    def send(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send(_: Any, bucket: Any) -> Any:
         buffer = bucket.buffer().div_(ddp.process_group.size())
         work: Any = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
         tracer.message(f"bucket {bucket.index()}", work)
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
+        return work.get_future().then(lambda done: done.value()[0])
 
     def forward_begins(*_: Any) -> None:
         waiting.update(map(id, parameters))
@@ -115,6 +120,7 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     def forward_ends(_: Any, __: Any, output: Any) -> None:
         tracer.watch(output)
 
+    send.__annotations__.clear()  # DDP would compare them, and here they are strings
     ddp.register_comm_hook(None, send)
     hooks = [
         ddp.register_forward_pre_hook(forward_begins),

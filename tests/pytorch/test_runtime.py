@@ -50,6 +50,7 @@ def test_zero_grad_anywhere(two_ranks, zero, set_to_none):
         training.equality_gradients_changed,
         training.equality_skipped_steps,
         training.equality_two_steps,
+        training.equality_own_hooks,
         training.equality_schedule,
         training.equality_accumulation,
         training.equality_synced_accumulation,

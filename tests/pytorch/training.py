@@ -229,6 +229,18 @@ def equality_skipped_steps():
     return both("Convolutional", "adam", step=lambda o, i: None if i % 3 == 1 else o.step(), zero="after")
 
 
+def equality_own_hooks():
+    """Hooks of the user's own that read gradients inside the backward pass."""
+    norms, trained = {"ddp": [], "legato": []}, []
+    for kind in norms:
+        model = build("Convolutional")
+        wrapped, optimizer = wrap(kind, model, OPTIMIZERS["momentum"](model.parameters()))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p, seen=norms[kind]: seen.append(p.grad.norm().item()))
+        trained.append(train(wrapped, optimizer, 4))
+    return distance(*trained) if norms["ddp"] == norms["legato"] else norms
+
+
 def equality_two_steps():
     """`step()` twice on the same gradients."""
     return both("Convolutional", "momentum", step=lambda o, i: (o.step(), o.step()))
@@ -521,3 +533,54 @@ def wrapped_twice():
 def foreign_optimizer():
     model = build("Convolutional")
     distribute(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))
+
+
+# ---- plan="auto" and calibration ------------------------------------------------------
+
+
+def automatic(model_name, steps=14):
+    """Weights under plan="auto" against DDP's, and what the plan became."""
+    import legato
+
+    trained = []
+    for kind in ("ddp", "auto"):
+        model = build(model_name)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        if kind == "ddp":
+            wrapped, optimizer = wrap("ddp", model, optimizer)
+        else:
+            wrapped, optimizer = legato.distribute(model, optimizer)
+            before = wrapped.plan.scheduler
+        trained.append(train(wrapped, optimizer, steps))
+    hooks = len(wrapped._forward_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    return distance(*trained), before, wrapped.plan.scheduler, hooks
+
+
+def automatic_with_changing_steps():
+    """Steps that differ from one another cannot be planned for: the buckets stay, and so do the weights."""
+    import legato
+
+    trained = []
+    for kind in ("ddp", "auto"):
+        model = build("Checkpointed")
+        plain = model.forward
+        calls = [0]
+
+        def changing(x, plain=plain, calls=calls):
+            calls[0] += 1
+            return plain(x) if calls[0] % 3 else plain(x) + torch.sin(x[:, :10])
+
+        model.forward = changing
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
+        trained.append(train(wrapped, optimizer, 14))
+    return distance(*trained), wrapped.plan.scheduler
+
+
+def calibrated():
+    from legato.core import files
+    from legato.pytorch import calibrate
+
+    found = calibrate(sizes=(1024, 65536, 2**20))
+    cost = found.cluster.cost("gloo")
+    return files.identity(found.cluster), found.cluster.workers, cost.cost(2**20), [s.seconds for s in found.samples]

@@ -1,0 +1,172 @@
+"""`legato.distribute`: with `plan="auto"` the plan is made from the first steps of the training itself.
+
+[Note: auto] The first steps run under torch's default buckets, without forward
+overlap. Two of them warm up; then steps that are only timed alternate with
+steps that are recorded op by op. None is lost or run twice. After the last one
+all ranks calibrate together, rank 0 plans from what it recorded and measured,
+and all go over to its plan before the next step. If rank 0 could not record
+(steps that differ from one another, say), everybody stays with the buckets,
+and rank 0 logs why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from legato.core import files
+from legato.core.errors import LegatoError
+from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Workload
+from legato.pytorch.agreement import broadcast_bytes
+from legato.pytorch.calibrate import calibrate
+from legato.pytorch.capture import PhaseTimes, to_workload
+from legato.pytorch.model import DistributedModel, trained_parameters
+from legato.pytorch.model import distribute as distribute_as_planned
+from legato.pytorch.recorder import Recorder, Step
+from legato.pytorch.tracing import Tracer
+from legato.schedule.compare import best, compare
+from legato.schedule.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+
+__all__ = ["distribute"]
+
+WARMUP_STEPS = 2
+RECORDED_STEPS = 5
+
+_log = logging.getLogger("legato")
+
+
+def distribute(
+    model: Any,
+    optimizer: Any,
+    plan: Plan | str | os.PathLike[str] = "auto",
+    *,
+    process_group: Any = None,
+    broadcast_buffers: bool = True,
+) -> tuple[DistributedModel, Any]:
+    """Train `model` on all ranks, its gradients averaged as in `DistributedDataParallel`, sent as planned.
+
+    `plan` is `"auto"` (see the note in `legato.auto`), a `Plan`, or the path of
+    a plan file. Returns the wrapped model and the same optimizer object; use
+    both as before. Start the script with torchrun and call
+    `torch.distributed.init_process_group` first.
+
+    Raises `InputError` (`PlanError` for a plan of another model), and
+    `RankError`, on every rank, when the ranks do not have the same model and
+    plan.
+    """
+    automatic = plan == "auto"
+    wrapped, optimizer = distribute_as_planned(
+        model,
+        optimizer,
+        default_buckets(model) if automatic else plan,
+        process_group=process_group,
+        broadcast_buffers=broadcast_buffers,
+    )
+    if automatic:
+        _Observer(wrapped, optimizer).attach()
+    return wrapped, optimizer
+
+
+def default_buckets(model: Any) -> Plan:
+    """Torch's buckets before any gradient was seen: parameters in reverse order, 1 MiB and then 25 MiB."""
+    messages: list[Message] = []
+    slices: list[Slice] = []
+    filled = 0
+    for name, p in reversed(trained_parameters(model).items()):
+        nbytes = p.numel() * p.element_size()
+        slices.append(Slice(name, 0, nbytes))
+        filled += nbytes
+        if filled >= (BUCKET_BYTES if messages else FIRST_BUCKET_BYTES):
+            messages.append(Message(tuple(slices)))
+            slices, filled = [], 0
+    if slices:
+        messages.append(Message(tuple(slices)))
+    return Plan("default-buckets", tuple(messages))
+
+
+class _Observer:
+    """Watches the first steps through the model's and the optimizer's own hooks, and takes them away again."""
+
+    def __init__(self, model: DistributedModel, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._done = 0
+        self._steps: list[Step] = []
+        self._untraced: list[PhaseTimes] = []
+        self._tracer: Tracer | None = None
+        self._recorder: Recorder | None = None
+        self._problem = ""
+
+    def attach(self) -> None:
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._forward_begins),
+            self._optimizer.register_step_pre_hook(self._step_begins),
+            self._optimizer.register_step_post_hook(self._step_ended),
+        ]
+
+    @property
+    def _recording(self) -> bool:
+        return self._done >= WARMUP_STEPS and (self._done - WARMUP_STEPS) % 2 == 1
+
+    def _forward_begins(self, *_: Any) -> None:
+        """Of several forward passes before a step, the last one is recorded."""
+        if not self._model.training:
+            return
+        self._abandon()
+        if self._recording and not self._problem:
+            try:
+                self._recorder = Recorder(self._model.module, self._optimizer)
+                self._recorder.begin("forward", follow=True)
+            except LegatoError as error:
+                self._problem = str(error)
+        elif self._done >= WARMUP_STEPS:
+            self._tracer = Tracer()
+            self._model.set_tracer(self._tracer)
+
+    def _step_begins(self, *_: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.begin("optimizer")
+
+    def _step_ended(self, *_: Any) -> None:
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            try:
+                self._steps.append(recorder.finish())
+            except LegatoError as error:
+                self._problem = str(error)
+        elif self._tracer is not None:
+            tracer, self._tracer = self._tracer, None
+            self._model.set_tracer(None)
+            tracer.switch(None)
+            self._untraced.append(PhaseTimes(*(tracer.seconds(kind) for kind in PhaseTimes._fields)))
+        self._done += 1
+        if len(self._steps) == RECORDED_STEPS or self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
+            self._decide()
+
+    def _abandon(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.abandon()
+
+    def _decide(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        group = self._model.process_group
+        cluster = calibrate(group).cluster
+        chosen = b""
+        if group.rank() == 0:
+            try:
+                chosen = files.encode(best(compare(self._workload(), cluster)).plan)
+            except LegatoError as error:
+                _log.warning("legato stays with the default buckets: %s", self._problem or error)
+        plan = broadcast_bytes(chosen, group)
+        if plan:
+            self._model.adopt(files.decode(plan, Plan, "the plan of rank 0"))
+            _log.info("legato goes over to the plan %s", self._model.plan.scheduler)
+
+    def _workload(self) -> Workload:
+        device = next(iter(trained_parameters(self._model.module).values())).device.type
+        name = type(self._model.module).__name__
+        return to_workload(self._steps, name=name, batch_size=1, device=device, untraced=self._untraced)
