@@ -46,8 +46,10 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         s2 = math.fsum(x * x / y**2 for x, y in points)
         t0 = math.fsum(1 / y for _, y in points)
         t1 = math.fsum(x / y for x, y in points)
-        determinant = s0 * s2 - s1 * s1
-        alpha, beta = (t0 * s2 - t1 * s1) / determinant, (s0 * t1 - s1 * t0) / determinant
+        middle = s1 / s0  # sizes are taken from here, or those that differ little would cancel
+        spread = math.fsum(((x - middle) / y) ** 2 for x, y in points)
+        beta = math.fsum((x - middle) / y for x, y in points) / spread
+        alpha = t0 / s0 - beta * middle
         if alpha < 0:
             alpha, beta = 0.0, t1 / s2
         if beta < 0:
@@ -64,7 +66,8 @@ def _recursive_doubling(n: int, latency: float, byte: float, reduce: float) -> t
 
 
 def _halving_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    return 2 * latency * math.log2(n), 2 * byte - (2 * byte + reduce) / n + reduce
+    # As in the table, 2 * byte - (2 * byte + reduce) / n + reduce, without its rounding below zero for n = 1.
+    return 2 * latency * math.log2(n), (2 * byte + reduce) * (n - 1) / n
 
 
 def _ring(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -17,6 +18,16 @@ from legato.core.errors import FileError
 __all__ = ["decode", "encode", "identity", "read", "write", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
+
+_WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
+#: What is whole and above this is no size, count or index, and overflows where it is multiplied.
+_LARGEST_INT = 2**63 - 1
+
+
+class _Header(msgspec.Struct):
+    """What every file says first: which noun, and which version of it."""
+
+    format: msgspec.Raw = msgspec.Raw()
 
 
 def encode(value: msgspec.Struct) -> bytes:
@@ -36,65 +47,162 @@ def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun:
     names the source, the field, the value and what was expected.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise FileError(f"{source}: {_explain(str(error), data)}") from None
-    except msgspec.DecodeError as error:
-        raise FileError(f"{source}: not JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise FileError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
-    except RecursionError:
-        raise FileError(f"{source}: nested too deeply") from None
+        tag = kind.__struct_config__.tag
+        if tag is not None and (found := bytes(_decode(data, _Header).format).decode(errors="replace")) != f'"{tag}"':
+            raise FileError(f'format: {_short(found) or "missing"} (expected "{tag}")')
+        value = _decode(data, kind)
+        if re.search(rb"(?<![.0-9])[0-9]{19}", data):
+            _check_integers(msgspec.to_builtins(value), "")
+        return value
+    except FileError as error:
+        raise FileError(_one_line(f"{source}: {error}")) from None
 
 
 def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun:
     """A value from a file. Raises `FileError` as `decode` does, or when the file cannot be read."""
     try:
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise FileError(_one_line(f"{path}: cannot read: {_reason(error)}")) from None
     return decode(data, kind, str(path))
 
 
 def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
     """Write a value so that the file is either the old one or the whole new one."""
-    write_text(path, encode(value).decode() + "\n")
+    try:
+        text = encode(value).decode() + "\n"
+    except ValueError as error:
+        raise FileError(_one_line(f"{path}: cannot write: {error}")) from None
+    write_text(path, text)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write text so that the file is either the old one or the whole new one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Write text so that the file is either the old one or the whole new one.
+
+    What is not a regular file (`/dev/stdout`, a pipe) is written to and not replaced.
+    """
+    temporary = None
     try:
-        temporary.write_text(text, encoding="utf-8")
+        path = Path(path)
+        data = text.encode("utf-8")
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        temporary = path.with_name(f".legato.{secrets.token_hex(8)}")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
-    except OSError as error:
-        raise FileError(f"{path}: cannot write: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise FileError(_one_line(f"{path}: cannot write: {_reason(error)}")) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            with contextlib.suppress(OSError, ValueError):
+                temporary.unlink()
 
 
-def _explain(message: str, data: bytes) -> str:
-    """msgspec's message, turned to `field: value (what was expected)`."""
-    match = re.fullmatch(r"(.*?)(?: - at `(.*)`)?", message, re.DOTALL)
-    assert match is not None
-    what, path = match.group(1), (match.group(2) or "$").removeprefix("$").removeprefix(".")
-    if not what.startswith(("Expected", "Object", "Invalid")):
-        return f"{path + '.' if path else ''}{what}"
-    value = _value_at(data, path)
-    expected = re.sub(r", got `[^`]*`", "", what.replace("Expected", "expected").replace("`", ""))
-    return f"{path or 'file'}: {value}({expected})"
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
-def _value_at(data: bytes, path: str) -> str:
-    """The offending value, cut short, or nothing if it cannot be shown."""
+def _one_line(text: str) -> str:
+    """Control characters, line ends among them, as escapes: names come from files and may hold any."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def _decode(data: bytes, kind: type[Noun]) -> Noun:
+    """`msgspec.json.decode`, but what is wrong with the data is a `FileError` without the source."""
     try:
-        value: Any = json.loads(data)
-        for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-            value = value[int(index)] if index else value[key]
-        if isinstance(value, dict | list):
-            return ""
-        text = json.dumps(value)
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        return ""
-    return f"{text if len(text) <= 60 else text[:57] + '...'} "
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise FileError(_explain(str(error), data, kind)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileError(_malformed(data, error)) from None
+    except RecursionError:
+        raise FileError("nested too deeply") from None
+
+
+def _malformed(data: bytes, error: Exception) -> str:
+    """Why bytes are no JSON text."""
+    if data.startswith(b"\xef\xbb\xbf"):
+        return "not JSON: a byte order mark (expected UTF-8 without one)"
+    try:
+        data.decode()
+    except UnicodeDecodeError as bad:
+        return f"not UTF-8: {bad.reason} at byte {bad.start}"
+    return f"not JSON: {str(error).removeprefix('JSON is malformed: ')}"
+
+
+def _check_integers(node: Any, path: str) -> None:
+    """Raise `FileError` at the first whole number that 64 bits do not hold."""
+    if isinstance(node, int) and abs(node) > _LARGEST_INT:
+        raise FileError(f"{path.removeprefix('.')}: {_short(str(node))} (expected a whole number below 2**63)")
+    if isinstance(node, dict):
+        for key, child in node.items():
+            _check_integers(child, f"{path}.{key}")
+    elif isinstance(node, list | tuple):
+        for i, child in enumerate(node):
+            _check_integers(child, f"{path}[{i}]")
+
+
+def _explain(message: str, data: bytes, kind: type) -> str:
+    """msgspec's message, turned to `field: value (expected ...)`."""
+    match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
+    assert match is not None
+    what = match.group(1)
+    where, text, expected = _locate(data, kind, (match.group(2) or "$")[1:])
+    prefix = f"{where}." if where else ""
+    if field := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what, re.DOTALL):
+        hints = get_type_hints(expected) if isinstance(expected, type) else {}
+        if field.group(1) == "contains unknown":
+            return f"{prefix}{field.group(2)}: unknown field (expected {', '.join(hints) or 'another'})"
+        return f"{prefix}{field.group(2)}: missing (expected {_describe(hints.get(field.group(2)))})"
+    if what.endswith("out of range"):
+        return f"{where or 'file'}: {text} (expected a number that 64 bits can hold)"
+    if what.startswith(("Expected ", "Invalid ")):
+        return f"{where or 'file'}: {text} (expected {_describe(expected)})"
+    # The noun's own sentence; it starts with a field's name where it is about one.
+    return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
+
+
+def _locate(data: bytes, kind: Any, path: str) -> tuple[str, str, Any]:
+    """The place that msgspec's path means: (its name, the text that stands there, its type)."""
+    where = ""
+    try:
+        for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):
+            if name:
+                where += f".{name}"
+                data, kind = msgspec.json.decode(data, type=dict[str, msgspec.Raw])[name], get_type_hints(kind)[name]
+            elif index == "...":
+                kind = get_args(kind)[-1]
+                children = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+                key = next(key for key, child in children.items() if not _fits(child, kind))
+                where, data = f"{where}[{json.dumps(key)}]", children[key]
+            else:
+                where += f"[{index}]"
+                data, kind = msgspec.json.decode(data, type=list[msgspec.Raw])[int(index)], get_args(kind)[0]
+        text = _short(bytes(data).decode().strip())
+    except (LookupError, StopIteration, ValueError, TypeError, RecursionError):
+        return path.removeprefix("."), "a value", None
+    return where.removeprefix("."), {"[": "an array", "{": "an object"}.get(text[0], text), kind
+
+
+def _fits(data: bytes, kind: Any) -> bool:
+    try:
+        msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _describe(kind: Any) -> str:
+    """A type in words: `a number`, `one of 'push', 'pull'`."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return "an array"
+    if get_origin(kind) is not dict and get_args(kind):
+        return " or ".join(map(_describe, get_args(kind)))
+    return _WORDS.get(kind, "an object" if kind is not None else "something else")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

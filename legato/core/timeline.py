@@ -45,7 +45,7 @@ class Timeline(
 ):
     """One iteration of training, as predicted by a simulation or as measured.
 
-    The metrics are those of TicTac and Caramel, for worker 0: communication
+    The metrics are those of TicTac and Caramel, for the first worker: communication
     time N, computation time C, iteration time T (seconds). Where spans of one
     sort lie over one another (several messages in flight), the time that at
     least one of them covers counts once.
@@ -62,8 +62,9 @@ class Timeline(
             raise InputError(f"iteration_s: {self.iteration_s} (expected finite seconds, at least 0)")
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
+        first = min((s.worker for s in self.spans), default=0)
         return merge_intervals(
-            (s.start_s, s.end_s) for s in self.spans if s.worker == 0 and (s.kind == "message") == communication
+            (s.start_s, s.end_s) for s in self.spans if s.worker == first and (s.kind == "message") == communication
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from legato.core.errors import InputError
 
@@ -28,7 +29,7 @@ _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
-def _parse(text: str, units: dict[str, float], bare: str | None, expected: str) -> float:
+def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match:
         number, unit = match.groups()
@@ -65,7 +66,7 @@ def format_seconds(seconds: float) -> str:
     """Three significant digits and the unit that fits: `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale * 0.9995:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+            return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 
@@ -73,5 +74,5 @@ def format_bytes(nbytes: float) -> str:
     """Three significant digits and a binary unit: `97.5 MiB`."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
     return f"{nbytes:.0f} B"

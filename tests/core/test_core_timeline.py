@@ -1,0 +1,94 @@
+"""Timeline metrics, on examples small enough to work out by hand."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legato.core.errors import InputError
+from legato.core.timeline import Span, Timeline, merge_intervals
+
+
+def timeline(iteration_s, compute, messages, worker=0):
+    spans = [Span(worker, "compute", f"op{i}", a, b, "backward") for i, (a, b) in enumerate(compute)]
+    spans += [Span(worker, "network", f"m{i}", a, b, "message") for i, (a, b) in enumerate(messages)]
+    return Timeline("t", "predicted", iteration_s, tuple(spans))
+
+
+def metrics(t):
+    return t.communication_s, t.computation_s, t.exposed_comm_s, t.overlap, t.utilization
+
+
+@pytest.mark.parametrize(
+    ("what", "iteration_s", "compute", "messages", "expected"),
+    [
+        # (N, C, exposed, alpha = (N + C - T) / min(N, C), U = C / T)
+        ("one after the other", 5.0, [(0, 3)], [(3, 5)], (2, 3, 2, 0.0, 0.6)),
+        ("side by side", 3.0, [(0, 3)], [(0, 2)], (2, 3, 0, 1.0, 1.0)),
+        ("the network is longer", 4.0, [(0, 1)], [(0, 4)], (4, 1, 3, 1.0, 0.25)),
+        ("half of it hidden", 4.0, [(0, 3)], [(2, 4)], (2, 3, 1, 0.5, 0.75)),
+        ("a gap filled by a message", 6.0, [(0, 2), (5, 6)], [(1, 5)], (4, 3, 3, 1 / 3, 0.5)),
+        ("two messages in flight count once", 5.0, [(0, 3)], [(2, 4), (3, 5)], (3, 3, 2, 1 / 3, 0.6)),
+        ("one message inside another", 5.0, [(0, 3)], [(2, 5), (3, 4)], (3, 3, 2, 1 / 3, 0.6)),
+        ("nothing to send", 2.0, [(0, 1), (1, 2)], [], (0, 2, 0, 0.0, 1.0)),
+        ("nothing to compute", 2.0, [], [(0, 2)], (2, 0, 2, 0.0, 0.0)),
+        ("an idle start", 5.0, [(1, 3)], [(3, 5)], (2, 2, 2, -0.5, 0.4)),
+        ("spans of no length", 1.0, [(0, 1), (1, 1)], [(0.5, 0.5)], (0, 1, 0, 0.0, 1.0)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_metrics_by_hand(what, iteration_s, compute, messages, expected):
+    assert metrics(timeline(iteration_s, compute, messages)) == pytest.approx(expected)
+
+
+def test_metrics_are_those_of_worker_0():
+    own = timeline(4.0, [(0, 3)], [(2, 4)])
+    other = timeline(4.0, [(0, 1)], [(0, 4)], worker=1)
+    both = Timeline("t", "measured", 4.0, own.spans + other.spans)
+    assert metrics(both) == metrics(own)
+
+
+def test_an_empty_timeline():
+    assert metrics(Timeline("t", "predicted", 0.0, ())) == (0, 0, 0, 0, 1)
+
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), min_size=1, max_size=8
+)
+
+
+@given(intervals, intervals)
+def test_metrics_agree_with_counting_moments(compute, messages):
+    t = timeline(80.0, compute, messages)
+
+    def moments(spans):
+        return {m for a, b in spans for m in range(a, b)}
+
+    c, n = moments(compute), moments(messages)
+    assert t.computation_s == len(c) and t.communication_s == len(n) and t.exposed_comm_s == len(n - c)
+    # Where the worker either computes or waits for the network, T = C + exposed, and U is the papers' formula.
+    if c and n:
+        busy = Timeline("t", "predicted", float(len(c | n)), t.spans)
+        rho = len(n) / len(c)
+        assert busy.utilization == pytest.approx(1 / (1 + rho - busy.overlap * min(rho, 1)))
+        assert 0 <= busy.overlap <= 1
+
+
+@given(intervals)
+def test_merged_intervals_are_sorted_disjoint_and_cover_the_same(spans):
+    merged = merge_intervals(spans)
+    assert all(b < c for (_, b), (c, _) in itertools.pairwise(merged))
+    assert {m for a, b in merged for m in range(a, b)} == {m for a, b in spans for m in range(a, b)}
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 1), (float("nan"), 1), (0, float("inf"))])
+def test_a_span_needs_finite_times_in_order(start, end):
+    with pytest.raises(InputError, match="expected finite, start <= end"):
+        Span(0, "compute", "op", start, end, "forward")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_an_iteration_needs_finite_seconds(seconds):
+    with pytest.raises(InputError, match="iteration_s"):
+        Timeline("t", "predicted", seconds, ())
