@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,7 +56,7 @@ def compare(
     names: Iterable[str] = (),
     *,
     collective: str | None = None,
-    compute: str = "one",
+    compute: Literal["one", "unlimited"] = "one",
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Candidate]:
     """Plan with each named scheduler (all of them by default) and predict each plan.

@@ -1,0 +1,45 @@
+"""Floor 2: a Workload and a Cluster become a Plan. One file a published algorithm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from legato.core.cluster import Cluster
+from legato.core.errors import unknown_name
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.ddp import ddp
+from legato.schedule.fifo import fifo
+from legato.schedule.merge_optimal import merge_optimal
+from legato.schedule.mg_wfbp import mg_wfbp
+from legato.schedule.p3 import p3
+from legato.schedule.single import single
+
+__all__ = ["SCHEDULERS", "schedule"]
+
+#: Every scheduler by the name that the command line knows it under.
+SCHEDULERS: dict[str, Callable[..., Plan]] = {
+    "fifo": fifo,
+    "single": single,
+    "ddp": ddp,
+    "mg-wfbp": mg_wfbp,
+    "merge-optimal": merge_optimal,
+    "p3": p3,
+}
+
+
+def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) -> Plan:
+    """The plan of a scheduler by its name.
+
+    Raises `InputError`, with the nearest names, on a scheduler or an option
+    that does not exist, and whatever the scheduler raises.
+    """
+    if name not in SCHEDULERS:
+        raise unknown_name("scheduler", name, SCHEDULERS)
+    known = list(inspect.signature(SCHEDULERS[name]).parameters)[2:]
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+    return SCHEDULERS[name](workload, cluster, **options)

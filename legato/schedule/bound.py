@@ -1,0 +1,162 @@
+"""A time that no schedule can beat, and the set of tensors that proves it.
+
+Take any schedule: any merging, cutting and order of messages, all-reduces or
+the two halves of which they can be made, any of the cluster's collectives in
+any mixture, with forward overlap. Let S be any set of tensors, B their bytes,
+r the head and q the tail of a tensor (`heads_tails.py`).
+
+*Cost.* Let alpha be the least of the collectives' alphas and beta the slope at
+which alpha + beta * B is the cost of the cheapest collective for B bytes. The
+cheapest cost is concave in the size, so a message that carries b <= B bytes of
+S costs at least alpha + beta * b, whichever its collective (with one
+collective, this is its own cost); a half costs at least half of that.
+
+*Release.* List the messages that aggregate bytes of S (all-reduces and first
+halves) in time order; the j-th starts no earlier than R(j), the largest head in
+it or before it. From then until the last byte of S arrives, the network carries
+the messages l >= j, each at least alpha/2 + beta/2 * b(l), and hands these
+bytes out again (the other half of each all-reduce, or later second halves, at
+least one), for at least alpha/2 + beta/2 * (sum of b(l)). So S arrives after
+
+    alpha/2 + max over j of  R(j) + sum over l >= j of (alpha/2 + beta * b(l)).
+
+Moving each byte into the first message with R >= its head only lowers this, and
+then every message carries neighbours in order of head: it is at least alpha/2 +
+f, with f from `merge_optimal.py` for alpha/2 and beta. The tensor that arrives
+last still has a tail of at least min q(S):
+
+    T >= f(heads of S) + alpha/2 + min q(S).
+
+*Tail.* The same backwards in time, with the messages that hand out bytes of S:
+
+    T >= min r(S) + alpha/2 + f(tails of S).
+
+Both are at least min r + (alpha + beta * B) + min q, the value of Jackson's
+preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
+one alpha added, and more where S cannot go in one message. And no schedule is
+faster than its computation alone.
+
+Every S gives a valid bound. We try the few that Jackson's schedule calls
+critical, so the bound may miss the best S; it never claims too much.
+`certificate.py` checks a bound from its S alone, in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.workload import Workload
+from legato.schedule.heads_tails import HeadsTails, Order, heads_tails
+from legato.schedule.jackson import jackson
+from legato.schedule.merge_optimal import merge_neighbours
+from legato.simulate.period import Compute
+
+__all__ = ["Bound", "Certificate", "lower_bound"]
+
+#: How many critical sets of each collective's Jackson schedule to try.
+_TRIES = 6
+
+
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why no schedule is faster: the indices S of the critical tensors, and what they take.
+
+    `case` says which of the arguments above holds: "release", "tail", or
+    "compute", where S is empty and communication does not matter. The
+    computation before the first tensor of S is ready (`before_s`), the network
+    with its unavoidable waits (`network_s`), and the computation after
+    (`after_s`) follow one another and add up to the bound, in seconds.
+    """
+
+    case: Literal["compute", "release", "tail"]
+    tensors: tuple[int, ...]
+    before_s: float
+    network_s: float
+    after_s: float
+
+
+class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """No schedule takes less than `seconds` for one iteration."""
+
+    seconds: float
+    certificate: Certificate
+
+
+def lower_bound(workload: Workload, cluster: Cluster, *, compute: Compute = "one", order: Order = "captured") -> Bound:
+    """The largest of the bounds above over the sets tried.
+
+    It holds for every plan that `legato.simulate.collective` accepts under the
+    same `compute` and an `op_order` that `order` allows. Raises `InputError` on
+    an unknown setting.
+    """
+    known = heads_tails(workload, compute, order)
+    best = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
+    tried = set()
+    for case, tensors in _critical_sets(workload, cluster, known):
+        if (case, tensors) not in tried:
+            tried.add((case, tensors))
+            best = max(best, _bound(case, tensors, workload, cluster, known), key=lambda bound: bound.seconds)
+    return best
+
+
+def _bound(
+    case: Literal["release", "tail"],
+    tensors: tuple[int, ...],
+    workload: Workload,
+    cluster: Cluster,
+    known: HeadsTails,
+) -> Bound:
+    """What S proves; the tail case is the release case with time turned round."""
+    near, far = (known.head_s, known.tail_s) if case == "release" else (known.tail_s, known.head_s)
+    inward = sorted(tensors, key=lambda t: near[t])
+    sizes = [workload.tensors[t].nbytes for t in inward]
+    line = _cheapest_line(cluster, sum(sizes))
+    half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte)
+    arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
+    first, last = near[inward[0]], min(far[t] for t in tensors)
+    network = arrival + half.alpha_s - first
+    before, after = (first, last) if case == "release" else (last, first)
+    return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
+
+
+def _cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
+    """The line below the cost of every collective for 0 to `nbytes` bytes that touches the least at both ends."""
+    costs = cluster.collectives.values()
+    alpha = min(cost.alpha_s for cost in costs)
+    return LinearCost(alpha, (min(cost.cost(nbytes) for cost in costs) - alpha) / nbytes)
+
+
+def _critical_sets(
+    workload: Workload, cluster: Cluster, known: HeadsTails
+) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
+    """(case, S) worth trying, for the latest deliveries of Jackson's schedule on each collective.
+
+    A job that is delivered at C + q, after a stretch of time from `begin` to C
+    in which the network was never idle and did nothing of a shorter tail, is
+    late because of the tensors with head >= begin and tail >= q.
+    """
+    head, tail = known.head_s, known.tail_s
+    everything = range(len(head))
+    for beta in {cost.beta_s_per_byte for cost in cluster.collectives.values()}:
+        pieces = jackson(head, [beta * tensor.nbytes for tensor in workload.tensors], tail)
+        last = {job: k for k, (job, _, _) in enumerate(pieces)}
+        late = heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t])
+        for t in late:
+            begin = _stretch(pieces, last[t], tail)
+            yield "release", tuple(i for i in everything if tail[i] >= tail[t])
+            yield "tail", tuple(i for i in everything if head[i] >= begin)
+            both = tuple(i for i in everything if head[i] >= begin and tail[i] >= tail[t])
+            yield "release", both
+            yield "tail", both
+
+
+def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
+    """When the stretch began that ends with piece k."""
+    shortest = tail[pieces[k][0]]
+    while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
+        k -= 1
+    return pieces[k][1]

@@ -1,0 +1,142 @@
+"""Checks a lower bound from its certificate alone.
+
+Shares nothing with the code that found the bound: heads and tails by walking
+over the ops, the recurrence of `merge_optimal.py` as it is written, everything
+in whole numbers. A float is a whole number of `1 / _SCALE` seconds, so there is
+no rounding. `bound.py` has the proof that is being checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.workload import Workload
+from legato.schedule.bound import Bound
+from legato.schedule.heads_tails import Order
+from legato.simulate.period import Compute
+
+__all__ = ["verify_bound"]
+
+#: Every finite float is a multiple of 2**-1074, and half of one of 2**-1075.
+_SCALE = 2**1075
+
+
+def verify_bound(
+    bound: Bound, workload: Workload, cluster: Cluster, *, compute: Compute = "one", order: Order = "captured"
+) -> Fraction:
+    """The exact seconds that the certificate proves.
+
+    Raises `InputError` when that is less than the bound claims (by more than
+    the rounding of its floats, a part in 10**9), or when the certificate names
+    tensors that the workload does not have.
+    """
+    chosen, case = bound.certificate.tensors, bound.certificate.case
+    if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
+        raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
+    if (case == "compute") != (not chosen):
+        raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
+    walk = _Walk(workload, compute, order)
+    if case == "compute":
+        proved = Fraction(walk.compute(), _SCALE)
+    else:
+        near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
+        proved = _network(workload, cluster, {t: near(t) for t in chosen}) + Fraction(min(map(far, chosen)), _SCALE)
+    if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
+        raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
+    return proved
+
+
+def _network(workload: Workload, cluster: Cluster, near: dict[int, int]) -> Fraction:
+    """f(near) + alpha/2, counted in units of 1 / (_SCALE * bytes), in which the slope is whole too."""
+    inward = sorted(near, key=near.__getitem__)
+    sizes = [workload.tensors[t].nbytes for t in inward]
+    total = sum(sizes)
+    costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.collectives.values()]
+    alpha = min(a for a, _ in costs)
+    slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
+    finish = [0]
+    for j in range(1, len(inward) + 1):
+        ready, nbytes, options = near[inward[j - 1]] * total, 0, []
+        for i in reversed(range(j)):
+            nbytes += sizes[i]
+            options.append(max(finish[i], ready) + alpha // 2 * total + slope * nbytes)
+        finish.append(min(options))
+    return Fraction(finish[-1] + alpha // 2 * total, _SCALE * total)
+
+
+def _whole(seconds: float) -> int:
+    exact = Fraction(seconds) * _SCALE
+    assert exact.denominator == 1
+    return exact.numerator
+
+
+class _Walk:
+    """Heads and tails by definition, in units of 1 / _SCALE seconds."""
+
+    def __init__(self, workload: Workload, compute: Compute, order: Order) -> None:
+        self.workload, self.compute_setting, self.order = workload, compute, order
+        self.duration = [_whole(op.duration_s) for op in workload.ops]
+        self.phase = [op.phase for op in workload.ops]
+        self.before = [
+            [d for d in op.deps if op.phase == "forward" or self.phase[d] != "forward"] for op in workload.ops
+        ]
+        self.tensors_of: list[list[int]] = [[] for _ in workload.ops]
+        for t, tensor in enumerate(workload.tensors):
+            for reader in tensor.readers:
+                self.tensors_of[reader].append(t)
+                if self.phase[reader] == "forward":
+                    self.before[reader] += [u for u in tensor.readers if self.phase[u] == "optimizer"]
+        self.after: list[list[int]] = [[] for _ in workload.ops]
+        for i, ops in enumerate(self.before):
+            for op in ops:
+                self.after[op].append(i)
+        self.paths: dict[tuple[int, bool], int] = {}
+
+    def compute(self) -> int:
+        if self.compute_setting == "one":
+            return sum(self.duration)
+        through = [self.head(t) + self.tail(t) for t in range(len(self.workload.tensors))]
+        return max([*through, *(self.path(i, self.before.__getitem__, False) for i in range(len(self.duration)))])
+
+    def head(self, t: int) -> int:
+        producer = self.workload.tensors[t].ready_after
+        if self.compute_setting == "unlimited":
+            return self.path(producer, self.before.__getitem__, False)
+        if self.order == "any":
+            return sum(self.duration[i] for i in self.reached([producer], self.before))
+        return sum(self.duration[i] for i in range(producer + 1) if self.phase[i] == "backward")
+
+    def tail(self, t: int) -> int:
+        readers = list(self.workload.tensors[t].readers)
+        if self.compute_setting == "unlimited":
+            return max((self.path(r, self.after.__getitem__, True) for r in readers), default=0)
+        later = self.reached(readers, self.after)
+        forward = [i for i in later if self.phase[i] == "forward"]
+        if forward and self.order == "captured":
+            later |= {i for i, phase in enumerate(self.phase) if phase == "forward" and i >= min(forward)}
+        return sum(self.duration[i] for i in later)
+
+    def reached(self, start: list[int], neighbours: list[list[int]]) -> set[int]:
+        found, todo = set(start), list(start)
+        while todo:
+            for op in neighbours[todo.pop()]:
+                if op not in found:
+                    found.add(op)
+                    todo.append(op)
+        return found
+
+    def path(self, op: int, neighbours: Callable[[int], list[int]], later: bool) -> int:
+        """The longest path that starts at an op and goes along `neighbours`, without recursion."""
+        todo = [op]
+        while todo:
+            i = todo[-1]
+            missing = [n for n in neighbours(i) if (n, later) not in self.paths]
+            if missing:
+                todo += missing
+            else:
+                todo.pop()
+                self.paths[i, later] = self.duration[i] + max((self.paths[n, later] for n in neighbours(i)), default=0)
+        return self.paths[op, later]

@@ -1,0 +1,56 @@
+"""What every scheduler starts from, the tensors in ready order, and what it ends with, a stamped plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from legato.core.cluster import Cluster
+from legato.core.files import identity
+from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Workload
+
+__all__ = ["compose", "known_collective", "ready_order", "ready_times", "whole"]
+
+
+def ready_order(workload: Workload) -> list[int]:
+    """Indices of the tensors in the order in which the captured backward pass produces their gradients."""
+    return sorted(range(len(workload.tensors)), key=lambda t: workload.tensors[t].ready_after)
+
+
+def ready_times(workload: Workload) -> list[float]:
+    """Seconds from the start of the backward pass to each tensor's gradient, by tensor; one stream, captured order."""
+    backward = workload.phase_ops("backward")
+    end = dict(zip(backward, accumulate(workload.ops[i].duration_s for i in backward), strict=True))
+    return [end[tensor.ready_after] for tensor in workload.tensors]
+
+
+def known_collective(cluster: Cluster, collective: str | None) -> str:
+    """The name of a collective of the cluster, the default one for None. Raises `InputError` on any other."""
+    name = cluster.default_collective if collective is None else collective
+    cluster.cost(name)
+    return name
+
+
+def whole(workload: Workload, tensors: Iterable[int], collective: str) -> Message:
+    """One all-reduce of whole tensors."""
+    chosen = [workload.tensors[t] for t in tensors]
+    return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
+
+
+def compose(
+    scheduler: str,
+    messages: Iterable[Message],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    forward_overlap: bool = False,
+) -> Plan:
+    """A plan that says what it was made for."""
+    return Plan(
+        scheduler,
+        tuple(messages),
+        forward_overlap=forward_overlap,
+        workload_id=identity(workload),
+        cluster_id=identity(cluster),
+    )

@@ -1,0 +1,91 @@
+"""The exact optimum of MG-WFBP's own problem, in O(L).
+
+Idea: with the gradients in ready order, let f(j) be the earliest moment at
+which the first j of them can have arrived. The last message carries those from
+i to j, for some i, and starts when the ones before have arrived and gradient j
+is ready:
+
+    f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
+
+Merging neighbours in ready order loses nothing: any other grouping, order, or
+cut can be turned into such a one that ends no later, by moving every byte into
+the first message that starts after it is ready.
+Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019), whose
+Algorithm 1 does not solve it; the recurrence is ours.
+Units: seconds and bytes.
+
+The recurrence is evaluated in O(L) and not O(L^2). Both f and ready grow, so
+the i whose f(i) <= ready(j), where the message waits for its gradient, are a
+prefix that only grows with j; the best of them is the last (it leaves least to
+send). For the others the message waits for the network, and the best has the
+least f(i) - beta * bytes(0..i): the minimum over a sliding window.
+
+Where several plans end at the same time, the one with fewer messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.compose import compose, known_collective, ready_order, ready_times, whole
+
+__all__ = ["merge_neighbours", "merge_optimal"]
+
+
+def merge_optimal(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
+    """The fastest plan without forward overlap. Raises `InputError` on a collective the cluster lacks."""
+    name = known_collective(cluster, collective)
+    order, ready = ready_order(workload), ready_times(workload)
+    nbytes = [workload.tensors[t].nbytes for t in order]
+    _, groups = merge_neighbours([ready[t] for t in order], nbytes, cluster.cost(name))
+    messages = [whole(workload, order[start:stop], name) for start, stop in groups]
+    return compose("merge-optimal", messages, workload, cluster)
+
+
+def merge_neighbours(
+    ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+) -> tuple[float, list[tuple[int, int]]]:
+    """(f(n), the messages as (start, stop) ranges) for gradients whose `ready_s` never falls.
+
+    Raises `ValueError` when the sequences differ in length or hold nothing.
+    """
+    if not ready_s or len(ready_s) != len(nbytes):
+        raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
+    sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j alone
+    finish, count, split = [0.0], [0], [0]
+    waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
+    window: deque[int] = deque()  # of those from `waiting` on, the ones that can still be best
+    for j, ready in enumerate(ready_s, start=1):
+        new = j - 1
+        while window and _rank(finish, sent, count, window[-1]) > _rank(finish, sent, count, new):
+            window.pop()
+        window.append(new)
+        while waiting < j and finish[waiting] <= ready:
+            if (-sent[waiting], count[waiting]) < (-sent[idle], count[idle]):
+                idle = waiting
+            if window and window[0] == waiting:
+                window.popleft()
+            waiting += 1
+        best = idle, ready
+        if window:
+            i = window[0]
+            if (finish[i] - sent[i], count[i]) < (ready - sent[idle], count[idle]):
+                best = i, finish[i]
+        i, start = best
+        finish.append(start + cost.alpha_s + (sent[j] - sent[i]))
+        count.append(count[i] + 1)
+        split.append(i)
+    groups, stop = [], len(nbytes)
+    while stop:
+        groups.append((split[stop], stop))
+        stop = split[stop]
+    return finish[-1], groups[::-1]
+
+
+def _rank(finish: list[float], sent: list[float], count: list[int], i: int) -> tuple[float, int]:
+    return finish[i] - sent[i], count[i]

@@ -1,0 +1,200 @@
+"""Collective fidelity: the network is one shared resource, a message costs alpha + beta * bytes.
+
+This is the model that planners use (MG-WFBP section II, PACE section IV).
+Messages go out strictly in the plan's order: one starts when the one before
+has ended and every tensor in it is ready. An all-reduce of n bytes takes the
+cost of its collective; the two halves of which it can be made (reduce_scatter
+and all_gather, push and pull) take half of that each, alpha/2 + beta/2 * n. A
+message's `depth` and `server` change nothing at this fidelity.
+
+A worker computes on one stream, op after op in `op_order`, each as soon as the
+stream is free and what it needs is there; or, with compute "unlimited" (PACE),
+every op as soon as what it needs is there. What needs what is in `period.py`;
+a plan without forward overlap holds optimizer and forward ops until its last
+message is in.
+
+All workers do the same at the same time: spans are those of worker 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError, PlanError
+from legato.core.plan import Message, Plan, check_plan
+from legato.core.timeline import Span, Timeline
+from legato.core.workload import Workload
+from legato.simulate.period import Compute, Period, check_compute
+
+__all__ = ["iteration_time", "simulate"]
+
+_UNKNOWN = -1.0
+_SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
+
+
+class _Wire(NamedTuple):
+    """A message as the network sees it."""
+
+    tensors: list[int]
+    cost_s: float
+
+
+def simulate(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    lower_bound_s: float | None = None,
+) -> Timeline:
+    """What one steady-state iteration of the plan looks like on worker 0.
+
+    Computation is in the lane "compute" (a span's kind is the op's phase),
+    messages are in the lane "network"; what takes no time has no span.
+    `lower_bound_s` is passed on to the Timeline. Raises `PlanError` when the
+    plan does not fit the workload or cluster, or would wait for itself.
+    """
+    period = Period(workload)
+    wires = _prepare(period, plan, cluster, compute)
+    done = _Pass(period, plan, wires, compute)
+    done.run()
+    spans = [
+        Span(0, "compute", op.name, start, end, op.phase)
+        for op, start, end in zip(workload.ops, done.op_start, done.op_end, strict=True)
+        if start < end
+    ]
+    spans += [
+        Span(0, "network", _label(message), start, start + wire.cost_s, "message")
+        for message, wire, start in zip(plan.messages, wires, done.message_start, strict=True)
+        if wire.cost_s > 0
+    ]
+    spans.sort(key=lambda span: (span.start_s, span.end_s))
+    return Timeline(plan.scheduler, "predicted", done.iteration_s, tuple(spans), lower_bound_s)
+
+
+def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
+    """Seconds of `simulate(...).iteration_s`, without building the spans. Raises what `simulate` raises."""
+    period = Period(workload)
+    done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute)
+    done.run()
+    return done.iteration_s
+
+
+def _label(message: Message) -> str:
+    first, more = message.slices[0].tensor, len(message.slices) - 1
+    return f"{first} +{more}" if more else first
+
+
+def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Wire]:
+    """The plan's messages with their costs, after all checks that need no clock."""
+    check_compute(compute)
+    check_plan(plan, period.workload)
+    wires = []
+    unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
+    for message in plan.messages:
+        for piece in message.slices:
+            unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
+    for i, message in enumerate(plan.messages):
+        try:
+            cost = cluster.cost(message.collective)
+        except InputError as error:
+            raise PlanError(f"messages[{i}].collective: {error}") from None
+        first = _SECOND_HALF_OF.get(message.kind)
+        for piece in message.slices:
+            unsent[message.kind, piece.tensor] -= 1
+            if first is not None and unsent.get((first, piece.tensor)):
+                raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
+        seconds = cost.cost(message.nbytes)
+        whole = message.kind == "all_reduce"
+        tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
+        wires.append(_Wire(tensors, seconds if whole else seconds / 2))
+    return wires
+
+
+class _Pass:
+    """The one pass that all results come from.
+
+    Two cursors, one over the ops in execution order and one over the messages,
+    each advance as far as what they wait for is known. Times follow from maxima
+    and sums alone, so it does not matter which cursor moves first. When neither
+    can move, the plan waits for itself.
+    """
+
+    def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute) -> None:
+        self.period, self.plan, self.wires = period, plan, wires
+        self.one_stream = compute == "one"
+        self.order = (plan.op_order or period.workload.iteration_order()) if self.one_stream else period.topological
+        self.backward = [op.phase == "backward" for op in period.workload.ops]
+        self.op_start = [0.0] * len(self.order)
+        self.op_end = [_UNKNOWN] * len(self.order)
+        self.message_start: list[float] = []
+        self.arrival = [0.0] * len(period.ready_op)  # of the last byte that is in
+        self.missing = [0] * len(period.ready_op)  # messages still to come
+        for wire in wires:
+            for t in wire.tensors:
+                self.missing[t] += 1
+        self.stream = self.network = 0.0  # free from here on
+        self.computed = 0
+
+    @property
+    def iteration_s(self) -> float:
+        return max(self.network, max(self.op_end))
+
+    def run(self) -> None:
+        """Fill in every time. Raises `PlanError` when that is impossible."""
+        while self.computed < len(self.order) or len(self.message_start) < len(self.wires):
+            before = self.computed + len(self.message_start)
+            self.compute()
+            self.send()
+            if self.computed + len(self.message_start) == before:
+                raise PlanError(self.deadlock())
+
+    def compute(self) -> None:
+        """Run ops, up to the first that waits for a message that is not sent yet."""
+        reads, waits, duration = self.period.reads, self.period.waits, self.period.duration_s
+        op_end, all_sent = self.op_end, len(self.message_start) == len(self.wires)
+        while self.computed < len(self.order):
+            i = self.order[self.computed]
+            start = self.stream if self.one_stream else 0.0
+            if not self.backward[i]:
+                if self.plan.forward_overlap:
+                    if any(self.missing[t] for t in reads[i]):
+                        return
+                    for t in reads[i]:
+                        start = max(start, self.arrival[t])
+                elif all_sent:
+                    start = max(start, self.network)
+                else:
+                    return
+            for op in waits[i]:
+                start = max(start, op_end[op])
+            self.op_start[i] = start
+            self.stream = op_end[i] = start + duration[i]
+            self.computed += 1
+
+    def send(self) -> None:
+        """Send messages, up to the first that waits for an op that is not run yet."""
+        ready_op, op_end = self.period.ready_op, self.op_end
+        while len(self.message_start) < len(self.wires):
+            wire = self.wires[len(self.message_start)]
+            ready = [op_end[ready_op[t]] for t in wire.tensors]
+            if min(ready) == _UNKNOWN:
+                return
+            start = max(self.network, max(ready))
+            self.message_start.append(start)
+            self.network = start + wire.cost_s
+            for t in wire.tensors:
+                self.arrival[t] = self.network
+                self.missing[t] -= 1
+
+    def deadlock(self) -> str:
+        """Why neither cursor can move: the next message waits for an op behind the next op, and that for a message."""
+        ops, sent, stuck = self.period.workload.ops, len(self.message_start), self.order[self.computed]
+        late = next(t for t in self.wires[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
+        tensor = self.period.workload.tensors[late]
+        return (
+            f"messages[{sent}] waits for {tensor.name!r} from op {tensor.ready_after} "
+            f"({ops[tensor.ready_after].name!r}), "
+            f"which op_order puts behind op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
+        )
