@@ -189,15 +189,14 @@ def defer_steps(optimizer: Optimizer, exchange: Exchange) -> None:
     if isinstance(optimizer, _DeferredSteps):
         release(optimizer)
     base = type(optimizer)
-    laid_over: Any = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     vars(optimizer)["_legato_exchange"] = exchange
-    optimizer.__class__ = laid_over
+    overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
+    object.__setattr__(optimizer, "__class__", overlay)
 
 
 def release(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back, everything up to date."""
-    laid_over: Any = optimizer
-    if isinstance(laid_over, _DeferredSteps):
-        laid_over._settle()
-        laid_over.__class__ = laid_over._legato_base
-        vars(laid_over).pop("_legato_exchange", None)
+    if isinstance(optimizer, _DeferredSteps):
+        optimizer._settle()
+        object.__setattr__(optimizer, "__class__", optimizer._legato_base)
+        vars(optimizer).pop("_legato_exchange", None)

@@ -144,7 +144,7 @@ class Exchange:
                     piece.flag.fill_(float(slot.has_grad))
             wire.work = dist.all_reduce(wire.buffer, group=self.group, async_op=True)
         if self.tracer:
-            self.tracer.message(wire.label, wire.work)
+            self.tracer.message(wire.label, wire.buffer.nbytes, wire.work)
 
     # ---- after it: averages in ---------------------------------------------------
 

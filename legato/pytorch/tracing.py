@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,12 +45,12 @@ class Tracer:
         self.switch("backward")
         self._starts.append(self._since)
 
-    def message(self, label: str, work: Any) -> None:
+    def message(self, label: str, nbytes: int, work: Any) -> None:
         """A message was handed to the network; its span ends when its work does."""
         start = time.perf_counter()
 
         def finished(future: Any) -> None:
-            self._spans.append(Span(self.rank, "network", label, start, time.perf_counter(), "message"))
+            self._spans.append(Span(self.rank, "network", label, start, time.perf_counter(), "message", nbytes))
 
         work.get_future().add_done_callback(finished)
 
@@ -65,7 +66,7 @@ class Tracer:
 
         values: list[Any] = torch.utils._pytree.tree_leaves(outputs)
         for value in values:
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            if getattr(value, "grad_fn", None) is not None:
                 value.register_hook(begin)
                 hooked = True
         if not hooked:
@@ -81,7 +82,7 @@ class Tracer:
         result = []
         for start, end in zip(self._starts, self._starts[1:], strict=False):
             spans = [
-                Span(s.worker, s.lane, s.name, max(s.start_s, start) - start, min(s.end_s, end) - start, s.kind)
+                msgspec.structs.replace(s, start_s=max(s.start_s, start) - start, end_s=min(s.end_s, end) - start)
                 for s in sorted(self._spans, key=lambda s: s.start_s)
                 if s.start_s < end and s.end_s > start
             ]
@@ -105,7 +106,7 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     def send(_: Any, bucket: Any) -> Any:
         buffer = bucket.buffer().div_(ddp.process_group.size())
         work: Any = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
-        tracer.message(f"bucket {bucket.index()}", work)
+        tracer.message(f"bucket {bucket.index()}", buffer.nbytes, work)
         return work.get_future().then(lambda done: done.value()[0])
 
     def forward_begins(*_: Any) -> None:

@@ -15,13 +15,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank, size, port, pipe):
+def _serve(rank, size, port, backend, pipe):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         task = pipe.recv()
         if task is None:
@@ -36,16 +36,16 @@ def _serve(rank, size, port, pipe):
 
 
 class Ranks:
-    """`size` processes with a gloo group between them."""
+    """`size` processes with a process group between them."""
 
-    def __init__(self, size):
+    def __init__(self, size, backend="gloo"):
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, backend, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

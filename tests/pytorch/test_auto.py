@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import training  # noqa: E402
+import training
 
-from legato.schedule import SCHEDULERS  # noqa: E402
+from legato.schedule import SCHEDULERS
 
 pytestmark = pytest.mark.processes
 

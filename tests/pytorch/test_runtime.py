@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import training  # noqa: E402
+import training
 
 pytestmark = pytest.mark.processes
 

@@ -1,0 +1,65 @@
+"""Which module an op belongs to, in the forward pass and, through autograd's numbers, in the backward pass."""
+
+from __future__ import annotations
+
+import bisect
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+__all__ = ["ModulePaths"]
+
+
+class ModulePaths:
+    """Follows the calls of a model's modules, with hooks that are not on the model.
+
+    Autograd numbers its nodes in the order in which the forward pass creates
+    them, so noting the number at each change of module is enough to know the
+    module of a node when the backward pass runs it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._calls: list[str] = []
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+
+    def follow(self, stack: ExitStack) -> None:
+        """Start, until `stack` is closed."""
+        for handle in (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._calls.append(self._names.get(id(module), self._calls[-1] if self._calls else ""))
+        self._note()
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._calls:  # empty when following began inside the call of a module
+            self._calls.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        # Another thread (a device's, recomputing in its backward pass) counts on its own: leave it out.
+        if not self._numbers or number >= self._numbers[-1]:
+            self._numbers.append(number)
+            self._paths.append(self._calls[-1] if self._calls else "")
+
+    def name(self, op: str, phase: str) -> str:
+        """The name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" where no module is at work."""
+        node = torch._C._current_autograd_node()
+        path = ""
+        if self._calls:
+            path = self._calls[-1]
+        elif node is not None:
+            number = node._sequence_nr()
+            i = bisect.bisect_right(self._numbers, number) - 1
+            # Nodes that accumulate gradients all have the highest number there is.
+            path = self._paths[i] if i >= 0 and number < 2**63 else ""
+        return f"{path or phase}/{op}"

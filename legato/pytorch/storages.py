@@ -1,0 +1,94 @@
+"""Who depends on whom: the last writer and the readers of every storage, and parameters by byte range."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from legato.core.errors import CaptureError
+
+__all__ = ["Owners", "Storages", "byte_range"]
+
+
+class Storages:
+    """Turns what ops read and write into dependencies.
+
+    A storage is known by its address, and held by a weak reference, so that no
+    other storage gets the same address while its memory is still given back.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, StorageWeakRef] = {}
+        self._writer: dict[Hashable, int] = {}
+        self._readers: defaultdict[Hashable, list[int]] = defaultdict(list)
+        self._fence = -1
+
+    def key(self, tensor: torch.Tensor) -> int:
+        """The identity of the tensor's storage. Raises `CaptureError` for a tensor that has none."""
+        if tensor.layout is not torch.strided:
+            raise CaptureError(f"a tensor of layout {tensor.layout} (expected dense tensors only)")
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key not in self._held:
+            self._held[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return key
+
+    def writer(self, tensor: torch.Tensor) -> int | None:
+        """The last op that wrote to the tensor's storage; None if no op has."""
+        return self._writer.get(self.key(tensor))
+
+    def access(self, op: int, reads: Iterable[Hashable], writes: Iterable[Hashable], *, fence: bool) -> tuple[int, ...]:
+        """Note what an op reads and writes; return the ops that it depends on directly, sorted.
+
+        These are the last writers of what it reads and writes, and the readers
+        since of what it overwrites. After a `fence` every later op depends on
+        this one: Python has seen its result.
+        """
+        deps = {self._fence} if self._fence >= 0 else set()
+        for key in reads:
+            deps.add(self._writer.get(key, op))
+            self._readers[key].append(op)
+        for key in writes:
+            deps.add(self._writer.get(key, op))
+            deps.update(self._readers.pop(key, ()))
+            self._writer[key] = op
+        deps.discard(op)
+        if fence:
+            self._fence = op
+        return tuple(sorted(deps))
+
+
+class Owners:
+    """Which parameters a stretch of memory belongs to; several may share one storage."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self._ranges: dict[int, list[tuple[int, int, int]]] = {}
+
+    def add(self, tensor: torch.Tensor, owner: int) -> None:
+        """Say that the memory of a tensor belongs to an owner."""
+        entry = (*byte_range(tensor), owner)
+        entries = self._ranges.setdefault(self._storages.key(tensor), [])
+        if entry not in entries:
+            entries.append(entry)
+
+    def of(self, tensor: torch.Tensor) -> list[int]:
+        """The owners of any byte that the tensor covers."""
+        entries = self._ranges.get(self._storages.key(tensor))
+        if not entries:
+            return []
+        start, stop = byte_range(tensor)
+        return [owner for first, last, owner in entries if first < stop and start < last]
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one after the last, that a dense tensor covers in its storage."""
+    if tensor.numel() == 0:
+        return 0, 0
+    size = tensor.element_size()
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * size
+    return start, start + (reach + 1) * size

@@ -1,0 +1,151 @@
+"""The user's training step: loading it from a file, checking it, and naming the line that is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from legato.core.errors import CaptureError
+
+__all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
+
+_EXPECTED = "expected (model, optimizer, loss): a torch.nn.Module, a torch.optim.Optimizer, a function of no arguments"
+
+
+def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.Tensor]]:
+    """Import FILE.py and call FUNCTION, for a `spec` "FILE.py:FUNCTION".
+
+    FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass
+    and returns the scalar loss. As when Python runs a file, the file's folder
+    is added to `sys.path`. Raises `CaptureError` for whatever is wrong.
+    """
+    name, colon, function = spec.rpartition(":")
+    if not colon or not name or not function:
+        raise CaptureError(f"{spec!r} (expected FILE.py:FUNCTION)")
+    path = Path(name)
+    if not path.is_file():
+        raise CaptureError(f"{path}: no such file (expected FILE.py:FUNCTION)")
+    module = _import(path)
+    build = getattr(module, function, None)
+    if not callable(build):
+        known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        near = difflib.get_close_matches(function, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known) or 'none'}"
+        raise CaptureError(f"{path}: no function {function!r}; {hint}")
+    with blame(f"{path}: {function}()"):
+        made = build()
+    if not (isinstance(made, tuple) and len(made) == 3):
+        raise CaptureError(f"{path}: {function}() returned {_kind(made)} ({_EXPECTED})")
+    model, optimizer, loss = made
+    for what, value, good in (
+        ("model", model, isinstance(model, nn.Module)),
+        ("optimizer", optimizer, isinstance(optimizer, Optimizer)),
+        ("loss", loss, callable(loss)),
+    ):
+        if not good:
+            raise CaptureError(f"{path}: {function}() returned {_kind(value)} as {what} ({_EXPECTED})")
+    return model, optimizer, loss
+
+
+def set_threads(threads: int | None) -> None:
+    """Let CPU ops use this many threads; None leaves torch's own choice."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _import(path: Path) -> ModuleType:
+    name = f"legato_training_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CaptureError(f"{path}: not a Python file (expected FILE.py:FUNCTION)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with blame(f"{path}: importing it"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"a {type(value).__qualname__}"
+
+
+@contextmanager
+def blame(doing: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into one line: what was done, the exception, and the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = " ".join(str(error).split()) or "no message"
+        where = _user_line(error)
+        raise CaptureError(f"{doing} raised {type(error).__name__}: {message}{where and f' ({where})'}") from error
+
+
+def _user_line(error: BaseException) -> str:
+    """file:line of the innermost frame that is neither ours, nor torch's, nor the interpreter's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    roots = [str(Path(f).parent) for f in (torch.__file__, __file__, importlib.__file__)]
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *roots))
+    ]
+    return lines[-1] if lines else ""
+
+
+def check_training(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `CaptureError` for a model or an optimizer whose step cannot be taken apart."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise CaptureError(f"given {_kind(model)} and {_kind(optimizer)} (expected a Module and an Optimizer)")
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise CaptureError(
+                f"{where} is compiled by torch.compile, which makes its gradients appear all at once (expected eager)"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{where} is a DistributedDataParallel (expected the module inside it)")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise CaptureError("the model has lazy parameters without values (expected one forward pass before)")
+    mine = {id(p): p for p in model.parameters() if p.requires_grad}
+    if not mine:
+        raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
+    devices = sorted({str(p.device) for p in mine.values()})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise CaptureError(f"the model is on {', '.join(devices)} (expected cpu or one cuda device)")
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise CaptureError("the optimizer has none of the model's trainable parameters (expected at least one)")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(f"{type(optimizer).__name__}.step needs a closure (expected an optimizer without)")
+
+
+def check_loss(value: Any) -> torch.Tensor:
+    """The loss itself, if `loss()` returned one that a backward pass can start from; else `CaptureError`."""
+    expected = "expected a scalar tensor that requires grad"
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(f"loss() returned {_kind(value)} ({expected})")
+    if value.numel() != 1:
+        raise CaptureError(f"loss() returned a tensor of shape {tuple(value.shape)} ({expected})")
+    if not value.requires_grad:
+        raise CaptureError(f"loss() returned a tensor that does not require grad ({expected})")
+    return value
