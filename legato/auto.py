@@ -140,7 +140,9 @@ class _Observer:
             tracer, self._tracer = self._tracer, None
             self._model.set_tracer(None)
             tracer.switch(None)
-            self._untraced.append(PhaseTimes(*(tracer.seconds(kind) for kind in PhaseTimes._fields)))
+            self._untraced.append(
+                PhaseTimes(tracer.seconds("forward"), tracer.seconds("backward"), tracer.seconds("optimizer"))
+            )
         self._done += 1
         if len(self._steps) == RECORDED_STEPS or self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
             self._decide()

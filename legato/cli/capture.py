@@ -51,6 +51,6 @@ def capture(
         print_json(result)
         return
     note(
-        f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of {format_bytes(workload.nbytes)}, "
-        f"{format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f}) -> {output}"
+        f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of "
+        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f}) -> {output}"
     )

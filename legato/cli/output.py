@@ -67,13 +67,14 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _bars() -> Progress:
+    console = _console(stderr=True)
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=_console(stderr=True),
-        transient=False,
+        console=console,
+        disable=not console.is_terminal,
     )
 
 

@@ -59,7 +59,7 @@ def plan(
     print_rows(f"{job.name} on {machines.workers} workers ({cost}); no plan can be faster than {bound}", rows)
     for candidate in found:
         if candidate.plan.scheduler == "merge-optimal":
-            caps = ", ".join(f"{cap:.6g}" for cap in bucket_caps(candidate.plan))
+            caps = ", ".join(map(repr, bucket_caps(candidate.plan)))
             note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{caps}])")
     if output is not None:
         note(f"{chosen.plan.scheduler} -> {output}")

@@ -107,12 +107,12 @@ def advice(result: ModelResult) -> str:
     """What to do, in plain words."""
     by_name = {row["scheduler"]: row for row in result.rows}
     ddp, merged = by_name["ddp"], by_name["merge-optimal"]
-    caps = ", ".join(f"{cap:.6g}" for cap in bucket_caps(result.merged)[:8])
-    more = ", ..." if len(bucket_caps(result.merged)) > 8 else ""
+    caps = bucket_caps(result.merged)
+    some = ", ".join(map(repr, caps[:4])) + (f", ... {len(caps)} in all" if len(caps) > 4 else "")
     return (
         f"Measured here: {format_seconds(result.legato_s)} an iteration with the plan {result.plan.scheduler}, "
         f"{format_seconds(result.ddp_s)} with DDP ({result.speedup:.2f}x). With stock DDP, "
-        f"bucket_cap_mb_list=[{caps}{more}] is predicted to give "
+        f"bucket_cap_mb_list=[{some}] (legato plan prints it) is predicted to give "
         f"{ddp['iteration_s'] / merged['iteration_s']:.2f}x."
     )
 

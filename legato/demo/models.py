@@ -30,7 +30,9 @@ def resnet50() -> Training:
     """ResNet-50 (25.6 million parameters), two images of 64 x 64 a step."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    shape: Any = ResNetConfig()
+    shape.num_labels = 1000
+    model = ResNetForImageClassification(shape)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     random = _batches()
 

@@ -28,7 +28,7 @@ from legato.demo.result import STAGES, ModelResult
 from legato.pytorch.agreement import broadcast_bytes
 from legato.pytorch.calibrate import calibrate
 from legato.pytorch.capture import capture
-from legato.pytorch.model import distribute
+from legato.pytorch.model import DistributedModel, distribute
 from legato.pytorch.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 
@@ -57,9 +57,10 @@ class Trainee:
         start = time.perf_counter()
         for _ in range(count):
             self.training.optimizer.zero_grad()
-            self.training.loss(self.wrapped).backward()
+            loss: Any = self.training.loss(self.wrapped)
+            loss.backward()
             self.training.optimizer.step()
-        if hasattr(self.wrapped, "flush"):
+        if isinstance(self.wrapped, DistributedModel):
             self.wrapped.flush()
         seconds = time.perf_counter() - start
         self._random = torch.get_rng_state()

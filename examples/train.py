@@ -1,0 +1,58 @@
+"""Data-parallel training with legato in place of DistributedDataParallel.
+
+    torchrun --nproc-per-node 2 examples/train.py
+
+The same file can be captured: legato capture examples/train.py:training -o w.json
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import legato
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(4)),
+        *(nn.Flatten(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)),
+    )
+
+
+def training():
+    """For `legato capture`: the model, its optimizer, and one step's loss."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+
+    def loss():
+        return F.cross_entropy(model(images), labels)
+
+    return model, optimizer, loss
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = legato.distribute(model, optimizer)
+
+    patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(40):
+        labels = torch.randint(0, 10, (16,), generator=random)
+        images = patterns[labels] + torch.randn(16, 3, 32, 32, generator=random)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and step % 10 == 9:
+            print(f"step {step + 1}: loss {loss.item():.3f}, plan {model.plan.scheduler}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

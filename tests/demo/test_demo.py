@@ -1,0 +1,72 @@
+"""The main job, through the real command line, on the smaller model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import legato
+from legato import demo
+from legato.core.errors import InputError, RankError
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
+    done = subprocess.run(
+        [*command, "-o", folder, "--json"], capture_output=True, text=True, timeout=400, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
+
+
+def test_what_it_says(job):
+    _, (result,) = job
+    assert result["model"] == "gpt2-small"
+    assert result["weights_equal"] is True and result["max_relative_difference"] == 0.0
+    for key in ("ddp_s", "legato_s", "predicted_s", "lower_bound_s"):
+        assert result[key] > 0
+    assert result["predicted_s"] >= result["lower_bound_s"]
+
+
+def test_what_it_leaves(job):
+    folder, (result,) = job
+    workload = legato.read(folder / "gpt2-small" / "workload.json", legato.Workload)
+    cluster = legato.read(folder / "gpt2-small" / "cluster.json", legato.Cluster)
+    plan = legato.read(folder / "gpt2-small" / "plan.json", legato.Plan)
+    legato.check_plan(plan, workload)
+    assert plan.workload_id == legato.identity(workload) and plan.cluster_id == legato.identity(cluster)
+    assert plan.scheduler == result["scheduler"] and cluster.workers == 2
+    page = Path(result["report"]).read_text()
+    assert "gpt2-small" in page and "<script" in page
+    events = json.loads(Path(result["trace"]).read_text())["traceEvents"]
+    processes = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert len(processes) == (4 if result["scheduler"] != "ddp" else 3)  # predicted and measured
+
+
+def test_what_was_captured(job):
+    """GPT-2 ties its output layer to its embedding: one tensor, read by two forward ops."""
+    folder, _ = job
+    workload = legato.read(folder / "gpt2-small" / "workload.json", legato.Workload)
+    (embedding,) = [t for t in workload.tensors if t.name == "transformer.wte.weight"]
+    assert sum(workload.ops[r].phase == "forward" for r in embedding.readers) == 2
+    assert workload.compute_s == pytest.approx(workload.untraced_s)
+
+
+def test_workers_that_fail_are_quoted(tmp_path):
+    with pytest.raises(RankError, match="KeyError: 'no-such-model'"):
+        demo.run("no-such-model", 2, 4, tmp_path, lambda *_: None)
+
+
+def test_one_worker_has_nobody_to_talk_to(tmp_path):
+    with pytest.raises(InputError, match="at least 2"):
+        demo.run("gpt2-small", 1, 4, tmp_path, lambda *_: None)
