@@ -20,7 +20,7 @@ from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import distribute
-from legato.pytorch.model import trained_parameters
+from legato.pytorch.parameters import trained_parameters
 
 BLOCK = 5
 

@@ -22,8 +22,9 @@ from legato.core.workload import Workload
 from legato.pytorch.agreement import broadcast_bytes
 from legato.pytorch.calibrate import calibrate
 from legato.pytorch.capture import PhaseTimes, to_workload
-from legato.pytorch.model import DistributedModel, trained_parameters
+from legato.pytorch.model import DistributedModel
 from legato.pytorch.model import distribute as distribute_as_planned
+from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recorder import Recorder, Step
 from legato.pytorch.tracing import Tracer
 from legato.schedule.compare import best, compare

@@ -45,7 +45,7 @@ def test_plan_prints_a_row_for_every_scheduler(capsys, workload):
     status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--bandwidth", "1Gbit")
     rows = json.loads(out)
     assert status == 0 and [row["scheduler"] for row in rows] == list(SCHEDULERS)
-    keys = "scheduler iteration_s lower_bound_s gap overlap utilization num_messages plan_s".split()
+    keys = ["scheduler", "iteration_s", "lower_bound_s", "gap", "overlap", "utilization", "num_messages", "plan_s"]
     for row in rows:
         assert list(row) == keys
         assert row["iteration_s"] >= row["lower_bound_s"] * (1 - 1e-12)

@@ -52,5 +52,6 @@ def capture(
         return
     note(
         f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of "
-        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f}) -> {output}"
+        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} an iteration "
+        f"(op times scaled by {workload.time_scale:.3f}) -> {output}"
     )

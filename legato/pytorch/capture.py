@@ -33,7 +33,8 @@ from torch.optim import Optimizer
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.pytorch.clock import DeviceClock, HostClock, clock_for
-from legato.pytorch.recorder import Recorder, Step, trainable
+from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.recorder import Recorder, Step
 from legato.pytorch.snapshot import Snapshot
 from legato.pytorch.training import blame, check_loss, check_training, load_training
 
@@ -79,7 +80,7 @@ def capture(
     for what, value in (("batch_size", batch_size), ("runs", runs), ("warmup", warmup)):
         if value < 1:
             raise CaptureError(f"{what}: {value} (expected at least 1)")
-    device = next(iter(trainable(model).values())).device
+    device = next(iter(trained_parameters(model).values())).device
     clock = clock_for(device)
     recorder = Recorder(model, optimizer)
     untraced: list[PhaseTimes] = []

@@ -21,16 +21,12 @@ from legato.core.timeline import Timeline
 from legato.pytorch.agreement import agree, describe
 from legato.pytorch.deferred import defer_steps, drop_gradients
 from legato.pytorch.exchange import Exchange
+from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.tracing import Tracer
 
-__all__ = ["DistributedModel", "distribute", "trained_parameters"]
+__all__ = ["DistributedModel", "distribute"]
 
 _BROADCAST_BYTES = 250 * 2**20
-
-
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that take part: those that require a gradient, tied ones once, by name."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 class DistributedModel(nn.Module):

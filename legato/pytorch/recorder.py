@@ -23,10 +23,11 @@ from legato.core.workload import Op, Phase, Tensor
 from legato.pytorch.aten import Operator, operator, tensors
 from legato.pytorch.clock import clock_for
 from legato.pytorch.module_paths import ModulePaths
+from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.storages import Owners, Storages
 from legato.pytorch.updates import Updates
 
-__all__ = ["Recorder", "Step", "trainable"]
+__all__ = ["Recorder", "Step"]
 
 _RANDOM_STATE = "random"
 
@@ -46,11 +47,6 @@ class Step:
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...]
     updates: tuple[tuple[str, float], ...]
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained and not empty, by name; a shared one once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,7 +72,7 @@ class Recorder:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._parameters = trainable(model)
+        self._parameters = trained_parameters(model)
         if not self._parameters:
             raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
         self._clock = clock_for(next(iter(self._parameters.values())).device)
@@ -84,6 +80,7 @@ class Recorder:
         self._hooks = ExitStack()
         self._mode: _Mode | None = None
         self._phase: Phase | None = None
+        self._paused = False
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -115,6 +112,15 @@ class Recorder:
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside, in any phase, is not the model's: it is not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def abandon(self) -> None:
         """Stop, take away all hooks and forget what was recorded of the step."""
         self.end()
@@ -141,8 +147,8 @@ class Recorder:
     def _tensors(self, unused: list[int]) -> Iterator[Tensor]:
         names, parameters = list(self._parameters), list(self._parameters.values())
         backward = [i for i, (_, phase, _, _) in enumerate(self._ops) if phase == "backward"]
-        if not backward:
-            raise CaptureError("the step has no backward pass (expected a loss that depends on the parameters)")
+        if not backward or not self._ready:
+            raise CaptureError("no parameter got a gradient (expected a loss that depends on the model's parameters)")
         after = backward[0]
         ready = self._ready | {i: (backward[-1], parameters[i].nbytes) for i in unused}
         for i, (producer, nbytes) in ready.items():
@@ -173,6 +179,8 @@ class Recorder:
             self._ready[i] = (len(self._ops) - 1 if writer is None else writer, nbytes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._paused:
+            return func(*args, **kwargs)
         start = self._clock.now()
         out = func(*args, **kwargs)
         stop = self._clock.now()

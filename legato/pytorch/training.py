@@ -134,9 +134,10 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
         raise CaptureError(f"the model is on {', '.join(devices)} (expected cpu or one cuda device)")
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise CaptureError("the optimizer has none of the model's trainable parameters (expected at least one)")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise CaptureError(f"{type(optimizer).__name__}.step needs a closure (expected an optimizer without)")
+    for parameter in inspect.signature(optimizer.step).parameters.values():
+        variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if parameter.default is inspect.Parameter.empty and not variadic:
+            raise CaptureError(f"{type(optimizer).__name__}.step needs a {parameter.name} (expected one without)")
 
 
 def check_loss(value: Any) -> torch.Tensor:

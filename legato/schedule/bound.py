@@ -58,7 +58,7 @@ from legato.simulate.period import Compute
 
 __all__ = ["Bound", "Certificate", "lower_bound"]
 
-#: How many critical sets of each collective's Jackson schedule to try.
+#: How many critical sets of each Jackson schedule to try.
 _TRIES = 6
 
 
@@ -133,25 +133,26 @@ def _cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
 def _critical_sets(
     workload: Workload, cluster: Cluster, known: HeadsTails
 ) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
-    """(case, S) worth trying, for the latest deliveries of Jackson's schedule on each collective.
+    """(case, S) worth trying: those of the latest deliveries of Jackson's schedule.
 
     A job that is delivered at C + q, after a stretch of time from `begin` to C
     in which the network was never idle and did nothing of a shorter tail, is
-    late because of the tensors with head >= begin and tail >= q.
+    late because of the tensors with head >= begin and tail >= q. Once without
+    startup times and once with one for each tensor, as this is only a search.
     """
     head, tail = known.head_s, known.tail_s
     everything = range(len(head))
-    for beta in {cost.beta_s_per_byte for cost in cluster.collectives.values()}:
-        pieces = jackson(head, [beta * tensor.nbytes for tensor in workload.tensors], tail)
+    line = _cheapest_line(cluster, workload.nbytes)
+    for startup in {0.0, line.alpha_s / 2}:
+        pieces = jackson(head, [startup + line.beta_s_per_byte * t.nbytes for t in workload.tensors], tail)
         last = {job: k for k, (job, _, _) in enumerate(pieces)}
-        late = heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t])
-        for t in late:
-            begin = _stretch(pieces, last[t], tail)
-            yield "release", tuple(i for i in everything if tail[i] >= tail[t])
-            yield "tail", tuple(i for i in everything if head[i] >= begin)
-            both = tuple(i for i in everything if head[i] >= begin and tail[i] >= tail[t])
+        for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):  # noqa: B023
+            begin, least = _stretch(pieces, last[late], tail), tail[late]
+            both = tuple(t for t in everything if head[t] >= begin and tail[t] >= least)
             yield "release", both
+            yield "release", tuple(t for t in everything if tail[t] >= least)
             yield "tail", both
+            yield "tail", tuple(t for t in everything if head[t] >= begin)
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
@@ -57,14 +58,14 @@ def _network(workload: Workload, cluster: Cluster, near: dict[int, int]) -> Frac
     costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.collectives.values()]
     alpha = min(a for a, _ in costs)
     slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
+    half = alpha // 2 * total
+    sent = [slope * nbytes for nbytes in accumulate(sizes, initial=0)]
     finish = [0]
-    for j in range(1, len(inward) + 1):
-        ready, nbytes, options = near[inward[j - 1]] * total, 0, []
-        for i in reversed(range(j)):
-            nbytes += sizes[i]
-            options.append(max(finish[i], ready) + alpha // 2 * total + slope * nbytes)
-        finish.append(min(options))
-    return Fraction(finish[-1] + alpha // 2 * total, _SCALE * total)
+    for j, t in enumerate(inward, start=1):
+        ready = near[t] * total
+        start_less_sent = min(max(finish[i], ready) - sent[i] for i in range(j))
+        finish.append(start_less_sent + half + sent[j])
+    return Fraction(finish[-1] + half, _SCALE * total)
 
 
 def _whole(seconds: float) -> int:

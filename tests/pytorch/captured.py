@@ -83,7 +83,7 @@ class Attention(nn.Module):
 
 
 class Overwriting(nn.Module):
-    """Memory that is read and then overwritten; one batch norm for two batches, whose statistics depend on the order."""
+    """Memory that is read and then overwritten; one batch norm for two batches, which it must see in order."""
 
     def __init__(self):
         super().__init__()

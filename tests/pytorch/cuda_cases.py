@@ -1,9 +1,8 @@
 """What the GPU tests run: the models of `training`, on a device."""
 
 import torch
-from torch.nn import functional as F
-
 import training
+from torch.nn import functional as F
 
 
 class _OnDevice:

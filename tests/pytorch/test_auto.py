@@ -1,9 +1,6 @@
 """`plan="auto"`: the plan comes from the training's own first steps, none lost or run twice."""
 
 import pytest
-
-pytest.importorskip("torch")
-
 import training
 
 from legato.schedule import SCHEDULERS

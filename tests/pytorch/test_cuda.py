@@ -1,10 +1,8 @@
 """On a GPU: capture by events, and the runtime with gloo on CUDA tensors and with NCCL. Skipped where there is none."""
 
-import pytest
-
-torch = pytest.importorskip("torch")
-
 import cuda_cases
+import pytest
+import torch
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -7,9 +7,6 @@ rounding analysis, and many steps against the distance that DDP has from itself.
 """
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 import training
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import distribute
-from legato.pytorch.model import trained_parameters
+from legato.pytorch.parameters import trained_parameters
 
 
 class Convolutional(nn.Module):

@@ -22,7 +22,8 @@ from legato.simulate.collective import iteration_time
 settings_of_bound = st.sampled_from([("one", "captured"), ("one", "any"), ("unlimited", "captured")])
 
 # Backward: op 3 (1 s), then ops 4 and 5 (2 s, 4 s), which do not need one another. Forward: 0 (3 s), then 1 and 2
-# (5 s, 7 s), which do not need one another either. Tensor a is updated by op 6 and read by 0, b is read by 2, c by nothing.
+# (5 s, 7 s), which do not need one another either. Tensor a is updated by op 6 and read by 0, b is read by 2, c by
+# nothing.
 DIAMOND = Workload(
     "diamond",
     (
@@ -168,9 +169,10 @@ def test_without_startup_time_preemptive_priority_attains_it(workload, compute):
         messages.append(Message((Slice(workload.tensors[t].name, sent[t], end),)))
         sent[t] = end
     plan = Plan("jackson", tuple(messages), forward_overlap=True)
-    assert iteration_time(workload, plan, cluster, compute=compute) == lower_bound(
-        workload, cluster, compute=compute
-    ).seconds
+    assert (
+        iteration_time(workload, plan, cluster, compute=compute)
+        == lower_bound(workload, cluster, compute=compute).seconds
+    )
 
 
 @given(workloads(max_ops=6, max_tensors=8, optimizer=False))
@@ -186,7 +188,9 @@ def test_p3_converges_to_it():
     work = Workload("w", tuple(ops), tuple(Tensor(f"t{k}", 1024, 4 + k, (3 - k,)) for k in range(4)))
     cluster = Cluster(2, {"c": LinearCost(0.0, 3 / 256)})
     bound = lower_bound(work, cluster).seconds
-    seconds = [iteration_time(work, schedule("p3", work, cluster, slice_bytes=2**k), cluster) for k in range(10, -1, -1)]
+    seconds = [
+        iteration_time(work, schedule("p3", work, cluster, slice_bytes=2**k), cluster) for k in range(10, -1, -1)
+    ]
     assert seconds[0] > 1.05 * bound and seconds[-1] <= 1.001 * bound
     assert all(late >= bound for late in seconds)
 
@@ -202,7 +206,5 @@ def test_a_single_tensor_attains_it(workload, cluster):
 
 def without_updates(workload):
     keep = [i for i, op in enumerate(workload.ops) if op.phase != "optimizer"]  # they stand last
-    tensors = (
-        msgspec.structs.replace(t, readers=tuple(r for r in t.readers if r in keep)) for t in workload.tensors
-    )
+    tensors = (msgspec.structs.replace(t, readers=tuple(r for r in t.readers if r in keep)) for t in workload.tensors)
     return msgspec.structs.replace(workload, ops=workload.ops[: len(keep)], tensors=tuple(tensors))

@@ -195,11 +195,11 @@ def test_predicts_the_reducer(reducers, model, theirs, ours):
 @pytest.mark.parametrize("name", ["merge-optimal", "mg-wfbp", "fifo", "single"])
 def test_the_reducer_forms_a_plans_messages_as_its_buckets(reducers, name, static_graph):
     found = set()
-    for alpha in (1e-4, 1e-3, 2.5e-3):
-        for beta in (1e-7, 1e-6, 1e-5):
+    for alpha in (1e-4, 2.5e-3):
+        for beta in (1e-7, 1e-5):
             workload = reducers["small"].workload()
             plan = schedule(name, workload, Cluster(2, {"c": LinearCost(alpha, beta)}))
             real = reducers["small"].buckets(bucket_cap_mb_list=bucket_caps(plan), static_graph=static_graph)
             assert real == buckets(plan)
             found.add(len(real))
-    assert len(found) > 2 or name in ("fifo", "single")
+    assert len(found) > 1 or name in ("fifo", "single")

@@ -1,0 +1,88 @@
+"""Seconds of planning: every scheduler, the bound and one simulation, for a model of many tensors.
+
+    python benchmarks/planning.py [tensors]
+
+Medians of several runs in this process; `import legato` is a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from legato.core.cluster import Cluster
+from legato.core.units import format_seconds
+from legato.core.workload import Op, Tensor, Workload
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.bound import lower_bound
+from legato.schedule.certificate import verify_bound
+from legato.simulate.collective import iteration_time, simulate
+
+RUNS = 9
+
+
+def chain(tensors: int, seed: int = 0) -> Workload:
+    """A chain of layers, a tensor each: three ops a layer, sizes from bytes to megabytes, about 1.3 s for 1,000."""
+    draw = random.Random(seed)
+    n = tensors
+    ops = [Op(f"forward{i}", "forward", draw.expovariate(2400), (i - 1,) if i else ()) for i in range(n)]
+    ops += [Op(f"backward{i}", "backward", draw.expovariate(1200), (n + i - 1,)) for i in range(n)]
+    ops += [Op(f"update{i}", "optimizer", draw.expovariate(1e5), (2 * n - 1 - i,)) for i in range(n)]
+    gradients = (
+        Tensor(f"weight{i}", 4 * (1 + int(draw.lognormvariate(10, 3)) % 2**22), 2 * n - 1 - i, (i, 2 * n + i))
+        for i in reversed(range(n))
+    )
+    return Workload("chain", tuple(ops), tuple(gradients))
+
+
+def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
+    """Median seconds of a call."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    tensors = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    workload, cluster = chain(tensors), Cluster.derive(8, 10e9, 30e-6)
+    print(f"{tensors} tensors, {len(workload.ops)} ops, {len(cluster.collectives)} collectives, medians of {RUNS}")
+    bound = lower_bound(workload, cluster)
+    print(f"{'':28}{'planning':>10}{'messages':>10}{'iteration':>11}{'gap':>8}")
+    for name in SCHEDULERS:
+        plan = schedule(name, workload, cluster)
+        seconds = median_s(lambda name=name: schedule(name, workload, cluster))  # type: ignore[misc]
+        iteration_s = iteration_time(workload, plan, cluster)
+        gap = iteration_s / bound.seconds - 1
+        print(
+            f"{name:28}{format_seconds(seconds):>10}{len(plan.messages):>10}{format_seconds(iteration_s):>11}{gap:>8.1%}"
+        )
+    plan = schedule("fifo", workload, cluster)
+    works: dict[str, Callable[[], object]] = {
+        "lower_bound": lambda: lower_bound(workload, cluster),
+        "lower_bound, any order": lambda: lower_bound(workload, cluster, order="any"),
+        "lower_bound, unlimited": lambda: lower_bound(workload, cluster, compute="unlimited"),
+        "verify_bound": lambda: verify_bound(bound, workload, cluster),
+        "iteration_time of fifo": lambda: iteration_time(workload, plan, cluster),
+        "simulate fifo": lambda: simulate(workload, plan, cluster),
+    }
+    for what, work in works.items():
+        print(f"{what:28}{format_seconds(median_s(work)):>10}")
+    for module in ("legato", "legato.schedule.bound"):
+        command = [
+            sys.executable,
+            "-c",
+            f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)",
+        ]
+        inside = [float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(RUNS)]
+        print(f"{'import ' + module:28}{format_seconds(statistics.median(inside)):>10}  in a fresh process")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Clusters: what they refuse, MG-WFBP's Table II by hand, and the fit."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.core.errors import InputError
+
+FREE = {"c": LinearCost(0.0, 0.0)}
+
+
+def test_a_linear_cost():
+    assert LinearCost(3.0, 0.5).cost(10) == 8.0
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("field", ["alpha_s", "beta_s_per_byte"])
+def test_a_linear_cost_has_finite_terms(field, bad):
+    with pytest.raises(InputError, match=f"{field}: .* \\(expected a finite number, at least 0\\)"):
+        LinearCost(**{"alpha_s": 0.0, "beta_s_per_byte": 0.0, field: bad})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"workers": 0}, "workers: 0"),
+        ({"servers": -1}, "servers: -1"),
+        ({"collectives": {}}, "collectives: none given"),
+        ({"bandwidth_bps": 0.0}, "bandwidth_bps: 0.0"),
+        ({"bandwidth_bps": math.inf}, "bandwidth_bps: inf"),
+        ({"latency_s": -1e-6}, "latency_s: -1e-06"),
+        ({"reduce_s_per_byte": math.nan}, "reduce_s_per_byte: nan"),
+    ],
+)
+def test_what_a_cluster_refuses(fields, error):
+    with pytest.raises(InputError, match=error):
+        Cluster(**{"workers": 2, "collectives": FREE, **fields})
+
+
+# n = 8 workers, 30 us a hop, 8 bit/ns (1 ns a byte), 0.25 ns to add a byte: log2(8) = 3 rounds.
+@pytest.mark.parametrize(
+    ("collective", "alpha_us", "beta_ns"),
+    [
+        ("tree", 2 * 30 * 3, (2 * 1 + 0.25) * 3),
+        ("recursive-doubling", 30 * 3, (1 + 0.25) * 3),
+        ("halving-doubling", 2 * 30 * 3, 2 * 1 - (2 * 1 + 0.25) / 8 + 0.25),
+        ("ring", 2 * 7 * 30, 2 * 7 / 8 * 1 + 7 / 8 * 0.25),
+    ],
+)
+def test_table_ii_by_hand(collective, alpha_us, beta_ns):
+    cluster = Cluster.derive(8, 8e9, 30e-6, reduce_s_per_byte=0.25e-9)
+    cost = cluster.cost(collective)
+    assert cost.alpha_s == pytest.approx(alpha_us * 1e-6, rel=1e-12)
+    assert cost.beta_s_per_byte == pytest.approx(beta_ns * 1e-9, rel=1e-12)
+
+
+def test_a_derived_cluster_remembers_what_it_is_from():
+    cluster = Cluster.derive(8, 10e9, 30e-6, collectives=["tree", "ring"], servers=2)
+    assert (cluster.workers, cluster.servers, cluster.bandwidth_bps, cluster.latency_s) == (8, 2, 10e9, 30e-6)
+    assert list(cluster.collectives) == ["tree", "ring"] and cluster.default_collective == "tree"
+    assert cluster.cost() == cluster.cost("tree") != cluster.cost("ring")
+    assert Cluster.derive(2, 1e9, 0.0).default_collective == "ring"
+
+
+@given(st.floats(1e3, 1e13), st.floats(0, 1), st.floats(0, 1e-6))
+def test_one_worker_communicates_for_free(bandwidth_bps, latency_s, reduce_s_per_byte):
+    cluster = Cluster.derive(1, bandwidth_bps, latency_s, reduce_s_per_byte=reduce_s_per_byte)
+    assert set(cluster.collectives.values()) == {LinearCost(0.0, 0.0)}
+
+
+@given(st.integers(1, 4096), st.floats(1e3, 1e13), st.floats(0, 1), st.floats(0, 1e-6))
+def test_all_collectives_can_be_derived(workers, bandwidth_bps, latency_s, reduce_s_per_byte):
+    cluster = Cluster.derive(workers, bandwidth_bps, latency_s, reduce_s_per_byte=reduce_s_per_byte)
+    assert set(cluster.collectives) == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 1e9, 1e-6), "workers: 0"),
+        ((2.5, 1e9, 1e-6), "workers: 2.5"),
+        ((2, 0.0, 1e-6), "bandwidth_bps: 0.0"),
+        ((2, math.nan, 1e-6), "bandwidth_bps: nan"),
+        ((2, 1e9, -1.0), "expected a finite number, at least 0"),
+        ((2, 1e9, math.inf), "expected a finite number, at least 0"),
+    ],
+)
+def test_what_cannot_be_derived(arguments, error):
+    with pytest.raises(InputError, match=error):
+        Cluster.derive(*arguments)
+
+
+def test_unknown_collectives_are_told_the_nearest():
+    with pytest.raises(InputError, match="unknown collective 'rings'; did you mean 'ring'"):
+        Cluster.derive(2, 1e9, 0.0, collectives=["rings"])
+    with pytest.raises(InputError, match="unknown collective 'tre'; did you mean 'tree'"):
+        Cluster.derive(2, 1e9, 0.0).cost("tre")
+
+
+@given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-7), st.sets(st.integers(0, 10**9), min_size=2, max_size=8))
+def test_the_fit_of_a_line_is_the_line(alpha, beta, xs):
+    fit = LinearCost.fit((x, alpha + beta * x) for x in xs)
+    for x in xs:
+        assert fit.cost(x) == pytest.approx(alpha + beta * x, rel=1e-6)
+
+
+def test_the_fit_by_hand():
+    # Least squares of the relative error, from its normal equations.
+    # sums of 1/y^2: 9/4, x/y^2: 3/2, x^2/y^2: 2, 1/y: 5/2, x/y: 2  ->  alpha = 8/9, beta = 1/3.
+    fit = LinearCost.fit([(0, 1.0), (1, 1.0), (2, 2.0)])
+    assert (fit.alpha_s, fit.beta_s_per_byte) == pytest.approx((8 / 9, 1 / 3))
+
+
+def test_no_term_of_the_fit_is_below_zero():
+    # Steeper than a line through zero: alpha is 0, beta = sum(x/y) / sum(x^2/y^2).
+    fit = LinearCost.fit([(1, 1.0), (2, 4.0)])
+    assert (fit.alpha_s, fit.beta_s_per_byte) == pytest.approx((0, (1 + 1 / 2) / (1 + 1 / 4)))
+    # Falling: beta is 0, alpha = sum(1/y) / sum(1/y^2).
+    fit = LinearCost.fit([(1, 4.0), (2, 1.0)])
+    assert (fit.alpha_s, fit.beta_s_per_byte) == pytest.approx(((1 / 4 + 1) / (1 / 16 + 1), 0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0.1, 10)), min_size=2, max_size=6), st.data())
+def test_no_other_cost_fits_better(samples, data):
+    if len({x for x, _ in samples}) < 2:
+        return
+    fit = LinearCost.fit(samples)
+
+    def error(cost):
+        return sum((cost.cost(x) / y - 1) ** 2 for x, y in samples)
+
+    other = LinearCost(
+        data.draw(st.floats(0, 10) | st.just(fit.alpha_s)), data.draw(st.floats(0, 1) | st.just(fit.beta_s_per_byte))
+    )
+    assert error(fit) <= error(other) + 1e-9
+
+
+def test_sizes_that_hardly_differ():
+    fit = LinearCost.fit([(1e9, 1.0), (1e9 + 1, 1.0)])
+    assert fit.cost(1e9) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "error"),
+    [
+        ([], "at least two sizes"),
+        ([(5, 1.0), (5, 2.0)], "at least two sizes"),
+        ([(1, 1.0), (2, 0.0)], "finite seconds > 0"),
+        ([(1, 1.0), (2, math.inf)], "finite seconds > 0"),
+        ([(-1, 1.0), (2, 1.0)], "bytes >= 0"),
+        ([(math.nan, 1.0), (2, 1.0)], "bytes >= 0"),
+    ],
+)
+def test_what_cannot_be_fitted(samples, error):
+    with pytest.raises(InputError, match=error):
+        LinearCost.fit(samples)
