@@ -36,8 +36,8 @@ preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
 faster than its computation alone.
 
-Every S gives a valid bound. We try the few that Jackson's schedule calls
-critical, so the bound may miss the best S; it never claims too much.
+Every S gives a valid bound. We try a few dozen promising ones, so the bound may
+miss the best S; it never claims too much.
 `certificate.py` checks a bound from its S alone, in exact arithmetic.
 """
 
@@ -58,7 +58,7 @@ from legato.simulate.period import Compute
 
 __all__ = ["Bound", "Certificate", "lower_bound"]
 
-#: How many critical sets of each Jackson schedule to try.
+#: How many late deliveries of Jackson's schedule to look into.
 _TRIES = 6
 
 
@@ -96,7 +96,7 @@ def lower_bound(workload: Workload, cluster: Cluster, *, compute: Compute = "one
     known = heads_tails(workload, compute, order)
     best = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
     tried = set()
-    for case, tensors in _critical_sets(workload, cluster, known):
+    for case, tensors in _promising_sets(workload, cluster, known):
         if (case, tensors) not in tried:
             tried.add((case, tensors))
             best = max(best, _bound(case, tensors, workload, cluster, known), key=lambda bound: bound.seconds)
@@ -130,29 +130,35 @@ def _cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
     return LinearCost(alpha, (min(cost.cost(nbytes) for cost in costs) - alpha) / nbytes)
 
 
-def _critical_sets(
+def _promising_sets(
     workload: Workload, cluster: Cluster, known: HeadsTails
 ) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
-    """(case, S) worth trying: those of the latest deliveries of Jackson's schedule.
+    """(case, S) worth trying: one family for when bytes are dear, one for when startup times are.
 
-    A job that is delivered at C + q, after a stretch of time from `begin` to C
-    in which the network was never idle and did nothing of a shorter tail, is
-    late because of the tensors with head >= begin and tail >= q. Once without
-    startup times and once with one for each tensor, as this is only a search.
+    First, the latest deliveries of Jackson's schedule. A tensor delivered at
+    C + q, after a stretch of time from `begin` to C in which the network was
+    never idle and did nothing of a shorter tail, is late because of the tensors
+    with head >= begin and tail >= q. Then, the tensors with the longest tails or
+    heads: 1, 2, 3, 4, 6, 8, 11, 16 and so on of them.
     """
     head, tail = known.head_s, known.tail_s
     everything = range(len(head))
-    line = _cheapest_line(cluster, workload.nbytes)
-    for startup in {0.0, line.alpha_s / 2}:
-        pieces = jackson(head, [startup + line.beta_s_per_byte * t.nbytes for t in workload.tensors], tail)
-        last = {job: k for k, (job, _, _) in enumerate(pieces)}
-        for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):  # noqa: B023
-            begin, least = _stretch(pieces, last[late], tail), tail[late]
-            both = tuple(t for t in everything if head[t] >= begin and tail[t] >= least)
-            yield "release", both
-            yield "release", tuple(t for t in everything if tail[t] >= least)
-            yield "tail", both
-            yield "tail", tuple(t for t in everything if head[t] >= begin)
+    slope = _cheapest_line(cluster, workload.nbytes).beta_s_per_byte
+    pieces = jackson(head, [slope * tensor.nbytes for tensor in workload.tensors], tail)
+    last = {job: k for k, (job, _, _) in enumerate(pieces)}
+    for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):
+        begin, least = _stretch(pieces, last[late], tail), tail[late]
+        both = tuple(t for t in everything if head[t] >= begin and tail[t] >= least)
+        yield "release", both
+        yield "release", tuple(t for t in everything if tail[t] >= least)
+        yield "tail", both
+        yield "tail", tuple(t for t in everything if head[t] >= begin)
+    by_tail, by_head = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, head))
+    count = 1.0
+    while count < 2**0.5 * len(head):
+        yield "release", tuple(sorted(by_tail[: int(count)]))
+        yield "tail", tuple(sorted(by_head[: int(count)]))
+        count *= 2**0.5
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:

@@ -84,16 +84,20 @@ class _Walk:
         self.before = [
             [d for d in op.deps if op.phase == "forward" or self.phase[d] != "forward"] for op in workload.ops
         ]
-        self.tensors_of: list[list[int]] = [[] for _ in workload.ops]
-        for t, tensor in enumerate(workload.tensors):
+        for tensor in workload.tensors:
             for reader in tensor.readers:
-                self.tensors_of[reader].append(t)
                 if self.phase[reader] == "forward":
                     self.before[reader] += [u for u in tensor.readers if self.phase[u] == "optimizer"]
         self.after: list[list[int]] = [[] for _ in workload.ops]
         for i, ops in enumerate(self.before):
             for op in ops:
                 self.after[op].append(i)
+        forward, backward = (
+            [d if p == phase else 0 for d, p in zip(self.duration, self.phase, strict=True)]
+            for phase in ("forward", "backward")
+        )
+        self.backward_until = list(accumulate(backward))
+        self.forward_from = list(accumulate(reversed(forward)))[::-1]
         self.paths: dict[tuple[int, bool], int] = {}
 
     def compute(self) -> int:
@@ -108,17 +112,18 @@ class _Walk:
             return self.path(producer, self.before.__getitem__, False)
         if self.order == "any":
             return sum(self.duration[i] for i in self.reached([producer], self.before))
-        return sum(self.duration[i] for i in range(producer + 1) if self.phase[i] == "backward")
+        return self.backward_until[producer]
 
     def tail(self, t: int) -> int:
         readers = list(self.workload.tensors[t].readers)
         if self.compute_setting == "unlimited":
             return max((self.path(r, self.after.__getitem__, True) for r in readers), default=0)
         later = self.reached(readers, self.after)
+        if self.order == "any":
+            return sum(self.duration[i] for i in later)
+        updates = sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
         forward = [i for i in later if self.phase[i] == "forward"]
-        if forward and self.order == "captured":
-            later |= {i for i, phase in enumerate(self.phase) if phase == "forward" and i >= min(forward)}
-        return sum(self.duration[i] for i in later)
+        return updates + (self.forward_from[min(forward)] if forward else 0)
 
     def reached(self, start: list[int], neighbours: list[list[int]]) -> set[int]:
         found, todo = set(start), list(start)

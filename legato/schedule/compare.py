@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +17,9 @@ from legato.schedule.bound import Bound, lower_bound
 from legato.simulate.collective import simulate
 
 __all__ = ["Candidate", "best", "compare"]
+
+#: A plan with more messages has to be predicted faster by more than this part.
+_NOT_WORTH_A_MESSAGE = 0.005
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -77,6 +80,12 @@ def compare(
     return found
 
 
-def best(candidates: Iterable[Candidate]) -> Candidate:
-    """The one predicted to be fastest; among equals, the one with the fewest messages."""
-    return min(candidates, key=lambda c: (c.iteration_s, len(c.plan.messages)))
+def best(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those predicted to be as fast as the fastest, within half a per cent, the one with the fewest messages.
+
+    What a message costs the host is not in the model, and half a per cent is
+    less than any prediction can be trusted for.
+    """
+    fastest = min(candidate.iteration_s for candidate in candidates)
+    as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + _NOT_WORTH_A_MESSAGE)]
+    return min(as_fast, key=lambda candidate: (len(candidate.plan.messages), candidate.iteration_s))

@@ -57,35 +57,29 @@ def merge_neighbours(
     if not ready_s or len(ready_s) != len(nbytes):
         raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
     sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j alone
-    finish, count, split = [0.0], [0], [0]
+    finish, count, split = [0.0], [0], [0]  # f(j); the messages it takes; where the last of them begins
+    rank = [(0.0, 0)]  # what is to be least where a message waits for the network
     waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
     window: deque[int] = deque()  # of those from `waiting` on, the ones that can still be best
     for j, ready in enumerate(ready_s, start=1):
-        new = j - 1
-        while window and _rank(finish, sent, count, window[-1]) > _rank(finish, sent, count, new):
+        while window and rank[window[-1]] > rank[j - 1]:
             window.pop()
-        window.append(new)
+        window.append(j - 1)
         while waiting < j and finish[waiting] <= ready:
             if (-sent[waiting], count[waiting]) < (-sent[idle], count[idle]):
                 idle = waiting
             if window and window[0] == waiting:
                 window.popleft()
             waiting += 1
-        best = idle, ready
-        if window:
-            i = window[0]
-            if (finish[i] - sent[i], count[i]) < (ready - sent[idle], count[idle]):
-                best = i, finish[i]
-        i, start = best
+        i, start = idle, ready
+        if window and rank[window[0]] < (ready - sent[idle], count[idle]):
+            i, start = window[0], finish[window[0]]
         finish.append(start + cost.alpha_s + (sent[j] - sent[i]))
         count.append(count[i] + 1)
         split.append(i)
+        rank.append((finish[j] - sent[j], count[j]))
     groups, stop = [], len(nbytes)
     while stop:
         groups.append((split[stop], stop))
         stop = split[stop]
     return finish[-1], groups[::-1]
-
-
-def _rank(finish: list[float], sent: list[float], count: list[int], i: int) -> tuple[float, int]:
-    return finish[i] - sent[i], count[i]

@@ -65,7 +65,7 @@ def simulate(
         if start < end
     ]
     spans += [
-        Span(0, "network", _label(message), start, start + wire.cost_s, "message")
+        Span(0, "network", _label(message), start, start + wire.cost_s, "message", message.nbytes)
         for message, wire, start in zip(plan.messages, wires, done.message_start, strict=True)
         if wire.cost_s > 0
     ]

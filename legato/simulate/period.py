@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Literal
 
 from legato.core.errors import unknown_name
-from legato.core.workload import Workload
+from legato.core.workload import Phase, Workload
 
 __all__ = ["COMPUTE", "Compute", "Period", "check_compute"]
 
@@ -60,5 +60,5 @@ class Period:
                 self.reads[reader].append(t)
                 if ops[reader].phase == "forward":
                     self.waits[reader] += updates
-        phases = ("backward", "optimizer", "forward")
-        self.topological = [i for phase in phases for i in workload.phase_ops(phase)]  # type: ignore[arg-type]
+        phases: tuple[Phase, ...] = ("backward", "optimizer", "forward")
+        self.topological = [i for phase in phases for i in workload.phase_ops(phase)]
