@@ -2,7 +2,7 @@
 
     python benchmarks/planning.py [tensors]
 
-Medians of several runs in this process; `import legato` is a process of its own.
+Medians of several runs in this process; `import legato` and `legato plan` are processes of their own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from legato.core.cluster import Cluster
+from legato.core.files import write
 from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
@@ -82,6 +85,12 @@ def main() -> None:
         ]
         inside = [float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in range(RUNS)]
         print(f"{'import ' + module:28}{format_seconds(statistics.median(inside)):>10}  in a fresh process")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "w.json"
+        write(path, workload)
+        command = [sys.executable, "-m", "legato.cli", "plan", str(path), "--json"]
+        whole = median_s(lambda: subprocess.run(command, capture_output=True, check=True), 5)
+    print(f"{'legato plan, all of them':28}{format_seconds(whole):>10}  the whole process")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""`python -m legato.cli` is `legato`."""
+
+from legato.cli import main
+
+main()
