@@ -1,0 +1,116 @@
+"""Which neighbours of a sequence of pieces to merge into messages, so that nothing is late.
+
+Given: pieces in the order in which they are to be sent; when each is ready,
+how long the iteration still takes after it has arrived (its tail), and what a
+message costs. Wanted: messages of neighbouring pieces such that the iteration,
+the latest arrival plus tail, is as short as possible.
+
+For a time T that it may take, the earliest moment at which the first j pieces
+can have arrived with nothing late is
+
+    f(j) = min over i < j, if at most T - tail(i..j), of
+               max(f(i), ready(i..j)) + cost(bytes(i..j)),            f(0) = 0
+
+with ready(i..j) and tail(i..j) the largest among the pieces of the message:
+arriving earlier never hurts what follows, so one number per j is enough. It is
+`merge_optimal.py`'s recurrence with deadlines, exact for a given order. The
+least T comes from bisection; each feasible answer lowers T to what its messages
+really take. O(n^2) a try, a row of it at a time in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Grouping", "group"]
+
+Floats = NDArray[np.float64]
+
+
+class Grouping(NamedTuple):
+    """Messages as (start, stop) ranges of pieces, and the latest arrival plus tail (seconds)."""
+
+    seconds: float
+    messages: list[tuple[int, int]]
+
+
+def group(
+    ready_s: Sequence[float],
+    tail_s: Sequence[float],
+    nbytes: Sequence[int],
+    cost: Callable[[Floats], Floats],
+    *,
+    at_least_s: float,
+    at_most_s: float,
+    precision: float = 1e-4,
+) -> Grouping | None:
+    """The best messages for this order of pieces, or None if none takes less than `at_most_s`.
+
+    `at_least_s` is a lower bound of the answer; the answer is within the
+    relative `precision` of the best there is.
+    """
+    ready, tail = np.asarray(ready_s, dtype=float), np.asarray(tail_s, dtype=float)
+    sent = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
+    low, high, best = at_least_s, at_most_s, None
+    limit = at_most_s  # first, whether it is worth anything at all
+    while True:
+        messages = _within(limit, ready, tail, sent, cost)
+        if messages is None:
+            if best is None:
+                return None
+            low = limit
+        else:
+            seconds = _takes(messages, ready, tail, sent, cost)
+            if seconds >= high and best is None:
+                return None
+            if best is None or seconds < best.seconds:
+                best = Grouping(seconds, messages)
+            high = min(high, seconds)
+        if high - low <= precision * high:
+            return best
+        limit = (low + high) / 2
+
+
+def _within(
+    limit: float, ready: Floats, tail: Floats, sent: Floats, cost: Callable[[Floats], Floats]
+) -> list[tuple[int, int]] | None:
+    """Messages with which nothing arrives later than `limit` minus its tail, the last one as early as possible."""
+    n = len(ready)
+    finish = np.full(n + 1, np.inf)
+    finish[0] = 0.0
+    split = np.zeros(n + 1, dtype=np.intp)
+    latest_ready, longest_tail = np.zeros(n), np.zeros(n)
+    first = 0  # a message from an earlier piece to here is late, and so is any longer one
+    for j in range(1, n + 1):
+        at = slice(first, j)
+        np.maximum(latest_ready[at], ready[j - 1], out=latest_ready[at])
+        np.maximum(longest_tail[at], tail[j - 1], out=longest_tail[at])
+        end = np.maximum(finish[at], latest_ready[at]) + cost(sent[j] - sent[at])
+        in_time = end <= limit - longest_tail[at]
+        if not in_time.any():
+            return None
+        end[~in_time] = np.inf
+        k = int(np.argmin(end))
+        finish[j], split[j] = end[k], first + k
+        first += int(np.argmax(in_time))
+    messages, stop = [], n
+    while stop:
+        messages.append((int(split[stop]), stop))
+        stop = int(split[stop])
+    return messages[::-1]
+
+
+def _takes(
+    messages: Sequence[tuple[int, int]], ready: Floats, tail: Floats, sent: Floats, cost: Callable[[Floats], Floats]
+) -> float:
+    """The latest arrival plus tail of these messages."""
+    now = worst = 0.0
+    costs = cost(np.array([sent[stop] - sent[start] for start, stop in messages]))
+    for (start, stop), seconds in zip(messages, costs, strict=True):
+        now = max(now, float(ready[start:stop].max())) + float(seconds)
+        worst = max(worst, now + float(tail[start:stop].max()))
+    return worst
