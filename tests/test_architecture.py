@@ -16,6 +16,7 @@ FLOORS = {
     "simulate": 1,
     "report": 1,
     "pytorch": 1,
+    "zoo": 1,
     "schedule": 2,
     "testbed": 3,
     "papers": 3,

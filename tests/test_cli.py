@@ -135,7 +135,7 @@ def test_files_that_are_not_there(capsys, workload, tmp_path):
 
 
 def test_help_shows_an_example(capsys):
-    for verb in ("demo", "capture", "calibrate", "plan", "report", "trace"):
+    for verb in ("demo", "capture", "calibrate", "plan", "report", "trace", "workload"):
         status, out, _ = run(capsys, verb, "--help")
         assert status == 0 and f"legato {verb}" in out and "Example" in out
     status, out, _ = run(capsys, "--version")
@@ -172,6 +172,30 @@ def test_calibrate_under_torchrun(tmp_path):
     assert cluster.workers == 2 and cluster.default_collective == "gloo"
     assert said["cluster"]["collectives"]["gloo"]["alpha_s"] == cluster.cost().alpha_s
     assert len(said["samples"]) == 9 and said["worst_error"] >= said["median_error"] >= 0
+
+
+def test_workload_of_a_paper_s_model(capsys, tmp_path):
+    """What `zoo` holds is tested there; here what the verb makes of its options."""
+    path = tmp_path / "w.json"
+    status, out, _ = run(
+        capsys, "workload", "inception-v3", "--batch-size", 8, "--device", "k80", "--device-flops", "10T",
+        "--forward", "176ms", "--add-modules", "mixed_17x17x768e=2", "--compute-speedup", 2, "-o", path, "--json",
+    )  # fmt: skip
+    said, job = json.loads(out), legato.read(path, legato.Workload)
+    assert status == 0 and said["workload"] == str(path) and said["nbytes"] == job.nbytes
+    assert said["num_tensors"] == len(job.tensors) == 196 + 2 * 20 and said["num_ops"] == len(job.ops)
+    assert job.batch_size == 8 and job.device == "k80 at 10T x 2"
+    assert 0.176 / 2 < said["forward_s"] < 0.176 / 2 * 1.3
+    rows = json.loads(run(capsys, "workload", "--list", "--json")[1])
+    assert {"name": "vgg-16", "num_tensors": 32, "parameters": 138_357_544}.items() <= rows[15].items()
+    assert "gpt2-xl" in run(capsys, "workload", "--list")[1]
+    for wrong, expected in [
+        (["resnet-v1-5O"], "did you mean 'resnet-v1-50'"), ([], "--list"), (["gpt2", "--device", "v10"], "'v100'"),
+        (["gpt2", "--device-flops", "10"], "10T"), (["gpt2", "--add-modules", "h1"], "MODULE=N"),
+        (["gpt2", "--add-modules", "h99=1"], "module 'h99'"), (["gpt2", "--compute-speedup", 0], "speedup: 0"),
+        (["gpt2", "--batch-size", 0], "batch_size: 0"), (["gpt2", "--forward", "0"], "forward_s: 0"),
+    ]:  # fmt: skip
+        assert expected in fails(capsys, "workload", *wrong)
 
 
 def test_planning_needs_no_torch(workload):

@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 import legato
-from legato.cli import calibrate, capture, demo, plan, report
+from legato.cli import calibrate, capture, demo, plan, report, workload
 from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "main"]
@@ -48,6 +48,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("trace")(report.trace)
+app.command("workload")(workload.workload)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "format_seconds",
     "parse_bandwidth",
     "parse_bytes",
+    "parse_flops",
     "parse_seconds",
 ]
 
@@ -26,6 +27,8 @@ _RATE |= {f"{unit}ps": scale for unit, scale in list(_RATE.items())}
 _RATE |= {"bps": 1.0, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12}
 _RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SPEED = {"g": 1e9, "t": 1e12, "p": 1e15}
+_SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for suffix in ("flops", "flop/s")}
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -60,6 +63,14 @@ def parse_bytes(text: str) -> int:
     if value != int(value):
         raise InputError(f"{text!r} is not a whole number of bytes")
     return int(value)
+
+
+def parse_flops(text: str) -> float:
+    """Floating-point operations per second from `10T`, `312TFLOPS`, `900G` (powers of ten)."""
+    value = _parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)")
+    if value <= 0:
+        raise InputError(f"{text!r} is not a speed above zero")
+    return value
 
 
 def format_seconds(seconds: float) -> str:

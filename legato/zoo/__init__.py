@@ -1,0 +1,131 @@
+"""The papers' models as workloads: no download, no training framework.
+
+Numbers of parameters and sizes are the published ones, to the digits that are
+printed; each model's file says which definition that takes, and where papers
+mean different models by one name there is a name for each.
+
+- TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3`
+  `resnet-v1-50` `resnet-v1-101` `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
+- Caramel, section 6: `alexnet-v2` `inception-v3` `resnet-v1-50` `resnet-v2-152` `vgg-16`
+- PACE, Table II: `vgg-16` `resnet-v2-50-mxnet` `seq2seq` `transformer`
+- MG-WFBP, section VI: `googlenet` `resnet-v1-50-caffe`
+- Network Operator Edition, Tables 2 and 7: `vgg-16-299` `inception-v3`
+  `resnet-v2-101-gamma` `resnet-v2-200-gamma`
+- the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
+  `gpt2-large` `gpt2-xl`
+- nowhere, the fourth of its family: `resnet-v2-200`
+
+What cannot be matched:
+
+- *Numbers of operations* (TicTac's #Ops, PACE's computation operators): they
+  count the nodes of a TensorFlow graph with its summaries and constants, and of
+  an MXNet graph in which one node computes both gradients of a convolution.
+  An op here is what a device runs: a layer forward, and one or two backward.
+- *Network Operator Edition, Table 2*, which cuts its digits as often as it
+  rounds them: Inception-v3 with 0.715 Gb is no variant of the model (0.869 with
+  the auxiliary classifier, 0.762 without, 0.697 without the output layers
+  either); ResNet-200's 2.06 Gb is 2.071 with gamma, as its Table 7 wants it
+  (2.069 without); ResNet-101's 1.3e10 FLOPs are 1.44e10; its numbers of weights
+  contradict its own sizes.
+- *PACE, Table II*: Seq2Seq and Transformer come without a configuration. The
+  tensors are matched exactly; the vocabularies are inferred.
+- *Transformer, Table 3* (65 million) and *GPT-2, Table 2* (117 million and so
+  on): the released models have other numbers, and these are used.
+
+Times come from FLOPs and memory traffic on a `Device`, or from published totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from legato.core.errors import unknown_name
+from legato.core.workload import Workload
+from legato.zoo import alexnet, bert, gpt2, inception_v1, inception_v2, inception_v3, resnet, seq2seq, transformer, vgg
+from legato.zoo.device import DEVICES, Device, device_named
+from legato.zoo.lower import lower
+from legato.zoo.network import Layer, Network, Variable
+from legato.zoo.synthetic import add_modules, scale_compute
+
+__all__ = [
+    "DEFAULT_DEVICE",
+    "DEVICES",
+    "MODELS",
+    "Device",
+    "Layer",
+    "Network",
+    "Variable",
+    "add_modules",
+    "device_named",
+    "network",
+    "scale_compute",
+    "variables",
+    "workload",
+]
+
+#: Every model by its name.
+MODELS: dict[str, Callable[[], Network]] = {
+    "alexnet-v2": alexnet.alexnet_v2,
+    "inception-v1": inception_v1.inception_v1,
+    "inception-v2": inception_v2.inception_v2,
+    "inception-v3": inception_v3.inception_v3,
+    "googlenet": inception_v1.googlenet,
+    "resnet-v1-50": resnet.resnet_v1_50,
+    "resnet-v1-50-caffe": resnet.resnet_v1_50_caffe,
+    "resnet-v1-101": resnet.resnet_v1_101,
+    "resnet-v2-50": resnet.resnet_v2_50,
+    "resnet-v2-50-mxnet": resnet.resnet_v2_50_mxnet,
+    "resnet-v2-101": resnet.resnet_v2_101,
+    "resnet-v2-101-gamma": resnet.resnet_v2_101_gamma,
+    "resnet-v2-152": resnet.resnet_v2_152,
+    "resnet-v2-200": resnet.resnet_v2_200,
+    "resnet-v2-200-gamma": resnet.resnet_v2_200_gamma,
+    "vgg-16": vgg.vgg_16,
+    "vgg-16-299": vgg.vgg_16_299,
+    "vgg-19": vgg.vgg_19,
+    "seq2seq": seq2seq.seq2seq,
+    "transformer": transformer.transformer,
+    "transformer-shared": transformer.transformer_shared,
+    "bert-base": bert.bert_base,
+    "gpt2": gpt2.gpt2,
+    "gpt2-medium": gpt2.gpt2_medium,
+    "gpt2-large": gpt2.gpt2_large,
+    "gpt2-xl": gpt2.gpt2_xl,
+}
+DEFAULT_DEVICE = "v100"
+
+
+def network(name: str) -> Network:
+    """A model's layers and variables. Raises `InputError` with the nearest names when there is no such model."""
+    if name not in MODELS:
+        raise unknown_name("model", name, MODELS)
+    return MODELS[name]()
+
+
+def variables(name: str) -> tuple[Variable, ...]:
+    """All variables in the order of their creation, those that are not trained included.
+
+    TensorFlow places variables on parameter servers by round robin in this
+    order (Network Operator Edition, Table 7). Raises `InputError` as `network` does.
+    """
+    return network(name).variables
+
+
+def workload(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    device: str | Device = DEFAULT_DEVICE,
+    forward_s: float | None = None,
+    backward_s: float | None = None,
+) -> Workload:
+    """One training iteration of a model on one worker.
+
+    `batch_size` counts samples (images, sentences); by default it is the one of
+    the paper that the model is from. `device` is one of `DEVICES` or one's own.
+    `forward_s` and `backward_s` (seconds), where given, are what the forward and
+    backward ops add up to, such as a published total; their shares stay what the
+    device gives. Raises `InputError` on unknown names and on what is not above zero.
+    """
+    machine = device_named(device) if isinstance(device, str) else device
+    return lower(network(name), machine, batch_size=batch_size, forward_s=forward_s, backward_s=backward_s)

@@ -1,0 +1,140 @@
+"""Models that nobody has trained yet, made of workloads (Network Operator Edition, sections 8.5 and 8.6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.workload import Op, Tensor, Workload
+
+__all__ = ["add_modules", "scale_compute"]
+
+_SEPARATORS = "/."
+
+
+def scale_compute(workload: Workload, speedup: float) -> Workload:
+    """The same workload on a device that computes `speedup` times as fast (section 8.6).
+
+    Raises `InputError` on a speedup that is not above zero.
+    """
+    if not (math.isfinite(speedup) and speedup > 0):
+        raise InputError(f"speedup: {speedup} (expected a finite number above 0)")
+    return msgspec.structs.replace(
+        workload,
+        ops=tuple(Op(op.name, op.phase, op.duration_s / speedup, op.deps) for op in workload.ops),
+        device=f"{workload.device} x {speedup:g}",
+        untraced_s=None if workload.untraced_s is None else workload.untraced_s / speedup,
+    )
+
+
+def add_modules(workload: Workload, module: str, count: int) -> Workload:
+    """The workload with `count` more copies of a module, one after the other behind it (section 8.5).
+
+    `module` is the beginning of the names of its ops, up to a `/` or `.`. The
+    paper adds 1 to 125 modules to Inception-v3: `mixed_35x35x288b` is the
+    compute-intensive one, `mixed_17x17x768e` the network-intensive one. A copy
+    has the module's ops, times and tensors; what it computes must have the shape
+    of what it reads, which a workload does not tell. Raises `InputError` when there
+    is no such module, or it is not one that can follow itself: its forward ops
+    read exactly one value from outside, and exactly one of them is read outside.
+    """
+    if count < 0:
+        raise InputError(f"count: {count} (expected at least 0)")
+    if count == 0:
+        return workload
+    part = _find(workload, module)
+    order = _order(workload, part, count)
+    position = {key: i for i, key in enumerate(order)}
+    ops = []
+    for copy, i in order:
+        op = workload.ops[i]
+        keys = {key for dep in op.deps for key in _dependencies(workload, part, count, copy, i, dep)}
+        deps = tuple(sorted(position[key] for key in keys))
+        ops.append(Op(_renamed(op.name, module, copy), op.phase, op.duration_s, deps))
+    tensors: list[Tensor] = []
+    for copy in range(count, -1, -1):
+        for tensor in workload.tensors:
+            if copy == 0 or tensor.ready_after in part.backward:
+                tensors.append(
+                    Tensor(
+                        _renamed(tensor.name, module, copy),
+                        tensor.nbytes,
+                        position[copy, tensor.ready_after],
+                        tuple(position.get((copy, reader), position[0, reader]) for reader in tensor.readers),
+                    )
+                )
+    tensors.sort(key=lambda tensor: tensor.ready_after)
+    name = f"{workload.name}+{count}x{module}"
+    return msgspec.structs.replace(workload, name=name, ops=tuple(ops), tensors=tuple(tensors), untraced_s=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """Ids: its ops; the one forward op it reads, its one output; the backward ops that give its input's gradient."""
+
+    forward: Collection[int]
+    backward: Collection[int]
+    source: int
+    output: int
+    gradients: Collection[int]
+
+
+def _find(workload: Workload, module: str) -> _Module:
+    ops = workload.ops
+    inside = {i for i, op in enumerate(ops) if op.name.startswith(module) and op.name[len(module) :][:1] in _SEPARATORS}
+    forward = dict.fromkeys(i for i in sorted(inside) if ops[i].phase == "forward")
+    backward = dict.fromkeys(i for i in sorted(inside) if ops[i].phase == "backward")
+    if not module or not forward or not backward:
+        first = (op.name.split("/")[0] for op in ops if op.phase == "forward" and "/" in op.name)
+        raise unknown_name("module", module, dict.fromkeys(first))
+    sources = {dep for i in forward for dep in ops[i].deps} - inside
+    readers = {i: [d for d in op.deps if d in forward] for i, op in enumerate(ops) if op.phase == "forward"}
+    outputs = {dep for i, deps in readers.items() if i not in inside for dep in deps}
+    if len(sources) != 1 or len(outputs) != 1:
+        raise InputError(
+            f"module {module!r}: reads {len(sources)} values and gives {len(outputs)} to others (expected one of each)"
+        )
+    later = [d for i in backward for d in ops[i].deps if ops[d].phase == "backward" and d not in inside]
+    used = min(i for i, deps in readers.items() if i not in inside and deps)
+    if used < max(forward) or any(d > min(backward) for d in later):
+        raise InputError(f"module {module!r}: its ops are mixed with those that follow it (expected in one piece)")
+    outer = (i for i, op in enumerate(ops) if op.phase == "backward" and i not in inside)
+    gradients = dict.fromkeys(d for i in outer for d in ops[i].deps if d in backward)
+    return _Module(forward, backward, sources.pop(), outputs.pop(), gradients)
+
+
+def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int]]:
+    """(copy, id) of every op of the longer workload; copy 0 is what was there before."""
+    order: list[tuple[int, int]] = []
+    last, first = max(part.forward), min(part.backward)
+    for i in range(len(workload.ops)):
+        if i == first:
+            order += [(copy, b) for copy in range(count, 0, -1) for b in part.backward]
+        order.append((0, i))
+        if i == last:
+            order += [(copy, f) for copy in range(1, count + 1) for f in part.forward]
+    return order
+
+
+def _dependencies(workload: Workload, part: _Module, count: int, copy: int, i: int, dep: int) -> list[tuple[int, int]]:
+    """What the dependency of op `i` on op `dep` becomes in a copy."""
+    inside = i in part.forward or i in part.backward
+    if not inside:
+        return [(count if dep == part.output else 0, dep)]
+    if dep in part.forward or dep in part.backward:
+        return [(copy, dep)]
+    if dep == part.source:
+        return [(copy - 1, part.output) if copy else (0, dep)]
+    if workload.ops[dep].phase == "backward" and copy < count:
+        return [(copy + 1, gradient) for gradient in part.gradients]
+    return [(0, dep)]
+
+
+def _renamed(name: str, module: str, copy: int) -> str:
+    if copy == 0:
+        return name
+    return f"{module}+{copy}{name.removeprefix(module)}" if name.startswith(module) else f"{name}+{copy}"
