@@ -74,12 +74,19 @@ def _ring(n: int, latency: float, byte: float, reduce: float) -> tuple[float, fl
     return 2 * (n - 1) * latency, (2 * byte + reduce) * (n - 1) / n
 
 
-#: MG-WFBP, Table II: (workers, latency_s, s per byte, reduction s per byte) -> (alpha, beta).
+def _shuffle(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    # All-to-all, local sum, all-gather: two rounds, in each of which a worker's link carries (n - 1) / n of the bytes.
+    return 2 * latency * (n > 1), (2 * byte + reduce) * (n - 1) / n
+
+
+#: MG-WFBP, Table II, and the shuffle of Caramel (section 2): (workers, latency_s, s per byte, reduction s per byte)
+#: -> (alpha, beta).
 COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]] = {
     "ring": _ring,
     "halving-doubling": _halving_doubling,
     "recursive-doubling": _recursive_doubling,
     "tree": _tree,
+    "shuffle": _shuffle,
 }
 
 
@@ -131,7 +138,7 @@ class Cluster(
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
-        """A cluster priced by MG-WFBP's Table II; `collectives[0]` is the default."""
+        """A cluster priced by `COLLECTIVES`; `collectives[0]` is the default."""
         if not (isinstance(workers, int) and workers >= 1):
             raise InputError(f"workers: {workers} (expected at least 1)")
         if not (math.isfinite(bandwidth_bps) and bandwidth_bps > 0):

@@ -10,11 +10,17 @@ from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.plan import Plan
 from legato.core.workload import Workload
+from legato.schedule.bytescheduler import bytescheduler
+from legato.schedule.caramel import caramel
 from legato.schedule.ddp import ddp
+from legato.schedule.dear import dear
 from legato.schedule.fifo import fifo
+from legato.schedule.horovod import horovod
+from legato.schedule.legato import legato
 from legato.schedule.merge_optimal import merge_optimal
 from legato.schedule.mg_wfbp import mg_wfbp
 from legato.schedule.p3 import p3
+from legato.schedule.pace import pace
 from legato.schedule.single import single
 
 __all__ = ["SCHEDULERS", "schedule"]
@@ -27,6 +33,12 @@ SCHEDULERS: dict[str, Callable[..., Plan]] = {
     "mg-wfbp": mg_wfbp,
     "merge-optimal": merge_optimal,
     "p3": p3,
+    "caramel": caramel,
+    "pace": pace,
+    "dear": dear,
+    "horovod": horovod,
+    "bytescheduler": bytescheduler,
+    "legato": legato,
 }
 
 

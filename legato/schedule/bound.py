@@ -31,7 +31,29 @@ last still has a tail of at least min q(S):
 
     T >= min r(S) + alpha/2 + f(tails of S).
 
-Both are at least min r + (alpha + beta * B) + min q, the value of Jackson's
+*Both.* Count only the network's work, beta * b of a message that carries b bytes
+of S (half of it for a half): B in all. Let U(x) be the most work that can be
+done by x when each message pays alpha/2 first and carries what is released by
+its start (`window.py`), and V(y) the same backwards in time. Take any moment m,
+and the message from s to e in which it lies, with a work of w <= e - s - alpha/2.
+The messages before it have done a <= U(s), those after it c <= V(T - e). Divide
+w so that a + w1 could be done by m: if m >= s + alpha/2, take w1 = m - s -
+alpha/2, then a + w1 <= U(m), and c + w2 <= V(T - e + alpha/2 + w2) <=
+V(T - m + alpha/2); if not, w1 = 0 does the same. (No message at m: even less.) So
+
+    beta * B <= U(m) + V(T - m + alpha/2)
+
+and T is at least m - alpha/2 plus the time that V needs for the rest. This
+counts what the network loses at both ends of the period: the small messages
+that it begins with to have anything to do, and those that it ends with so as
+not to keep the forward pass waiting.
+
+*Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
+above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
+b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
+alpha) with messages that pay alpha first.
+
+The first two are at least min r + (alpha + beta * B) + min q, the value of Jackson's
 preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
 faster than its computation alone.
@@ -50,33 +72,46 @@ from typing import Literal
 import msgspec
 
 from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule.heads_tails import HeadsTails, Order, heads_tails
 from legato.schedule.jackson import jackson
 from legato.schedule.merge_optimal import merge_neighbours
+from legato.schedule.window import Window
 from legato.simulate.period import Compute
 
-__all__ = ["Bound", "Certificate", "lower_bound"]
+__all__ = ["Bound", "Certificate", "kind_of", "lower_bound"]
 
 #: How many late deliveries of Jackson's schedule to look into.
 _TRIES = 6
+#: How many of the best sets to look at from both ends.
+_BOTH = 4
+#: How many moments to try for both ends, and how often to look closer around the best.
+_MOMENTS, _ZOOMS = 16, 3
+#: Far more than the rounding of some thousand float additions, relative to their sum.
+_ROUNDING = 1e-9
+
+
+Case = Literal["compute", "release", "tail", "both"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no schedule is faster: the indices S of the critical tensors, and what they take.
 
     `case` says which of the arguments above holds: "release", "tail", or
-    "compute", where S is empty and communication does not matter. The
+    "compute", where S is empty and communication does not matter; `moment_s` is
+    the m of "both". The
     computation before the first tensor of S is ready (`before_s`), the network
     with its unavoidable waits (`network_s`), and the computation after
     (`after_s`) follow one another and add up to the bound, in seconds.
     """
 
-    case: Literal["compute", "release", "tail"]
+    case: Case
     tensors: tuple[int, ...]
     before_s: float
     network_s: float
     after_s: float
+    moment_s: float = 0.0
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,21 +121,55 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: Certificate
 
 
-def lower_bound(workload: Workload, cluster: Cluster, *, compute: Compute = "one", order: Order = "captured") -> Bound:
+def lower_bound(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    order: Order = "captured",
+    whole: bool = False,
+) -> Bound:
     """The largest of the bounds above over the sets tried.
 
     It holds for every plan that `legato.simulate.collective` accepts under the
-    same `compute` and an `op_order` that `order` allows. Raises `InputError` on
-    an unknown setting.
+    same `compute` and an `op_order` that `order` allows; with `whole`, for
+    those of them that send all-reduces only, and is sharper then. Raises
+    `InputError` on an unknown setting.
     """
     known = heads_tails(workload, compute, order)
-    best = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
-    tried = set()
-    for case, tensors in _promising_sets(workload, cluster, known):
-        if (case, tensors) not in tried:
-            tried.add((case, tensors))
-            best = max(best, _bound(case, tensors, workload, cluster, known), key=lambda bound: bound.seconds)
-    return best
+    fees = 1.0 if whole else 0.5
+    nothing = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
+    sets = dict.fromkeys(_promising_sets(workload, cluster, known))  # in order, each once
+    bounds = [_bound(case, tensors, workload, cluster, known, fees) for case, tensors in sets]
+    bounds.sort(key=lambda bound: bound.seconds, reverse=True)
+    best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
+    for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
+        bounds.append(_both(tensors, workload, cluster, known, fees))
+    return max([nothing, *bounds], key=lambda bound: bound.seconds)
+
+
+def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, known: HeadsTails, fees: float) -> Bound:
+    """What S proves when time is looked at from both ends, for the best of some moments."""
+    line = _cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
+    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+    windows = []
+    for near in (known.head_s, known.tail_s):
+        inward = sorted(tensors, key=near.__getitem__)
+        windows.append(Window.of([near[t] for t in inward], [workload.tensors[t].nbytes for t in inward], half))
+    released, needed = windows
+    work, first, last = released.work_s[-1], released.near_s[0], needed.near_s[0]
+
+    def proves(moment: float) -> float:
+        # Rounded down by more than floats can be off: a trace of one more tensor would ask for all of its delay.
+        return moment - half.alpha_s + needed.needed(work - released.carried(moment) - _ROUNDING * work)
+
+    low, high = first, max(released.finish_s[-1], first)
+    for _ in range(_ZOOMS):
+        moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
+        k = max(range(len(moments)), key=lambda i: proves(moments[i]))
+        low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
+    seconds = proves(moments[k])
+    return Bound(seconds, Certificate("both", tuple(sorted(tensors)), first, seconds - first - last, last, moments[k]))
 
 
 def _bound(
@@ -109,16 +178,17 @@ def _bound(
     workload: Workload,
     cluster: Cluster,
     known: HeadsTails,
+    fees: float,
 ) -> Bound:
     """What S proves; the tail case is the release case with time turned round."""
     near, far = (known.head_s, known.tail_s) if case == "release" else (known.tail_s, known.head_s)
     inward = sorted(tensors, key=lambda t: near[t])
     sizes = [workload.tensors[t].nbytes for t in inward]
     line = _cheapest_line(cluster, sum(sizes))
-    half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte)
+    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
     arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
     first, last = near[inward[0]], min(far[t] for t in tensors)
-    network = arrival + half.alpha_s - first
+    network = arrival + line.alpha_s * (1 - fees) - first
     before, after = (first, last) if case == "release" else (last, first)
     return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
 
@@ -167,3 +237,10 @@ def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1
     return pieces[k][1]
+
+
+def kind_of(plan: Plan, workload: Workload) -> tuple[Order, bool]:
+    """Which bound holds for a plan: whether it keeps the captured order, and whether it sends all-reduces only."""
+    ops = [op for op in plan.op_order or workload.iteration_order() if workload.ops[op].phase != "optimizer"]
+    kept = ops == workload.phase_ops("backward") + workload.phase_ops("forward")
+    return "captured" if kept else "any", all(message.kind == "all_reduce" for message in plan.messages)

@@ -8,6 +8,7 @@ no rounding. `bound.py` has the proof that is being checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
@@ -26,7 +27,13 @@ _SCALE = 2**1075
 
 
 def verify_bound(
-    bound: Bound, workload: Workload, cluster: Cluster, *, compute: Compute = "one", order: Order = "captured"
+    bound: Bound,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    order: Order = "captured",
+    whole: bool = False,
 ) -> Fraction:
     """The exact seconds that the certificate proves.
 
@@ -42,30 +49,71 @@ def verify_bound(
     walk = _Walk(workload, compute, order)
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
+    elif case == "both":
+        proved = _both_ends(workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, whole)
     else:
         near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
-        proved = _network(workload, cluster, {t: near(t) for t in chosen}) + Fraction(min(map(far, chosen)), _SCALE)
+        proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
+            min(map(far, chosen)), _SCALE
+        )
     if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
         raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
     return proved
 
 
-def _network(workload: Workload, cluster: Cluster, near: dict[int, int]) -> Fraction:
-    """f(near) + alpha/2, counted in units of 1 / (_SCALE * bytes), in which the slope is whole too."""
-    inward = sorted(near, key=near.__getitem__)
-    sizes = [workload.tensors[t].nbytes for t in inward]
-    total = sum(sizes)
-    costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.collectives.values()]
-    alpha = min(a for a, _ in costs)
-    slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
-    half = alpha // 2 * total
-    sent = [slope * nbytes for nbytes in accumulate(sizes, initial=0)]
-    finish = [0]
-    for j, t in enumerate(inward, start=1):
-        ready = near[t] * total
-        start_less_sent = min(max(finish[i], ready) - sent[i] for i in range(j))
-        finish.append(start_less_sent + half + sent[j])
-    return Fraction(finish[-1] + half, _SCALE * total)
+def _network(workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool) -> Fraction:
+    """f(near), with alpha/2 on top where halves are allowed."""
+    end = _End(workload, cluster, near, whole)
+    return Fraction(end.finish[-1] + (0 if whole else end.half), end.unit)
+
+
+def _both_ends(
+    workload: Workload, cluster: Cluster, near: dict[int, tuple[int, int]], bound: Bound, whole: bool
+) -> Fraction:
+    """m - alpha/2 and the time that is needed, from the far end, for the work that cannot be done by m."""
+    moment = bound.certificate.moment_s
+    if not (math.isfinite(moment) and moment >= 0):
+        raise InputError(f"certificate: moment_s {moment} (expected finite seconds, at least 0)")
+    front = _End(workload, cluster, {t: head for t, (head, _) in near.items()}, whole)
+    back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, whole)
+    m = _whole(moment) * front.total
+    left = front.sent[-1] - front.done_by(m)
+    return Fraction(m - front.half + back.time_for(left), front.unit)
+
+
+class _End:
+    """f for tensors as seen from one end of the period, in units of 1 / (_SCALE * bytes), where the slope is whole."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool) -> None:
+        inward = sorted(near, key=near.__getitem__)
+        sizes = [workload.tensors[t].nbytes for t in inward]
+        self.total = total = sum(sizes)
+        self.unit = _SCALE * total
+        costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.collectives.values()]
+        alpha = min(a for a, _ in costs)
+        slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
+        self.half = (alpha if whole else alpha // 2) * total  # what a message pays first
+        self.sent = [slope * nbytes for nbytes in accumulate(sizes, initial=0)]
+        self.near = [near[t] * total for t in inward]
+        self.finish = [0]
+        for j in range(len(inward)):
+            self.finish.append(self._begun(j) + self.half + self.sent[j + 1])
+
+    def _begun(self, j: int) -> int:
+        """The least (start of a message whose last bytes are of tensor j) - (work before it)."""
+        return min(max(self.finish[i], self.near[j]) - self.sent[i] for i in range(j + 1))
+
+    def done_by(self, moment: int) -> int:
+        """The most work by a moment: for some j, all before tensor j and as much of it as there is time for."""
+        possible = (min(moment - self.half - self._begun(j), self.sent[j + 1]) for j in range(len(self.near)))
+        return max(0, *possible)
+
+    def time_for(self, work: int) -> int:
+        """The least time for so much work; none for none."""
+        if work <= 0:
+            return 0
+        j = next(j for j in range(len(self.near)) if self.sent[j + 1] >= work)
+        return self._begun(j) + self.half + work
 
 
 def _whole(seconds: float) -> int:

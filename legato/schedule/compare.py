@@ -13,7 +13,8 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import Bound, lower_bound
+from legato.schedule.bound import Bound, kind_of, lower_bound
+from legato.schedule.heads_tails import Order
 from legato.simulate.collective import simulate
 
 __all__ = ["Candidate", "best", "compare"]
@@ -23,12 +24,19 @@ _NOT_WORTH_A_MESSAGE = 0.005
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One scheduler's plan, what it is predicted to take, and how long planning took (seconds)."""
+    """One scheduler's plan, what it is predicted to take, and how long planning took (seconds).
+
+    The bound is the one for all plans of its kind: with the captured order of
+    ops or any, with all-reduces only or also their halves. `runnable` are those
+    of all-reduces in the captured order, which are what the PyTorch runtime
+    carries out as predicted.
+    """
 
     plan: Plan
     timeline: Timeline
     bound: Bound
     plan_s: float
+    runnable: bool
 
     @property
     def iteration_s(self) -> float:
@@ -67,14 +75,18 @@ def compare(
     `progress(done, total)` is called after each one.
     """
     names = list(names) or list(SCHEDULERS)
-    bound = lower_bound(workload, cluster, compute=compute)
+    bounds: dict[tuple[Order, bool], Bound] = {}
     found = []
     for i, name in enumerate(names):
         start = time.perf_counter()
         plan = schedule(name, workload, cluster, collective=collective)
         plan_s = time.perf_counter() - start
+        order, whole = kind_of(plan, workload)
+        if (order, whole) not in bounds:
+            bounds[order, whole] = lower_bound(workload, cluster, compute=compute, order=order, whole=whole)
+        bound = bounds[order, whole]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        found.append(Candidate(plan, timeline, bound, plan_s))
+        found.append(Candidate(plan, timeline, bound, plan_s, runnable=whole and order == "captured"))
         if progress:
             progress(i + 1, len(names))
     return found
@@ -84,8 +96,10 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     """Of those predicted to be as fast as the fastest, within half a per cent, the one with the fewest messages.
 
     What a message costs the host is not in the model, and half a per cent is
-    less than any prediction can be trusted for.
+    less than any prediction can be trusted for. Where there are runnable ones,
+    only those count.
     """
+    candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
     as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + _NOT_WORTH_A_MESSAGE)]
     return min(as_fast, key=lambda candidate: (len(candidate.plan.messages), candidate.iteration_s))

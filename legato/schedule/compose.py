@@ -10,7 +10,7 @@ from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 
-__all__ = ["compose", "known_collective", "ready_order", "ready_times", "whole"]
+__all__ = ["compose", "known_collective", "ready_order", "ready_times", "urgency", "whole"]
 
 
 def ready_order(workload: Workload) -> list[int]:
@@ -23,6 +23,12 @@ def ready_times(workload: Workload) -> list[float]:
     backward = workload.phase_ops("backward")
     end = dict(zip(backward, accumulate(workload.ops[i].duration_s for i in backward), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
+
+
+def urgency(workload: Workload) -> list[int]:
+    """For each tensor, the place of its first reader in the iteration; the end where nothing reads it."""
+    place = {op: k for k, op in enumerate(workload.iteration_order())}
+    return [min((place[r] for r in tensor.readers), default=len(place)) for tensor in workload.tensors]
 
 
 def known_collective(cluster: Cluster, collective: str | None) -> str:

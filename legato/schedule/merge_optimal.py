@@ -34,7 +34,7 @@ from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule.compose import compose, known_collective, ready_order, ready_times, whole
 
-__all__ = ["merge_neighbours", "merge_optimal"]
+__all__ = ["earliest_finishes", "merge_neighbours", "merge_optimal"]
 
 
 def merge_optimal(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
@@ -54,6 +54,18 @@ def merge_neighbours(
 
     Raises `ValueError` when the sequences differ in length or hold nothing.
     """
+    finish, split = earliest_finishes(ready_s, nbytes, cost)
+    groups, stop = [], len(nbytes)
+    while stop:
+        groups.append((split[stop], stop))
+        stop = split[stop]
+    return finish[-1], groups[::-1]
+
+
+def earliest_finishes(
+    ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+) -> tuple[list[float], list[int]]:
+    """f(0) to f(n), and for each the i that is best. Raises `ValueError` as `merge_neighbours` does."""
     if not ready_s or len(ready_s) != len(nbytes):
         raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
     sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j alone
@@ -78,8 +90,4 @@ def merge_neighbours(
         count.append(count[i] + 1)
         split.append(i)
         rank.append((finish[j] - sent[j], count[j]))
-    groups, stop = [], len(nbytes)
-    while stop:
-        groups.append((split[stop], stop))
-        stop = split[stop]
-    return finish[-1], groups[::-1]
+    return finish, split

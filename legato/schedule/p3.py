@@ -25,7 +25,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.compose import compose, known_collective, ready_order, ready_times
+from legato.schedule.compose import compose, known_collective, ready_order, ready_times, urgency
 
 __all__ = ["p3"]
 
@@ -40,7 +40,7 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
     if slice_bytes < 1:
         raise InputError(f"slice_bytes: {slice_bytes} (expected at least 1)")
     cost, tensors = cluster.cost(name), workload.tensors
-    ready, urgency = ready_times(workload), _urgency(workload)
+    ready, place = ready_times(workload), urgency(workload)
     arriving = deque(ready_order(workload))
     queue: list[tuple[int, int, int]] = []  # urgency, tensor, first byte not sent
     messages = []
@@ -50,7 +50,7 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
             now = max(now, ready[arriving[0]])
         while arriving and ready[arriving[0]] <= now:
             t = arriving.popleft()
-            heapq.heappush(queue, (urgency[t], t, 0))
+            heapq.heappush(queue, (place[t], t, 0))
         first, t, start = heapq.heappop(queue)
         stop = min(start + slice_bytes, tensors[t].nbytes)
         if stop < tensors[t].nbytes:
@@ -58,9 +58,3 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
         messages.append(Message((Slice(tensors[t].name, start, stop),), collective=name))
         now += cost.cost(stop - start)
     return compose("p3", messages, workload, cluster, forward_overlap=True)
-
-
-def _urgency(workload: Workload) -> list[int]:
-    """For each tensor, the place of its first reader in the iteration; the end where nothing reads it."""
-    place = {op: k for k, op in enumerate(workload.iteration_order())}
-    return [min((place[r] for r in tensor.readers), default=len(place)) for tensor in workload.tensors]

@@ -48,6 +48,7 @@ def test_what_a_cluster_refuses(fields, error):
         ("recursive-doubling", 30 * 3, (1 + 0.25) * 3),
         ("halving-doubling", 2 * 30 * 3, 2 * 1 - (2 * 1 + 0.25) / 8 + 0.25),
         ("ring", 2 * 7 * 30, 2 * 7 / 8 * 1 + 7 / 8 * 0.25),
+        ("shuffle", 2 * 30, 7 / 8 * 1 + 7 / 8 * 0.25 + 7 / 8 * 1),  # not in the table: all-to-all, sum, all-gather
     ],
 )
 def test_table_ii_by_hand(collective, alpha_us, beta_ns):

@@ -111,31 +111,38 @@ def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
+    whole = all(message.kind == "all_reduce" for message in plan.messages)
     # A part in 10**12 for the one division in the bound, the slope between several collectives.
-    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order).seconds * (1 - 1e-12)
+    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order, whole=whole).seconds * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @given(workload=workloads(max_tensors=8), cluster=clusters(), setting=settings_of_bound)
 def test_no_scheduler_is_faster(name, workload, cluster, setting):
     compute, order = setting
-    seconds = iteration_time(workload, schedule(name, workload, cluster), cluster, compute=compute)
-    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order).seconds * (1 - 1e-12)
+    plan = schedule(name, workload, cluster)
+    seconds = iteration_time(workload, plan, cluster, compute=compute)
+    order = "any" if plan.op_order else order
+    whole = all(message.kind == "all_reduce" for message in plan.messages)
+    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order, whole=whole).seconds * (1 - 1e-12)
 
 
-@given(workloads(max_ops=6, max_tensors=8), clusters(), settings_of_bound)
-def test_the_certificate_proves_the_bound(workload, cluster, setting):
+@given(workloads(max_ops=6, max_tensors=8), clusters(), settings_of_bound, st.booleans())
+def test_the_certificate_proves_the_bound(workload, cluster, setting, whole):
     compute, order = setting
-    bound = lower_bound(workload, cluster, compute=compute, order=order)
-    proved = verify_bound(bound, workload, cluster, compute=compute, order=order)
-    assert float(proved) == pytest.approx(bound.seconds, rel=1e-12)
+    bound = lower_bound(workload, cluster, compute=compute, order=order, whole=whole)
+    proved = verify_bound(bound, workload, cluster, compute=compute, order=order, whole=whole)
     certificate = bound.certificate
+    assert bound.seconds <= float(proved) * (1 + 1e-12)
+    if certificate.case != "both":  # which is rounded down where it would jump
+        assert float(proved) == pytest.approx(bound.seconds, rel=1e-12)
     parts = certificate.before_s + certificate.network_s + certificate.after_s
     assert parts == pytest.approx(bound.seconds) and min(parts, certificate.network_s) >= 0
-    too_much = Bound(bound.seconds * 1.001 + 1e-6, certificate)
+    too_much = Bound(float(proved) * 1.001 + 1e-6, certificate)
     with pytest.raises(InputError, match="its certificate proves only"):
-        verify_bound(too_much, workload, cluster, compute=compute, order=order)
-    at_least = float(verify_bound(Bound(0.0, certificate), workload, cluster, compute=compute, order=order))
+        verify_bound(too_much, workload, cluster, compute=compute, order=order, whole=whole)
+    claims_less = Bound(0.0, certificate)
+    at_least = float(verify_bound(claims_less, workload, cluster, compute=compute, order=order, whole=whole))
     assert at_least == float(proved)
 
 
@@ -208,3 +215,15 @@ def without_updates(workload):
     keep = [i for i, op in enumerate(workload.ops) if op.phase != "optimizer"]  # they stand last
     tensors = (msgspec.structs.replace(t, readers=tuple(r for r in t.readers if r in keep)) for t in workload.tensors)
     return msgspec.structs.replace(workload, ops=workload.ops[: len(keep)], tensors=tuple(tensors))
+
+
+def test_a_trace_of_one_more_tensor_is_not_taken_for_all_of_its_delay():
+    """What cannot be done by m is exactly the first two tensors from the other end; a rounding error makes it more."""
+    ops = (Op("f", "forward", 0.25), Op("b0", "backward", 0.375), Op("b1", "backward", 0.0))
+    tensors = (Tensor("x", 1, 2, (0,)), Tensor("y", 1, 1), Tensor("z", 1, 1))
+    work = Workload("w", ops, tensors)
+    cluster = Cluster(2, {"c": LinearCost(0.25, 0.25), "d": LinearCost(0.5, 0.0)})
+    x, rest = Slice("x", 0, 1), (Slice("y", 0, 1), Slice("z", 0, 1))
+    plan = Plan("swapped", (Message((x,), collective="c"), Message(rest, collective="d")), True, (2, 1, 0))
+    assert iteration_time(work, plan, cluster) == 1.0
+    assert lower_bound(work, cluster, order="any", whole=True).seconds <= 1.0

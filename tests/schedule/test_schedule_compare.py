@@ -17,8 +17,11 @@ def test_rows_are_complete_and_above_the_bound(workload, cluster):
     for candidate in found:
         assert candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
         assert candidate.row()["num_messages"] == len(candidate.plan.messages)
-    fastest = min(c.iteration_s for c in found)
-    assert best(found).iteration_s <= fastest * 1.005
+    runnable = [c for c in found if c.runnable]
+    assert best(found).runnable and {c.plan.scheduler for c in found} - {"caramel", "dear"} <= {
+        c.plan.scheduler for c in runnable
+    }
+    assert best(found).iteration_s <= min(c.iteration_s for c in runnable) * 1.005
 
 
 def test_as_fast_with_fewer_messages_is_better():

@@ -1,0 +1,115 @@
+"""Every scheduler on the grid of models, bandwidths, workers and collectives: who wins where, and how near the bound.
+
+    python benchmarks/schedulers.py [--quick] [-o grid.json]
+
+Per cell: the bound, our gap to it, the best of the others and its gap, DDP's gap, and our planning time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+from legato.core.cluster import Cluster
+from legato.core.workload import Workload
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.bound import kind_of, lower_bound
+from legato.simulate.collective import iteration_time
+from legato.zoo import workload as model
+
+MODELS = [
+    "vgg-16",
+    "resnet-v1-50",
+    "resnet-v2-152",
+    "inception-v3",
+    "alexnet-v2",
+    "googlenet",
+    "seq2seq",
+    "transformer",
+    "bert-base",
+    "gpt2",
+    "gpt2-xl",
+]
+GIGABITS = (1, 3, 10, 25, 100)
+WORKERS = (4, 8, 64, 512)
+COLLECTIVES = {"ring": ["ring"], "halving-doubling": ["halving-doubling"], "best": ["ring", "halving-doubling"]}
+LATENCY_S = 30e-6
+
+
+def cell(job: Workload, cluster: Cluster) -> dict[str, object]:
+    """One cell of the grid."""
+    seconds = {}
+    planning = {}
+    plans = {}
+    for name in SCHEDULERS:
+        start = time.perf_counter()
+        plan = plans[name] = schedule(name, job, cluster)
+        planning[name] = time.perf_counter() - start
+        seconds[name] = iteration_time(job, plan, cluster)
+    order, whole = kind_of(plans["legato"], job)
+    bound = lower_bound(job, cluster, order=order, whole=whole).seconds
+    others = {name: s for name, s in seconds.items() if name != "legato"}
+    best = min(others, key=others.__getitem__)
+    return {
+        "bound_s": bound,
+        "gap": seconds["legato"] / bound - 1,
+        "best_other": best,
+        "over_best_other": others[best] / seconds["legato"],
+        "over_ddp": seconds["ddp"] / seconds["legato"],
+        "plan_s": planning["legato"],
+        "seconds": seconds,
+    }
+
+
+def grid(quick: bool) -> Iterator[tuple[tuple[str, int, int, str], dict[str, object]]]:
+    models = MODELS[:3] if quick else MODELS
+    for name in models:
+        job = model(name)
+        for gigabits, workers, label in itertools.product(GIGABITS, WORKERS, COLLECTIVES):
+            cluster = Cluster.derive(workers, gigabits * 1e9, LATENCY_S, collectives=COLLECTIVES[label])
+            yield (name, gigabits, workers, label), cell(job, cluster)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="three models only")
+    parser.add_argument("-o", "--output", help="write all cells to this JSON file")
+    options = parser.parse_args()
+    cells = []
+    for (name, gigabits, workers, label), found in grid(options.quick):
+        cells.append({"model": name, "gigabits": gigabits, "workers": workers, "collective": label, **found})
+        print(
+            f"{name:14} {gigabits:4} Gbit {workers:4} {label:16} gap {found['gap']:7.2%}  "
+            f"best other {found['best_other']:13} {found['over_best_other']:.3f}x  "
+            f"ddp {found['over_ddp']:.3f}x  {found['plan_s']:.2f} s",
+            flush=True,
+        )
+    gaps = sorted(c["gap"] for c in cells)
+    print(f"{len(cells)} cells; slower than another scheduler in {sum(c['over_best_other'] < 1 - 1e-9 for c in cells)}")
+    print(
+        f"gap: median {statistics.median(gaps):.2%}, 95% below {gaps[int(0.95 * len(gaps))]:.2%}, worst {gaps[-1]:.2%}"
+    )
+    print(
+        f"within 1%: {sum(g <= 0.01 for g in gaps) / len(gaps):.0%}; within 3%: {sum(g <= 0.03 for g in gaps) / len(gaps):.0%}"
+    )
+    print(
+        f"over ddp: median {statistics.median(c['over_ddp'] for c in cells):.2f}x, most {max(c['over_ddp'] for c in cells):.2f}x"
+    )
+    print(f"over the best other: median {statistics.median(c['over_best_other'] for c in cells):.3f}x")
+    print(
+        f"planning: median {statistics.median(c['plan_s'] for c in cells):.2f} s, most {max(c['plan_s'] for c in cells):.2f} s"
+    )
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump(cells, file)
+    if any(c["over_best_other"] < 1 - 1e-9 for c in cells):
+        sys.exit("legato was slower than another scheduler")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The messages of `legato`: sizes and contents improved in turn, for given moments and deadlines.
+
+What is to be sent is a list of tensors, each with the moment its gradient is
+ready, the computation that follows its arrival (tail), and its bytes. Nothing
+here knows about ops.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from legato.schedule.grouping import group
+from legato.schedule.jackson import jackson
+from legato.schedule.refill import ALIGNMENT, Piece, Refilled, refill
+
+__all__ = ["Job", "Network", "search"]
+
+#: Pieces that tensors are cut into before they are merged, about so many in all.
+_PIECES = 256
+
+
+class Network(NamedTuple):
+    """The collectives a message can take, cheapest first for its size."""
+
+    names: tuple[str, ...]
+    alpha_s: np.ndarray[Any, np.dtype[np.float64]]
+    beta_s: np.ndarray[Any, np.dtype[np.float64]]
+
+    def cost(self, nbytes: Any) -> Any:
+        """Seconds of messages by their bytes, whatever the shape."""
+        best = self.alpha_s[0] + self.beta_s[0] * nbytes
+        for alpha, beta in zip(self.alpha_s[1:], self.beta_s[1:], strict=True):
+            best = np.minimum(best, alpha + beta * nbytes)
+        return best
+
+    def name(self, nbytes: int) -> str:
+        """The cheapest collective for a message."""
+        return self.names[int(np.argmin(self.alpha_s + self.beta_s * nbytes))]
+
+
+class Job(NamedTuple):
+    """What is to be sent, by tensor."""
+
+    ready_s: list[float]
+    tail_s: list[float]
+    nbytes: list[int]
+    network: Network
+    bound_s: float
+
+    def cost(self, nbytes: int) -> float:
+        return float(self.network.cost(nbytes))
+
+    def deal(self, sizes: Sequence[int]) -> Refilled:
+        return refill(sizes, self.ready_s, self.tail_s, self.nbytes, self.cost)
+
+
+def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:
+    """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) are up."""
+    return _improve(_best_start(job), job, gap, rounds, stop_at, random.Random(seed))
+
+
+def _best_start(job: Job) -> Refilled:
+    """The best of several starts, each brought to where the two steps change nothing any more."""
+    total = sum(job.nbytes)
+    starts = [
+        _in_turns(
+            _cut(
+                [Piece(t, 0, job.nbytes[t]) for t in sorted(range(len(job.nbytes)), key=job.ready_s.__getitem__)], job
+            ),
+            job,
+        )
+    ]
+    starts.append(_in_turns(_cut(_jackson_pieces(job), job), job))
+    for count in (1, 2, 4, 8, 16, 32, 64, 128):
+        sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
+        starts.append(job.deal([size for size in sizes if size]))
+    best = min(starts, key=_rank)
+    return _in_turns([piece for message in best.messages for piece in message], job, best)
+
+
+def _rank(plan: Refilled) -> tuple[float, int]:
+    return plan.seconds, len(plan.messages)
+
+
+def _in_turns(pieces: Sequence[Piece], job: Job, best: Refilled | None = None) -> Refilled:
+    """Merge, deal, merge, ... until it does not get better."""
+    while True:
+        found = group(
+            [job.ready_s[p.tensor] for p in pieces],
+            [job.tail_s[p.tensor] for p in pieces],
+            [p.nbytes for p in pieces],
+            job.network.cost,
+            at_least_s=job.bound_s,
+            at_most_s=np.inf if best is None else best.seconds,
+        )
+        if found is None:
+            assert best is not None
+            return best
+        dealt = job.deal([sum(p.nbytes for p in pieces[start:stop]) for start, stop in found.messages])
+        if best is not None and _rank(dealt) >= _rank(best):
+            return best
+        best = dealt
+        pieces = _cut([piece for message in dealt.messages for piece in message], job)
+
+
+def _cut(pieces: Sequence[Piece], job: Job) -> list[Piece]:
+    """Pieces of a length that leaves a choice where to divide, and none that an alpha makes pointless."""
+    alpha, beta = float(job.network.alpha_s.min()), float(job.network.beta_s.max())
+    least = alpha / beta / 2 if beta > 0 else np.inf
+    longest = int(max(sum(job.nbytes) / _PIECES, min(least, sum(job.nbytes)), ALIGNMENT)) // ALIGNMENT * ALIGNMENT
+    return [
+        Piece(t, at, min(longest, start + nbytes - at))
+        for t, start, nbytes in pieces
+        for at in range(start, start + nbytes, longest)
+    ]
+
+
+def _jackson_pieces(job: Job) -> list[Piece]:
+    """What goes out when, were messages free: at every moment what is needed first."""
+    slope = job.cost(sum(job.nbytes)) / sum(job.nbytes)
+    if slope == 0:
+        return [Piece(t, 0, n) for t, n in enumerate(job.nbytes)]
+    sent = [0] * len(job.nbytes)
+    pieces = []
+    scheduled = jackson(job.ready_s, [slope * n for n in job.nbytes], job.tail_s)
+    last = {t: k for k, (t, _, _) in enumerate(scheduled)}
+    for k, (t, start, stop) in enumerate(scheduled):
+        left = job.nbytes[t] - sent[t]
+        take = left if last[t] == k else min(left, int((stop - start) / slope) // ALIGNMENT * ALIGNMENT)
+        if take:
+            pieces.append(Piece(t, sent[t], take))
+            sent[t] += take
+    return pieces
+
+
+def _improve(best: Refilled, job: Job, gap: float, rounds: int, stop_at: float, rng: random.Random) -> Refilled:
+    """Change one or two sizes at random and deal anew, as long as there is something to win."""
+    for _ in range(rounds):
+        if best.seconds <= job.bound_s * (1 + gap) or time.perf_counter() > stop_at:
+            break
+        sizes = _changed([sum(piece.nbytes for piece in message) for message in best.messages], rng)
+        dealt = job.deal(sizes)
+        if _rank(dealt) < _rank(best):
+            best = dealt
+    return best
+
+
+def _changed(sizes: list[int], rng: random.Random) -> list[int]:
+    """Merge two neighbours, halve one, or move some bytes across a border."""
+    k = rng.randrange(len(sizes))
+    choice = rng.random()
+    if choice < 0.35 and k + 1 < len(sizes):
+        return [*sizes[:k], sizes[k] + sizes[k + 1], *sizes[k + 2 :]]
+    if choice < 0.6 and sizes[k] > 2 * ALIGNMENT:
+        part = int(sizes[k] * rng.uniform(0.2, 0.8)) // ALIGNMENT * ALIGNMENT
+        return [*sizes[:k], part, sizes[k] - part, *sizes[k + 1 :]] if part else sizes
+    if k + 1 < len(sizes):
+        moved = int(rng.uniform(-sizes[k], sizes[k + 1]) * rng.random()) // ALIGNMENT * ALIGNMENT
+        both = (sizes[k] + moved, sizes[k + 1] - moved)
+        return [*sizes[:k], *(size for size in both if size > 0), *sizes[k + 2 :]]
+    return sizes

@@ -1,0 +1,55 @@
+"""How much a network can carry before a moment, given when things are ready and what a message costs.
+
+Gradients in ready order, cut anywhere, in messages that cost alpha + beta * n.
+With f from `merge_optimal.py` for the first tensors whole, and the last one
+replaced by its first bytes, f also tells when any amount can have been carried
+at the earliest. `carried` is its inverse. Both are exact for this relaxation;
+`bound.py` has the argument, and looks at time from both ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from legato.core.cluster import LinearCost
+from legato.schedule.merge_optimal import earliest_finishes
+
+__all__ = ["Window"]
+
+
+class Window(NamedTuple):
+    """Tensors from one end of the period: when each is there, f, and the network's seconds for the first j."""
+
+    near_s: list[float]
+    finish_s: list[float]
+    work_s: list[float]
+    alpha_s: float
+
+    @classmethod
+    def of(cls, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> Window:
+        """For tensors whose `near_s` never falls."""
+        finish, _ = earliest_finishes(near_s, nbytes, cost)
+        work = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]
+        return cls(list(near_s), finish, work, cost.alpha_s)
+
+    def _start(self, j: int) -> float:
+        """Least of (start - work before it) for a message that ends with bytes of tensor j."""
+        ready = self.near_s[j]
+        return min(max(f, ready) - work for f, work in zip(self.finish_s[: j + 1], self.work_s, strict=False))
+
+    def carried(self, until_s: float) -> float:
+        """The most seconds of work (beta times bytes) that can be done by then."""
+        j = bisect_right(self.finish_s, until_s) - 1
+        if j == len(self.near_s):
+            return self.work_s[j]
+        return max(self.work_s[j], min(until_s - self.alpha_s - self._start(j), self.work_s[j + 1]))
+
+    def needed(self, work_s: float) -> float:
+        """The earliest moment by which so much work can be done."""
+        if work_s <= 0:
+            return 0.0
+        j = min(bisect_left(self.work_s, work_s), len(self.near_s)) - 1
+        return self._start(j) + self.alpha_s + work_s

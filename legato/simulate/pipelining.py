@@ -1,0 +1,106 @@
+"""A collective in chunks: while one is added up, another is on the wire.
+
+A worker sends, adds up what came in, and sends on; the network is idle while
+it adds. Cut into d chunks (the *depth*), a message keeps both busy, and pays
+every latency d times (Caramel, section 4.4 and Figure 13).
+
+One worker's link carries one chunk at a time, at `latency + byte * bytes`
+seconds a round; the worker adds up one chunk at a time, at `reduce * bytes`.
+In the reducing half, a round handles all chunks, one after another, before the
+next round does; in the distributing half, a chunk goes through all rounds
+before the next one does. With R rounds in each half, in all of which a chunk
+takes x to send and y to add up,
+
+    T(d) = max(2 R d x,  (R-1) P + x + max(y + d R x, d y + R x)),   P = max(d x, d y, x + y)
+
+Either the link is never idle; or R-1 reducing rounds take P each, the time at
+their narrowest place (the link, the adder, or, where d = 1 leaves nothing to
+overlap with, both in turn), and in the last one, distribution waits for the
+first chunk's sum or for the last one's.
+
+    collective          R           bytes of a chunk of c bytes on n workers, a round
+    shuffle             1           c (n-1)/n: all-to-all, local sum, all-gather
+    ring                n-1         c / n
+    halving-doubling    log2(n)     c/2, c/4, ... c/n, and back
+
+Rounds of halving-doubling differ: `_rounds` adds them up one by one. With depth
+1, all three are the linear costs of `legato.core.cluster.COLLECTIVES`; a number
+of workers that is not a power of two is interpolated as there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from legato.core.errors import InputError, unknown_name
+
+__all__ = ["PIPELINED", "pipelined_s"]
+
+#: The collectives that have a depth.
+PIPELINED = ("shuffle", "ring", "halving-doubling")
+
+
+def pipelined_s(
+    collective: str,
+    workers: int,
+    nbytes: float,
+    depth: int,
+    *,
+    bandwidth_bps: float,
+    latency_s: float,
+    reduce_s_per_byte: float,
+) -> float:
+    """Seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
+
+    The rest is as in `Cluster`. Raises `InputError` on a collective that is not
+    in `PIPELINED`, or on fewer than one worker or chunk.
+    """
+    if collective not in PIPELINED:
+        raise unknown_name("pipelined collective", collective, PIPELINED)
+    if workers < 1 or depth < 1:
+        raise InputError(f"{workers} workers, depth {depth} (expected at least 1 of each)")
+    if workers == 1:
+        return 0.0
+    chunk, s_per_byte = nbytes / depth, 8 / bandwidth_bps
+    if collective == "halving-doubling":
+        return _rounds(
+            [
+                (latency_s * part + s_per_byte * chunk * share, reduce_s_per_byte * chunk * share)
+                for part, share in _halvings(workers)
+            ],
+            depth,
+        )
+    rounds = workers - 1 if collective == "ring" else 1
+    moved = chunk * (workers - 1) / workers / rounds
+    return _equal_rounds(rounds, latency_s + s_per_byte * moved, reduce_s_per_byte * moved, depth)
+
+
+def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
+    """The closed form."""
+    period = max(depth * send, depth * add, send + add)
+    distribute = rounds * send
+    last = send + max(add + depth * distribute, depth * add + distribute)
+    return max(2 * rounds * depth * send, (rounds - 1) * period + last)
+
+
+def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
+    """The same for any rounds (seconds to send, to add up): every chunk through every round."""
+    link = adder = 0.0
+    summed = [0.0] * depth
+    for send, add in rounds:
+        for c in range(depth):
+            link = max(link, summed[c]) + send
+            adder = max(adder, link) + add
+            summed[c] = adder
+    distribute = math.fsum(send for send, _ in rounds)
+    for done in summed:
+        link = max(link, done) + distribute
+    return link
+
+
+def _halvings(workers: int) -> list[tuple[float, float]]:
+    """(latencies, share of the bytes) of each halving round: log2(n) latencies and (n-1)/n of the bytes in all."""
+    rounds = math.ceil(math.log2(workers))
+    latencies = math.log2(workers) / rounds
+    left = [2.0**-k for k in range(rounds)] + [1 / workers]
+    return [(latencies, left[k] - left[k + 1]) for k in range(rounds)]

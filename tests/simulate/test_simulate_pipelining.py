@@ -1,0 +1,112 @@
+"""Collectives in chunks: one chunk is Table II, many are a pipeline, and the closed form is what the pipeline does."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.simulate.pipelining import PIPELINED, pipelined_s
+
+workers = st.integers(1, 40)
+powers = st.integers(1, 6).map(lambda k: 2**k)
+rates = st.floats(1e-11, 1e-8)
+latencies = st.floats(0, 1e-3)
+sizes = st.integers(1, 2**30)
+
+
+def seconds(collective, n, nbytes, depth, latency_s, byte, reduce):
+    return pipelined_s(
+        collective, n, nbytes, depth, bandwidth_bps=8 / byte, latency_s=latency_s, reduce_s_per_byte=reduce
+    )
+
+
+def rounds_of(collective, n, chunk):
+    """Bytes of a chunk in each reducing round, from the definitions of the collectives."""
+    if collective == "shuffle":
+        return [chunk * (n - 1) / n] if n > 1 else []
+    if collective == "ring":
+        return [chunk / n] * (n - 1)
+    return [chunk / 2**k for k in range(1, n.bit_length())]
+
+
+def played(collective, n, nbytes, depth, latency_s, byte, reduce):
+    """Every transfer and every sum as an event of its own: link and adder take theirs in a fixed order."""
+    moved = rounds_of(collective, n, nbytes / depth)
+    done = {}
+    link, adder, jobs = None, None, []
+    for r, b in enumerate(moved):
+        for c in range(depth):
+            jobs.append((("send", r, c), latency_s + byte * b, [link, ("add", r - 1, c)]))
+            link = jobs[-1][0]
+            jobs.append((("add", r, c), reduce * b, [adder, link]))
+            adder = jobs[-1][0]
+    for c in range(depth):
+        before = ("add", len(moved) - 1, c)
+        for r, b in reversed(list(enumerate(moved))):
+            jobs.append((("hand out", r, c), latency_s + byte * b, [link, before]))
+            link = before = jobs[-1][0]
+    for name, duration, needs in jobs:
+        done[name] = max((done.get(job, 0.0) for job in needs), default=0.0) + duration
+    return max(done.values(), default=0.0)
+
+
+@pytest.mark.parametrize("collective", PIPELINED)
+@given(n=workers, nbytes=sizes, latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates)
+def test_one_chunk_is_the_linear_cost(collective, n, nbytes, latency_s, byte, reduce):
+    cluster = Cluster.derive(n, 8 / byte, latency_s, reduce_s_per_byte=reduce)
+    assert seconds(collective, n, nbytes, 1, latency_s, byte, reduce) == pytest.approx(
+        cluster.cost(collective).cost(nbytes), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("collective", PIPELINED)
+@given(n=powers, nbytes=sizes, depth=st.integers(1, 9), latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates)
+def test_many_chunks_are_a_pipeline(collective, n, nbytes, depth, latency_s, byte, reduce):
+    args = (collective, n, nbytes, depth, latency_s, byte, reduce)
+    assert seconds(*args) == pytest.approx(played(*args), rel=1e-9)
+
+
+@given(n=workers, nbytes=sizes, depth=st.integers(1, 9), latency_s=latencies, byte=rates, reduce=rates)
+def test_a_ring_of_any_size_is_a_pipeline(n, nbytes, depth, latency_s, byte, reduce):
+    args = ("ring", n, nbytes, depth, latency_s, byte, reduce)
+    assert seconds(*args) == pytest.approx(played(*args), rel=1e-9)
+
+
+@pytest.mark.parametrize("collective", PIPELINED)
+@given(n=st.integers(2, 40), nbytes=sizes, depth=st.integers(2, 9), latency_s=latencies, byte=rates, reduce=rates)
+def test_no_depth_beats_the_link_or_the_adder(collective, n, nbytes, depth, latency_s, byte, reduce):
+    cost = Cluster.derive(n, 8 / byte, latency_s).cost(collective)
+    link = depth * cost.alpha_s + cost.beta_s_per_byte * nbytes
+    adder = reduce * nbytes * (n - 1) / n
+    assert seconds(collective, n, nbytes, depth, latency_s, byte, reduce) >= max(link, adder) * (1 - 1e-9)
+
+
+def test_a_shuffle_by_hand():
+    # 4 workers, 8 bytes: 6 bytes a round at 1 s a byte and 1 s latency; adding them up takes 2 s a byte.
+    assert seconds("shuffle", 4, 8, 1, 1.0, 1.0, 2.0) == 7 + 12 + 7
+    # Two chunks of 3 bytes: sent by 4 and 8, added up from 4 to 10 and to 16, handed out by 14 and 20.
+    assert seconds("shuffle", 4, 8, 2, 1.0, 1.0, 2.0) == 20
+    # Free sums: the second chunk only costs its latencies.
+    assert seconds("shuffle", 4, 8, 2, 1.0, 1.0, 0.0) == 7 + 7 + 2
+
+
+def test_a_ring_by_hand():
+    # 3 workers, 6 bytes, two chunks: 1 byte a round each, 2 s to send (1 s latency), 3 s to add up. The adder is the
+    # narrowest: it runs from 2 to 14 (two rounds of two chunks). The first chunk's sum is there at 11, the second's at
+    # 14; handing a chunk out takes two rounds of 2 s: 11 to 15, 15 to 19.
+    assert seconds("ring", 3, 6, 2, 1.0, 1.0, 3.0) == 19
+
+
+@pytest.mark.parametrize(
+    ("collective", "n", "depth", "error"),
+    [
+        ("rings", 2, 1, "unknown pipelined collective 'rings'; did you mean 'ring'"),
+        ("tree", 2, 1, "unknown pipelined collective 'tree'"),
+        ("ring", 0, 1, "0 workers, depth 1"),
+        ("ring", 2, 0, "2 workers, depth 0"),
+    ],
+)
+def test_what_has_no_price(collective, n, depth, error):
+    with pytest.raises(InputError, match=error):
+        seconds(collective, n, 8, depth, 1.0, 1.0, 1.0)
