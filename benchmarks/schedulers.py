@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from legato.core.cluster import Cluster
 from legato.core.workload import Workload
@@ -22,26 +23,17 @@ from legato.schedule.bound import kind_of, lower_bound
 from legato.simulate.collective import iteration_time
 from legato.zoo import workload as model
 
-MODELS = [
-    "vgg-16",
-    "resnet-v1-50",
-    "resnet-v2-152",
-    "inception-v3",
-    "alexnet-v2",
-    "googlenet",
-    "seq2seq",
-    "transformer",
-    "bert-base",
-    "gpt2",
-    "gpt2-xl",
-]
+MODELS = (
+    *("vgg-16", "resnet-v1-50", "resnet-v2-152", "inception-v3", "alexnet-v2", "googlenet"),
+    *("seq2seq", "transformer", "bert-base", "gpt2", "gpt2-xl"),
+)
 GIGABITS = (1, 3, 10, 25, 100)
 WORKERS = (4, 8, 64, 512)
 COLLECTIVES = {"ring": ["ring"], "halving-doubling": ["halving-doubling"], "best": ["ring", "halving-doubling"]}
 LATENCY_S = 30e-6
 
 
-def cell(job: Workload, cluster: Cluster) -> dict[str, object]:
+def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
     """One cell of the grid."""
     seconds = {}
     planning = {}
@@ -66,13 +58,27 @@ def cell(job: Workload, cluster: Cluster) -> dict[str, object]:
     }
 
 
-def grid(quick: bool) -> Iterator[tuple[tuple[str, int, int, str], dict[str, object]]]:
+def grid(quick: bool) -> Iterator[tuple[tuple[str, int, int, str], dict[str, Any]]]:
     models = MODELS[:3] if quick else MODELS
     for name in models:
         job = model(name)
         for gigabits, workers, label in itertools.product(GIGABITS, WORKERS, COLLECTIVES):
             cluster = Cluster.derive(workers, gigabits * 1e9, LATENCY_S, collectives=COLLECTIVES[label])
             yield (name, gigabits, workers, label), cell(job, cluster)
+
+
+def summarise(cells: list[dict[str, Any]]) -> None:
+    """The whole grid in a few lines."""
+    gaps = sorted(c["gap"] for c in cells)
+    within = {limit: sum(gap <= limit for gap in gaps) / len(gaps) for limit in (0.01, 0.03)}
+    over_ddp, over_other, planning = ([c[key] for c in cells] for key in ("over_ddp", "over_best_other", "plan_s"))
+    print(f"{len(cells)} cells; slower than another scheduler in {sum(ratio < 1 - 1e-9 for ratio in over_other)}")
+    most = gaps[int(0.95 * len(gaps))]
+    print(f"gap: median {statistics.median(gaps):.2%}, 95% below {most:.2%}, worst {gaps[-1]:.2%}")
+    print(f"within 1%: {within[0.01]:.0%} of the cells; within 3%: {within[0.03]:.0%}")
+    print(f"faster than ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
+    print(f"faster than the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x")
+    print(f"planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
 
 
 def main() -> None:
@@ -89,21 +95,7 @@ def main() -> None:
             f"ddp {found['over_ddp']:.3f}x  {found['plan_s']:.2f} s",
             flush=True,
         )
-    gaps = sorted(c["gap"] for c in cells)
-    print(f"{len(cells)} cells; slower than another scheduler in {sum(c['over_best_other'] < 1 - 1e-9 for c in cells)}")
-    print(
-        f"gap: median {statistics.median(gaps):.2%}, 95% below {gaps[int(0.95 * len(gaps))]:.2%}, worst {gaps[-1]:.2%}"
-    )
-    print(
-        f"within 1%: {sum(g <= 0.01 for g in gaps) / len(gaps):.0%}; within 3%: {sum(g <= 0.03 for g in gaps) / len(gaps):.0%}"
-    )
-    print(
-        f"over ddp: median {statistics.median(c['over_ddp'] for c in cells):.2f}x, most {max(c['over_ddp'] for c in cells):.2f}x"
-    )
-    print(f"over the best other: median {statistics.median(c['over_best_other'] for c in cells):.3f}x")
-    print(
-        f"planning: median {statistics.median(c['plan_s'] for c in cells):.2f} s, most {max(c['plan_s'] for c in cells):.2f} s"
-    )
+    summarise(cells)
     if options.output:
         with open(options.output, "w", encoding="utf-8") as file:
             json.dump(cells, file)
