@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 
+from schedulers import GIGABITS, LATENCY_S, MODELS, WORKERS
+
 from legato.core.cluster import Cluster
 from legato.schedule import schedule
 from legato.simulate.collective import iteration_time
 from legato.zoo import workload
-from schedulers import GIGABITS, LATENCY_S, MODELS, WORKERS
 
 
 def main() -> None:

@@ -122,7 +122,25 @@ def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) ->
 
 
 def _plans(best: Refilled, job: Job, workload: Workload, cluster: Cluster, order: tuple[int, ...]) -> list[Plan]:
-    """The plan of these messages in this order of ops; in the captured one, also with busy optimizer ops."""
+    """Plans of these messages in this order of ops.
+
+    With optimizer ops in the captured order, also with these in idle time, and
+    with messages of the backward pass that complete whole tensors: an update
+    has to wait for the last byte of its gradient.
+    """
+    plan, arrival_s = _plan(best, job, workload, cluster)
+    if order or not workload.phase_ops("optimizer"):
+        return [msgspec.structs.replace(plan, op_order=order)]
+    plans = [plan, msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s))]
+    sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
+    for part in (4, 2, 1):
+        plan, arrival_s = _plan(job.deal(sizes, first_come=len(sizes) // part), job, workload, cluster)
+        plans.append(msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s)))
+    return plans
+
+
+def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
+    """The plan of these messages, and when each tensor has arrived."""
     messages = []
     arrival_s = [0.0] * len(workload.tensors)
     now = 0.0
@@ -133,7 +151,4 @@ def _plans(best: Refilled, job: Job, workload: Workload, cluster: Cluster, order
         messages.append(Message(slices, collective=job.network.name(nbytes)))
         for p in pieces:
             arrival_s[p.tensor] = now
-    plan = compose("legato", messages, workload, cluster, forward_overlap=True)
-    if order or not workload.phase_ops("optimizer"):
-        return [msgspec.structs.replace(plan, op_order=order)]
-    return [plan, msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s))]
+    return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s

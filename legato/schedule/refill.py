@@ -41,12 +41,15 @@ def refill(
     tail_s: Sequence[float],
     nbytes: Sequence[int],
     cost: Callable[[int], float],
+    *,
+    first_come: int = 0,
 ) -> Refilled:
     """Fill messages of these sizes, which are kept but for the alignment of cuts.
 
     `sizes` (bytes of the messages, in order) add up to those of all tensors;
     `ready_s`, `tail_s` and `nbytes` are by tensor, `cost` is the seconds of a
-    message by its bytes.
+    message by its bytes. The first `first_come` messages take what became ready
+    first instead, which completes more tensors early, if it costs lateness.
     """
     arriving = sorted(range(len(nbytes)), key=ready_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
@@ -54,13 +57,16 @@ def refill(
     messages: list[list[Piece]] = []
     arrived = asked = given = 0
     now = late = 0.0
-    for size in sizes:
+    for k, size in enumerate(sizes):
+        if k == first_come:
+            urgent = [(-tail_s[t], t) for _, t in urgent]
+            heapq.heapify(urgent)
         asked += size
         while arriving and (arrived < asked or ready_s[arriving[-1]] <= now):
             t = arriving.pop()
             arrived += nbytes[t]
             now = max(now, ready_s[t])
-            heapq.heappush(urgent, (-tail_s[t], t))
+            heapq.heappush(urgent, (ready_s[t] if k < first_come else -tail_s[t], t))
         message: list[Piece] = []
         before = given
         while urgent and given < asked:

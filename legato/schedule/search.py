@@ -55,8 +55,8 @@ class Job(NamedTuple):
     def cost(self, nbytes: int) -> float:
         return float(self.network.cost(nbytes))
 
-    def deal(self, sizes: Sequence[int]) -> Refilled:
-        return refill(sizes, self.ready_s, self.tail_s, self.nbytes, self.cost)
+    def deal(self, sizes: Sequence[int], first_come: int = 0) -> Refilled:
+        return refill(sizes, self.ready_s, self.tail_s, self.nbytes, self.cost, first_come=first_come)
 
 
 def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:
