@@ -21,6 +21,7 @@ from legato.core.timeline import Timeline
 from legato.pytorch.agreement import agree, describe
 from legato.pytorch.deferred import defer_steps, drop_gradients
 from legato.pytorch.exchange import Exchange
+from legato.pytorch.link import in_order
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.tracing import Tracer
 
@@ -51,7 +52,8 @@ class DistributedModel(nn.Module):
         self._buffer_group = dist.new_group(ranks)
         agree(describe(plan, trained_parameters(module)), self._group)
         self._broadcast([*module.parameters(), *module.buffers()])
-        self._exchange = Exchange(plan, trained_parameters(module), self._group)
+        self._send = in_order(self._group)
+        self._exchange = Exchange(plan, trained_parameters(module), self._group, self._send)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
 
@@ -69,7 +71,7 @@ class DistributedModel(nn.Module):
         """Go over to another plan, between two iterations, all ranks together."""
         agree(describe(plan, trained_parameters(self.module)), self._group)
         self._exchange.close()
-        self._exchange = Exchange(plan, trained_parameters(self.module), self._group)
+        self._exchange = Exchange(plan, trained_parameters(self.module), self._group, self._send)
         for optimizer in self._optimizers:
             defer_steps(optimizer, self._exchange)
 
