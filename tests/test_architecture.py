@@ -22,9 +22,9 @@ FLOORS = {
     "papers": 3,
     "verify": 3,
     "sweep": 3,
-    "demo": 3,
-    "auto": 3,
-    "cli": 4,
+    "demo": 4,
+    "auto": 4,
+    "cli": 5,
 }
 THIRD_PARTY_OF_CORE = {"msgspec"}
 

@@ -10,7 +10,7 @@ import typer
 from legato.cli.options import Json
 from legato.cli.output import note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
-from legato.core.units import format_bytes, format_seconds
+from legato.core.units import format_bytes, format_seconds, parse_bandwidth
 
 
 def demo(
@@ -19,6 +19,12 @@ def demo(
     ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes on this machine.", min=2)] = 2,
     steps: Annotated[int, typer.Option(help="Timed training steps, of DDP and of legato each.", min=4)] = 40,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Run every worker in a host of its own, with links like 1Gbit. (default: one host, loopback)"
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder for everything it writes.")] = Path(
         "legato-demo"
     ),
@@ -35,11 +41,12 @@ def demo(
     for name in names:
         if name not in job.MODEL_NAMES:
             raise unknown_name("model", name, job.MODEL_NAMES)
+    bandwidth_bps = parse_bandwidth(bandwidth) if bandwidth else None
     results = []
     for name in names:
-        note(f"{name} on {workers} workers")
+        note(f"{name} on {workers} workers" + (f", each with a link of {bandwidth}" if bandwidth else ""))
         with stages(STAGES) as advance:
-            result = job.run(name, workers, steps, output / name, advance)
+            result = job.run(name, workers, steps, output / name, advance, bandwidth_bps)
         results.append(result)
         if not json:
             _show(result)

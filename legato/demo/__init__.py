@@ -1,24 +1,21 @@
-"""Floor 3, the main job end to end: capture, calibrate, plan, train under DDP and under legato, compare.
+"""Floor 4, the main job end to end: capture, calibrate, plan, train under DDP and under legato, compare.
 
-This module starts the worker processes and needs no torch itself.
+This module needs no torch itself: the worker processes do, which `launch` starts.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from legato.core.errors import InputError, RankError
+from legato.core.errors import InputError
 from legato.core.files import write_text
 from legato.core.units import format_seconds
+from legato.demo.launch import Advance, run_workers
 from legato.demo.result import ModelResult
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
@@ -34,10 +31,15 @@ MODEL_NAMES = ("resnet-50", "gpt2-small")
 TOLERANCE = 1e-2
 
 
-def run(model: str, workers: int, steps: int, folder: Path, advance: Callable[[str, int, int], None]) -> ModelResult:
+def run(
+    model: str, workers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None = None
+) -> ModelResult:
     """The job for one model on `workers` processes of this machine; `advance(stage, done, total)` as it goes.
 
-    Raises `RankError` with the last words of the process that failed.
+    The processes talk over loopback or, with a bandwidth (bits per second),
+    over links of it: each runs in a host of `legato.testbed.hosts`. Raises
+    `RankError` with the last words of the process that failed, and
+    `InputError` if this machine cannot have such hosts.
     """
     if workers < 2:
         raise InputError(f"--workers {workers}: there is nothing to exchange (expected at least 2)")
@@ -45,35 +47,9 @@ def run(model: str, workers: int, steps: int, folder: Path, advance: Callable[[s
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}") from None
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    arguments = ["-m", "legato.demo.worker", model, str(steps), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    log = folder / "workers.log"
-    with log.open("w") as errors:
-        job = subprocess.Popen(
-            [*torchrun, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        )
-        try:
-            assert job.stdout is not None
-            for line in job.stdout:
-                if line.startswith('{"stage"'):
-                    said = json.loads(line)
-                    advance(said["stage"], said["done"], said["total"])
-            status = job.wait()
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait()
-    if status != 0:
-        raise RankError(f"the workers for {model} failed: {_last_words(log)} (all of it in {log})")
+    module = ["legato.demo.worker", model, str(steps), str(folder)]
+    run_workers(module, workers, folder / "workers.log", advance, bandwidth_bps)
     return msgspec.json.decode((folder / "result.json").read_bytes(), type=ModelResult)
-
-
-def _last_words(log: Path) -> str:
-    """The line of a log that most likely says what went wrong."""
-    text = log.read_text(errors="replace")
-    said = re.findall(r"^(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w+(?:Error|Exception|Interrupt)\b.*)", text, re.MULTILINE)
-    return said[0] if said else (text.strip().splitlines() or ["they said nothing"])[-1]
 
 
 def weights_equal(result: ModelResult) -> bool:

@@ -35,7 +35,7 @@ def test_what_it_says(job):
     assert result["weights_equal"] is True and result["max_relative_difference"] == 0.0
     for key in ("ddp_s", "legato_s", "predicted_s", "lower_bound_s"):
         assert result[key] > 0
-    assert result["predicted_s"] >= result["lower_bound_s"]
+    assert result["predicted_s"] >= result["lower_bound_s"] * (1 - 1e-9)
 
 
 def test_what_it_leaves(job):

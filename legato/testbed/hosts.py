@@ -1,0 +1,234 @@
+"""Hosts on one machine: Linux network namespaces, joined by links of the bandwidth one asks for.
+
+    host 0 (eth0) ---- (port0)              (port1) ---- (eth0) host 1
+                              switch: bridge
+    host 2 (eth0) ---- (port2)              (port3) ---- (eth0) host 3
+
+Every host is a namespace, and so is the switch, so that nothing at all is added
+to the machine's own network: no interface, no address, no route. Both ends of
+each link are shaped by `tc` (`tbf`): what a host sends at its eth0, what it
+receives at the switch's port. So a link is full duplex, and several senders to
+one host share that host's link.
+
+[Note: burst] A token bucket lets a burst pass unshaped: too large, and small
+messages are free; too small, and the timer that refills it comes too late for
+the rate. TCP hands down segments of up to 64 KiB, which tbf has to cut up if
+they do not fit the bucket, and that costs so much that a busy machine stays at
+a third of 1 Gbit. So segments are made smaller, an eighth of a millisecond
+long, and a bucket holds two of them: 31 KB at 1 Gbit. On two cores that carries
+95.5% of 1, 2 and 5 Gbit in payload (headers leave 95.6%), and with both cores
+busy 95, 92 and 81%; with buckets twice as large 95, 95 and 86%.
+
+[Note: leaving] A namespace's name holds its owner's process id and start time.
+Leaving the context removes everything, on success, error and Ctrl-C alike. An
+owner that was killed leaves its namespaces behind; the next `Hosts` finds that
+nobody owns them any more, and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from legato.core.errors import InputError
+
+__all__ = ["Hosts", "available", "sweep_stale"]
+
+_NETNS = Path("/var/run/netns")
+_NAME = re.compile(r"legato-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:\d+|switch)")
+_SEGMENT_S = 125e-6
+_SEGMENT_BYTES = (4096, 65536)
+_BUCKET = 2  # segments
+_QUEUE = "50ms"
+_PATIENCE_S = 3.0
+
+
+class Hosts:
+    """`count` hosts, each with a full-duplex link of `bandwidth_bps` (bits per second) to one switch.
+
+    Used as a context manager, which makes them and removes them with all that
+    still runs in them. Raises `InputError` when this machine cannot have them.
+
+        with Hosts(4, 1e9) as hosts:
+            server = hosts.popen(0, ["iperf3", "-s"])
+            client = hosts.popen(1, ["iperf3", "-c", hosts.address(0)])
+    """
+
+    #: The name of every host's only interface but loopback.
+    interface = "eth0"
+
+    def __init__(self, count: int, bandwidth_bps: float) -> None:
+        if not 1 <= count <= 250:
+            raise InputError(f"{count} hosts (expected 1 to 250)")
+        if not (math.isfinite(bandwidth_bps) and bandwidth_bps >= 1e6):
+            raise InputError(f"links of {bandwidth_bps:g} bit/s (expected at least 1Mbit)")
+        self.count = count
+        self.bandwidth_bps = bandwidth_bps
+        self._names: list[str] = []
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def address(self, i: int) -> str:
+        """IPv4 address of host i, known to the other hosts and to nobody else."""
+        return f"10.77.0.{range(1, self.count + 1)[i]}"
+
+    def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process inside host i; `options` are those of `subprocess.Popen`. Its pid is the program's own."""
+        process = subprocess.Popen(["ip", "netns", "exec", self._names[range(self.count)[i]], *arguments], **options)
+        self._processes.append(process)
+        return process
+
+    def __enter__(self) -> Hosts:
+        for program in ("ip", "tc"):
+            if shutil.which(program) is None:
+                raise InputError(f"shaped hosts need Linux and its `{program}` on PATH (install iproute2)")
+        sweep_stale()
+        pid = os.getpid()
+        prefix = f"legato-{pid}-{_start_time(pid)}-{secrets.token_hex(4)}"
+        self._names = [*(f"{prefix}-{i}" for i in range(self.count)), f"{prefix}-switch"]
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _make(self) -> None:
+        *hosts, switch = self._names
+        _tool("ip", "-batch", "-", lines=[f"netns add {name}" for name in self._names])
+        links = ["link add name bridge0 type bridge", "link set bridge0 up"]
+        for i, host in enumerate(hosts):
+            links += [
+                f"link add name port{i} type veth peer name {self.interface} netns {host}",
+                f"link set port{i} master bridge0 up",
+            ]
+        _tool("ip", "-n", switch, "-batch", "-", lines=links)
+        segment = int(min(max(_SEGMENT_S * self.bandwidth_bps / 8, _SEGMENT_BYTES[0]), _SEGMENT_BYTES[1]))
+        burst = int(_BUCKET * max(_SEGMENT_S * self.bandwidth_bps / 8, segment))
+        shape = f"root tbf rate {self.bandwidth_bps:.0f}bit burst {burst}b latency {_QUEUE}"
+        for i, host in enumerate(hosts):
+            setup = [
+                "link set lo up",
+                f"address add {self.address(i)}/24 dev {self.interface}",
+                f"link set {self.interface} gso_max_size {segment} up",
+            ]
+            _tool("ip", "-n", host, "-batch", "-", lines=setup)
+            _tool("tc", "-n", host, "-batch", "-", lines=[f"qdisc add dev {self.interface} {shape}"])
+        _tool("tc", "-n", switch, "-batch", "-", lines=[f"qdisc add dev port{i} {shape}" for i in range(self.count)])
+
+    def _remove(self) -> None:
+        for process in self._processes:  # one that was started just now may not be inside its host yet
+            process.terminate()
+        _remove(self._names, self._processes)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._names, self._processes = [], []
+
+
+def available() -> str:
+    """Why this machine cannot have shaped hosts, in one sentence; empty if it can. Makes some and removes them."""
+    try:
+        with Hosts(2, 1e9) as hosts:
+            hosts.popen(0, ["true"]).wait()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def sweep_stale() -> list[str]:
+    """Remove the namespaces of owners that are no more, with what still runs in them; returns their names.
+
+    Nothing is touched that this module did not make, or whose owner lives.
+    """
+    stale = []
+    for name in os.listdir(_NETNS) if _NETNS.is_dir() else []:
+        made = _NAME.fullmatch(name)
+        if made and _start_time(int(made["pid"])) != int(made["start"]):
+            stale.append(name)
+    _remove(stale)
+    return stale
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None if there is none, or only its remains."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def _tool(*command: str, lines: Sequence[str]) -> None:
+    """Run `ip` or `tc` on a list of its commands; out of reach of the terminal's Ctrl-C, which is ours to handle."""
+    done = subprocess.run(
+        command, input="\n".join(lines) + "\n", capture_output=True, text=True, process_group=0, check=False
+    )
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        raise InputError(
+            f"shaped hosts need root, and a Linux with network namespaces, veth, bridge and tbf ({command[0]}: {said})"
+        )
+
+
+def _remove(names: Sequence[str], own: Sequence[subprocess.Popen[Any]] = ()) -> None:
+    """End what runs in these namespaces, and delete them."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        _signal_all(names, how)
+        deadline = time.monotonic() + _PATIENCE_S
+        while _running(names, own) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    for name in names:
+        if (_NETNS / name).exists():  # ip may not have come that far, or another sweep was here first
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, process_group=0, check=False)
+
+
+def _running(names: Sequence[str], own: Sequence[subprocess.Popen[Any]]) -> bool:
+    return any(process.poll() is None for process in own) or any(_inside(names))
+
+
+def _inside(names: Sequence[str]) -> Iterator[int]:
+    """Ids of the processes in these namespaces."""
+    spaces = {key for name in names if (key := _key(_NETNS / name))} - {_key(Path("/proc/self/ns/net"))}
+    if spaces:
+        yield from (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_in(int(pid), spaces))
+
+
+def _signal_all(names: Sequence[str], how: signal.Signals) -> None:
+    spaces = {key for name in names if (key := _key(_NETNS / name))}
+    for pid in _inside(names):
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)  # an id may go to another process at any time, this may not
+            try:
+                if _is_in(pid, spaces):
+                    signal.pidfd_send_signal(handle, how)
+            finally:
+                os.close(handle)
+
+
+def _is_in(pid: int, spaces: Collection[tuple[int, int] | None]) -> bool:
+    return _key(Path(f"/proc/{pid}/ns/net")) in spaces
+
+
+def _key(path: Path) -> tuple[int, int] | None:
+    """What tells one network namespace from all others."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

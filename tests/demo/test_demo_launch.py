@@ -1,0 +1,110 @@
+"""How workers are started, heard and ended; and the main job over shaped links."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import legato
+from legato.core.errors import RankError
+from legato.demo.launch import run_workers
+from legato.testbed.hosts import available
+
+WHY_NOT = available()
+needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
+
+WORKER = """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+def tell(done): rank or print(json.dumps({"stage": "work", "done": done, "total": 2}), flush=True)
+"""
+LIVE_ON = WORKER + "tell(1)\nif rank != 1: time.sleep(600)\n"
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Makes a worker out of a few lines, to be run as `python -m toy_worker`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return lambda code: (tmp_path / "toy_worker.py").write_text(code)
+
+
+def run(tmp_path, bandwidth_bps, workers=3):
+    told = []
+    run_workers(["toy_worker", "a"], workers, tmp_path / "log", lambda *news: told.append(news), bandwidth_bps)
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("bandwidth_bps", [None, pytest.param(1e9, marks=needs_hosts)])
+def test_progress_is_passed_on_and_the_rest_logged(tmp_path, worker, bandwidth_bps):
+    worker(WORKER + "tell(1)\nprint('to the log', rank, sys.argv[1:], file=sys.stderr)\n")
+    assert run(tmp_path, bandwidth_bps) == [("work", 1, 2)]
+    log = (tmp_path / "log").read_text()
+    assert all(f"to the log {rank} ['a']" in log for rank in range(3))
+
+
+@needs_hosts
+def test_workers_know_one_another(tmp_path, worker):
+    names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+    worker(WORKER + f"print(rank, [os.environ[n] for n in {names}], file=sys.stderr)\n")
+    run(tmp_path, 1e9, workers=2)
+    lines = sorted((tmp_path / "log").read_text().splitlines())
+    assert lines == [f"{rank} ['2', '0', '10.77.0.1', 'eth0', '1']" for rank in (0, 1)]
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("raise ValueError('of worker 1')", "ValueError: of worker 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "worker 1 was ended by SIGKILL"),
+        ("sys.exit(3)", "they said nothing"),
+    ],
+)
+def test_when_one_worker_fails_the_others_are_ended(tmp_path, worker, end, said):
+    worker(LIVE_ON + f"else: {end}\n")
+    with pytest.raises(RankError, match=f"^the workers failed: {said} .*log"):
+        run(tmp_path, 1e9)
+
+
+@needs_hosts
+def test_ctrl_c_ends_all(tmp_path, worker):
+    worker(WORKER + "print(os.getpid(), file=sys.stderr, flush=True)\ntell(1)\ntime.sleep(600)\n")
+    code = (
+        "from pathlib import Path; from legato.demo.launch import run_workers\n"
+        f"run_workers(['toy_worker'], 2, Path({str(tmp_path / 'log')!r}), lambda *n: print(n, flush=True), 1e9)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with owner:
+        assert owner.stdout.readline()
+        while len(pids := (tmp_path / "log").read_text().split()) < 2:
+            time.sleep(0.01)
+        os.killpg(owner.pid, signal.SIGINT)
+        assert "KeyboardInterrupt" in owner.communicate()[1]
+    assert not any(Path("/proc", pid).exists() for pid in pids)
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"legato-{owner.pid}-" not in listed
+
+
+@pytest.mark.processes
+@needs_hosts
+def test_the_main_job_over_shaped_links(tmp_path):
+    """On two workers an all-reduce of n bytes takes n bytes over each link in each direction: 8 n / bandwidth."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
+    done = subprocess.run(
+        [*command, "--bandwidth", "1Gbit", "-o", tmp_path, "--json"], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    assert result["weights_equal"] is True
+    cluster = legato.read(tmp_path / "gpt2-small" / "cluster.json", legato.Cluster)
+    assert cluster.cost().beta_s_per_byte == pytest.approx(8 / 1e9, rel=0.25)

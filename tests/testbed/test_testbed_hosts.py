@@ -1,0 +1,195 @@
+"""Are the links really shaped, and is really nothing left behind?"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from legato.core.errors import InputError
+from legato.testbed import hosts as testbed
+from legato.testbed.hosts import Hosts, available, sweep_stale
+
+WHY_NOT = available() if sys.platform == "linux" else "not Linux"
+needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
+MBIT = 1e6
+
+SINK = """
+import socket, sys, time
+server = socket.create_server(("0.0.0.0", int(sys.argv[1])))
+print("ready", flush=True)
+connection, _ = server.accept()
+connection.recv(1 << 16)
+start, nbytes = time.perf_counter(), 0
+while got := connection.recv(1 << 16):
+    nbytes += len(got)
+print(nbytes * 8 / (time.perf_counter() - start), flush=True)
+"""
+SOURCE = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+end = time.perf_counter() + 1.5
+while time.perf_counter() < end:
+    connection.sendall(bytes(1 << 15))
+"""
+
+
+def left_behind():
+    """Namespaces that are there now, but for those of another process that uses the testbed at the same time."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[0] for line in listed.splitlines()}
+    owners = {name: made["pid"] for name in names if (made := testbed._NAME.fullmatch(name))}
+    return {n for n in names if owners.get(n) == str(os.getpid()) or not os.path.exists(f"/proc/{owners.get(n)}")}
+
+
+def interfaces():
+    return set(os.listdir("/sys/class/net"))
+
+
+@pytest.fixture(scope="module")
+def four():
+    before = left_behind(), interfaces()
+    with Hosts(count=4, bandwidth_bps=50 * MBIT) as hosts:
+        assert interfaces() == before[1], "the machine's own network got something"
+        yield hosts
+    assert (left_behind(), interfaces()) == before
+
+
+def rates(hosts, *flows):
+    """Bits per second that arrive, of flows (from, to) that run at the same time."""
+    with ExitStack() as stack:
+        sinks = []
+        for k, (_, receiver) in enumerate(flows):
+            sink = hosts.popen(receiver, [sys.executable, "-c", SINK, str(5000 + k)], stdout=subprocess.PIPE, text=True)
+            sinks.append(stack.enter_context(sink))
+            assert sink.stdout.readline() == "ready\n"
+        for k, (sender, receiver) in enumerate(flows):
+            source = [sys.executable, "-c", SOURCE, hosts.address(receiver), str(5000 + k)]
+            stack.enter_context(hosts.popen(sender, source))
+        return [float(sink.stdout.readline()) for sink in sinks]
+
+
+@needs_hosts
+def test_a_link_has_the_rate_that_was_asked_for(four):
+    (rate,) = rates(four, (0, 1))
+    assert 0.6 * 50 * MBIT < rate < 1.05 * 50 * MBIT
+
+
+@needs_hosts
+def test_two_senders_share_the_link_of_their_receiver(four):
+    both = rates(four, (0, 2), (1, 2))
+    assert 0.6 * 50 * MBIT < sum(both) < 1.05 * 50 * MBIT
+
+
+@needs_hosts
+def test_directions_and_pairs_do_not_disturb_each_other(four):
+    for rate in rates(four, (0, 1), (1, 0), (2, 3)):
+        assert 0.6 * 50 * MBIT < rate < 1.05 * 50 * MBIT
+
+
+@needs_hosts
+def test_a_process_inside_sees_its_host_and_nothing_else(four):
+    look = "import os; print(sorted(n for _, n in __import__('socket').if_nameindex()), os.environ['A'], os.getpid())"
+    process = four.popen(
+        3, [sys.executable, "-c", look], env={**os.environ, "A": "b"}, stdout=subprocess.PIPE, text=True
+    )
+    said, _ = process.communicate()
+    assert said == f"['eth0', 'lo'] b {process.pid}\n"
+    assert [four.address(i) for i in range(4)] == [f"10.77.0.{i}" for i in (1, 2, 3, 4)]
+    with pytest.raises(IndexError):
+        four.address(4)
+
+
+#: Says when it is there, starts a child, and does not mind being asked to end.
+STUBBORN = (
+    "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait(); signal.pause()"
+)
+
+
+def start_stubborn(hosts):
+    process = hosts.popen(1, [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    return process, int(process.stdout.readline())
+
+
+def runs(pid):
+    return testbed._start_time(pid) is not None
+
+
+@needs_hosts
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+def test_nothing_is_left_behind(monkeypatch, error):
+    monkeypatch.setattr(testbed, "_PATIENCE_S", 0.3)
+    before = left_behind(), interfaces()
+    with pytest.raises(error) if error else ExitStack(), Hosts(2, 100 * MBIT) as hosts:
+        process, child = start_stubborn(hosts)
+        assert left_behind() > before[0] and runs(child)
+        if error:
+            raise error
+    assert process.returncode == -signal.SIGKILL and not runs(child)
+    assert (left_behind(), interfaces()) == before
+
+
+@needs_hosts
+def test_nothing_is_left_behind_when_it_cannot_be_made(monkeypatch):
+    """tc is what fails here, when all the namespaces are there already."""
+    before = left_behind()
+    monkeypatch.setattr(testbed, "_QUEUE", "nonsense")
+    with pytest.raises(InputError, match=r"^shaped hosts need root.* \(tc: .*nonsense"), Hosts(2, 100 * MBIT):
+        pytest.fail("it was made")
+    assert left_behind() == before
+
+
+@needs_hosts
+def test_what_a_killed_owner_left_is_swept_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(testbed, "_PATIENCE_S", 0.3)
+    before = left_behind()
+    code = (
+        "import signal; from legato.testbed.hosts import Hosts\n"
+        f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
+    )
+    with Hosts(1, 100 * MBIT) as mine:
+        resident = mine.popen(0, ["sleep", "600"])
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+            child = int(owner.stdout.readline())
+            owner.kill()
+        foreign = f"legato-{owner.pid}"  # looks like one of ours, but is not named as ours are
+        subprocess.run(["ip", "netns", "add", foreign], check=True)
+        try:
+            assert runs(child)
+            swept = sweep_stale()
+            assert len(swept) == 3 and all(name.startswith(f"legato-{owner.pid}-") for name in swept)
+            assert not runs(child) and resident.poll() is None
+            assert left_behind() == before | {foreign} | set(mine._names)
+            assert sweep_stale() == []
+        finally:
+            subprocess.run(["ip", "netns", "delete", foreign], check=True)
+    assert left_behind() == before
+
+
+@needs_hosts
+def test_an_owner_whose_id_went_to_another_process_is_gone():
+    start = testbed._start_time(os.getpid())
+    name = f"legato-{os.getpid()}-{start - 1}-00000000-0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    assert sweep_stale() == [name]
+
+
+def test_why_not(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert re.fullmatch(r"shaped hosts need Linux and its `ip` on PATH \(install iproute2\)", available())
+    program = tmp_path / "ip"
+    program.write_text("#!/bin/sh\necho 'mount failed: Operation not permitted' >&2\nexit 1\n")
+    program.chmod(0o755)
+    Path(tmp_path / "tc").symlink_to(program)
+    assert available().endswith("(ip: mount failed: Operation not permitted)")
+
+
+@pytest.mark.parametrize(("count", "bandwidth_bps"), [(0, 1e9), (251, 1e9), (2, 0.0), (2, float("nan")), (2, 1e5)])
+def test_what_makes_no_sense_is_refused(count, bandwidth_bps):
+    with pytest.raises(InputError, match="expected"):
+        Hosts(count, bandwidth_bps)
