@@ -61,35 +61,31 @@ class Job(NamedTuple):
 
 def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:
     """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) are up."""
-    return _improve(_best_start(job), job, gap, rounds, stop_at, random.Random(seed))
+    return _improve(_best_start(job, stop_at), job, gap, rounds, stop_at, random.Random(seed))
 
 
-def _best_start(job: Job) -> Refilled:
+def _best_start(job: Job, stop_at: float) -> Refilled:
     """The best of several starts, each brought to where the two steps change nothing any more."""
     total = sum(job.nbytes)
-    starts = [
-        _in_turns(
-            _cut(
-                [Piece(t, 0, job.nbytes[t]) for t in sorted(range(len(job.nbytes)), key=job.ready_s.__getitem__)], job
-            ),
-            job,
-        )
-    ]
-    starts.append(_in_turns(_cut(_jackson_pieces(job), job), job))
+    starts = []
     for count in (1, 2, 4, 8, 16, 32, 64, 128):
         sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
         starts.append(job.deal([size for size in sizes if size]))
+    in_ready_order = [Piece(t, 0, job.nbytes[t]) for t in sorted(range(len(job.nbytes)), key=job.ready_s.__getitem__)]
+    for pieces in (_jackson_pieces(job), in_ready_order):
+        if time.perf_counter() < stop_at:
+            starts.append(_in_turns(_cut(pieces, job), job, stop_at))
     best = min(starts, key=_rank)
-    return _in_turns([piece for message in best.messages for piece in message], job, best)
+    return _in_turns([piece for message in best.messages for piece in message], job, stop_at, best)
 
 
 def _rank(plan: Refilled) -> tuple[float, int]:
     return plan.seconds, len(plan.messages)
 
 
-def _in_turns(pieces: Sequence[Piece], job: Job, best: Refilled | None = None) -> Refilled:
-    """Merge, deal, merge, ... until it does not get better."""
-    while True:
+def _in_turns(pieces: Sequence[Piece], job: Job, stop_at: float, best: Refilled | None = None) -> Refilled:
+    """Merge, deal, merge, ... until it does not get better, or time is up."""
+    while best is None or time.perf_counter() < stop_at:
         found = group(
             [job.ready_s[p.tensor] for p in pieces],
             [job.tail_s[p.tensor] for p in pieces],
@@ -106,6 +102,7 @@ def _in_turns(pieces: Sequence[Piece], job: Job, best: Refilled | None = None) -
             return best
         best = dealt
         pieces = _cut([piece for message in dealt.messages for piece in message], job)
+    return best
 
 
 def _cut(pieces: Sequence[Piece], job: Job) -> list[Piece]:
