@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from legato.core import files
-from legato.core.errors import LegatoError
+from legato.core.errors import CaptureError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.pytorch.agreement import broadcast_bytes
@@ -170,6 +170,8 @@ class _Observer:
             _log.info("legato goes over to the plan %s", self._model.plan.scheduler)
 
     def _workload(self) -> Workload:
+        if not self._steps:
+            raise CaptureError(self._problem or "no step was recorded")
         device = next(iter(trained_parameters(self._model.module).values())).device.type
         name = type(self._model.module).__name__
         return to_workload(self._steps, name=name, batch_size=1, device=device, untraced=self._untraced)

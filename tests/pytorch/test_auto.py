@@ -25,6 +25,10 @@ def test_steps_that_cannot_be_planned_for(two_ranks):
     assert two_ranks.run(training.automatic_with_changing_steps) == [(0.0, "default-buckets")] * 2
 
 
+def test_a_recorder_that_refuses_every_step(two_ranks):
+    assert two_ranks.run(training.automatic_that_cannot_be_recorded) == ["default-buckets"] * 2
+
+
 def test_calibration_is_the_same_on_every_rank(two_ranks):
     first, second = two_ranks.run(training.calibrated)
     assert first == second

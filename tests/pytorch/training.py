@@ -577,6 +577,25 @@ def automatic_with_changing_steps():
     return distance(*trained), wrapped.plan.scheduler
 
 
+def automatic_that_cannot_be_recorded():
+    """The recorder refuses this optimizer's step every time: the buckets stay, on all ranks, and nobody hangs."""
+    import legato
+    import legato.auto
+    from legato.core.errors import CaptureError
+
+    def refuse(*_):
+        raise CaptureError("not this one")
+
+    recorder, legato.auto.Recorder = legato.auto.Recorder, refuse
+    try:
+        model = build("Convolutional")
+        wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        train(wrapped, optimizer, 14)
+    finally:
+        legato.auto.Recorder = recorder
+    return wrapped.plan.scheduler
+
+
 def calibrated():
     from legato.core import files
     from legato.pytorch import calibrate
