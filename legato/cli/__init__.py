@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 import legato
-from legato.cli import calibrate, capture, demo, plan, report, workload
+from legato.cli import calibrate, capture, demo, plan, rehearse, report, workload
 from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "main"]
@@ -46,8 +46,10 @@ app.command("demo")(demo.demo)
 app.command("capture")(capture.capture)
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
 app.command("trace")(report.trace)
+app.command("verify")(rehearse.verify)
 app.command("workload")(workload.workload)
 
 

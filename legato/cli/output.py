@@ -20,6 +20,9 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scheduler": ("scheduler", str),
     "iteration_s": ("predicted", format_seconds),
     "measured_s": ("measured", format_seconds),
+    "predicted_s": ("predicted", format_seconds),
+    "error": ("error", lambda v: f"{v:+.1%}"),
+    "speedup_over_ddp": ("over ddp", lambda v: f"{v:.2f}x"),
     "gap": ("above bound", lambda v: f"{v:+.1%}"),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
@@ -34,16 +37,16 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of `legato plan`: a row a scheduler, the fastest marked."""
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s") -> None:
+    """A row a scheduler, the fastest first and marked; by `by` (seconds)."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
     for key in shown:
         table.add_column(_COLUMNS[key][0], justify="left" if key == "scheduler" else "right")
-    fastest = min((row["iteration_s"] for row in rows), default=None)
-    for row in sorted(rows, key=lambda r: r["iteration_s"]):
+    fastest = min((row[by] for row in rows), default=None)
+    for row in sorted(rows, key=lambda r: r[by]):
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
-        table.add_row(*cells, style="bold green" if row["iteration_s"] == fastest else None)
+        table.add_row(*cells, style="bold green" if row[by] == fastest else None)
     _console(stderr=False).print(table)
 
 

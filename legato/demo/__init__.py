@@ -15,12 +15,12 @@ import msgspec
 from legato.core.errors import InputError
 from legato.core.files import write_text
 from legato.core.units import format_seconds
-from legato.demo.launch import Advance, run_workers
 from legato.demo.result import ModelResult
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.perfetto import write_perfetto
 from legato.schedule.ddp import bucket_caps
+from legato.testbed.launch import Advance, run_workers
 
 __all__ = ["MODEL_NAMES", "run", "summary", "write_pictures"]
 

@@ -7,7 +7,6 @@ machine as busy as it will be in training; rank 0's plan is everybody's.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 import time
@@ -31,12 +30,11 @@ from legato.pytorch.capture import capture
 from legato.pytorch.model import DistributedModel, distribute
 from legato.pytorch.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
+from legato.testbed.launch import tell_progress
 
 BLOCK = 4  # steps that are timed together
 TRACED = 4  # steps that are traced at the end
 SEED = 20
-
-Advance = Callable[[str, int, int], None]
 
 
 class Trainee:
@@ -74,7 +72,7 @@ class Trainee:
 def main(model: str, steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    advance = _reporter() if dist.get_rank() == 0 else _silent
+    advance = tell_progress(dist.get_rank())
     build = MODELS[model]
     torch.manual_seed(SEED)
     training = build()
@@ -157,17 +155,6 @@ def _difference(a: nn.Module, b: nn.Module) -> float:
         worst = torch.maximum(worst, (x - y).abs().max() / x.abs().max().clamp(min=1e-30))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst.item())
-
-
-def _reporter() -> Advance:
-    def advance(stage: str, done: int, total: int) -> None:
-        print(json.dumps({"stage": stage, "done": done, "total": total}), flush=True)
-
-    return advance
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Ranks other than 0 say nothing."""
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def _divisible(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) 
         or _global_optimizer_post_hooks
     )
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    known = base.__module__.startswith("torch.optim.") and base.__name__ not in _WHOLE
+    listed = base.__module__.startswith("torch.optim.") and base.__name__ not in _WHOLE
+    known = listed or getattr(base, "steps_parameters_alone", False)
     return exchange.overlaps_forward and known and not hooked and not scaled
 
 

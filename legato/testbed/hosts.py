@@ -13,11 +13,12 @@ one host share that host's link.
 [Note: burst] A token bucket lets a burst pass unshaped: too large, and small
 messages are free; too small, and the timer that refills it comes too late for
 the rate. TCP hands down segments of up to 64 KiB, which tbf has to cut up if
-they do not fit the bucket, and that costs so much that a busy machine stays at
-a third of 1 Gbit. So segments are made smaller, an eighth of a millisecond
-long, and a bucket holds two of them: 31 KB at 1 Gbit. On two cores that carries
-95.5% of 1, 2 and 5 Gbit in payload (headers leave 95.6%), and with both cores
-busy 95, 92 and 81%; with buckets twice as large 95, 95 and 86%.
+they do not fit the bucket, and every segment costs the CPU the same, whatever
+its size. So segments are half a millisecond long, up to those 64 KiB, and a
+bucket holds two of them, or a millisecond: 125 KB at 1 Gbit. On two cores that
+carries 95.6% of 1, 2 and 5 Gbit in payload (headers leave 95.6%), and with both
+cores busy 95, 93 and 90%. Segments of an eighth of a millisecond carry 94, 91
+and 84% then, and take ten times the CPU when four hosts all send.
 
 [Note: leaving] A namespace's name holds its owner's process id and start time.
 Leaving the context removes everything, on success, error and Ctrl-C alike. An
@@ -47,7 +48,7 @@ __all__ = ["Hosts", "available", "sweep_stale"]
 
 _NETNS = Path("/var/run/netns")
 _NAME = re.compile(r"legato-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:\d+|switch)")
-_SEGMENT_S = 125e-6
+_SEGMENT_S = 500e-6
 _SEGMENT_BYTES = (4096, 65536)
 _BUCKET = 2  # segments
 _QUEUE = "50ms"

@@ -12,7 +12,7 @@ import pytest
 
 import legato
 from legato.core.errors import RankError
-from legato.demo.launch import run_workers
+from legato.testbed.launch import run_workers
 from legato.testbed.hosts import available
 
 WHY_NOT = available()
@@ -76,7 +76,7 @@ def test_when_one_worker_fails_the_others_are_ended(tmp_path, worker, end, said)
 def test_ctrl_c_ends_all(tmp_path, worker):
     worker(WORKER + "print(os.getpid(), file=sys.stderr, flush=True)\ntell(1)\ntime.sleep(600)\n")
     code = (
-        "from pathlib import Path; from legato.demo.launch import run_workers\n"
+        "from pathlib import Path; from legato.testbed.launch import run_workers\n"
         f"run_workers(['toy_worker'], 2, Path({str(tmp_path / 'log')!r}), lambda *n: print(n, flush=True), 1e9)"
     )
     owner = subprocess.Popen(

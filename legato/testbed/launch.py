@@ -1,4 +1,4 @@
-"""Starts the workers of a demo and listens to them: on loopback by torchrun, or each in a shaped host of its own."""
+"""Starts workers and listens to them: on loopback by torchrun, or each in a shaped host of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO
 from legato.core.errors import RankError
 from legato.testbed.hosts import Hosts
 
-__all__ = ["Advance", "run_workers"]
+__all__ = ["Advance", "run_workers", "tell_progress"]
 
 #: Called with (stage, done, total) as the workers go on.
 Advance = Callable[[str, int, int], None]
@@ -54,6 +54,16 @@ def run_workers(
         who = "torchrun" if bandwidth_bps is None else f"worker {failed}"
         end = f"{who} was ended by {signal.Signals(-status).name}" if status < 0 else _last_words(log)
         raise RankError(f"the workers failed: {end} (all of it in {log})")
+
+
+def tell_progress(rank: int) -> Advance:
+    """What a worker calls as it goes on, for `run_workers` to hear; ranks other than 0 say nothing."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if rank == 0:
+            print(json.dumps({"stage": stage, "done": done, "total": total}), flush=True)
+
+    return tell
 
 
 @contextmanager

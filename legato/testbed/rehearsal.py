@@ -1,0 +1,134 @@
+"""A rehearsal: plans tried for real, between shaped hosts on this machine, and held against their predictions.
+
+What runs is the real runtime over real `torch.distributed` and TCP; only the
+arithmetic is replaced by an emulated accelerator. This module needs no torch
+itself: the worker processes do (`legato.testbed.trial`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError, unknown_name
+from legato.core.files import write_text
+from legato.core.timeline import Timeline
+from legato.core.workload import Workload
+from legato.schedule import SCHEDULERS
+from legato.testbed.launch import Advance, run_workers
+
+__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "rehearse"]
+
+#: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
+BUCKETS = "ddp+merge-optimal"
+#: What there is to wait for, in order.
+STAGES = ("calibrate", "plan", "rehearse")
+#: `all`, in the order in which they are tried.
+ALL = ("ddp", BUCKETS, *(name for name in SCHEDULERS if name != "ddp"))
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What the ranks of a rehearsal are to do.
+
+    `schedulers` may name `BUCKETS` too; `iterations` of each are timed, at
+    least; with a `ratio`, computation is scaled until communication in one
+    message takes `ratio` times as long; with a `cluster`, plans and predictions
+    are made for it, instead of for what is measured.
+    """
+
+    workload: Workload
+    schedulers: tuple[str, ...]
+    iterations: int = 20
+    ratio: float | None = None
+    cluster: Cluster | None = None
+    traced: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.schedulers:
+            if name not in ALL:
+                raise unknown_name("scheduler", name, ALL)
+        if len(set(self.schedulers)) < len(self.schedulers):
+            raise InputError("schedulers: one of them twice")
+        if self.iterations < 1:
+            raise InputError(f"iterations: {self.iterations} (expected at least 1)")
+        if self.ratio is not None and not 0 < self.ratio < float("inf"):
+            raise InputError(f"ratio: {self.ratio} (expected a finite number above 0)")
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One plan: seconds of every iteration that was timed, and what was predicted.
+
+    `measured` is one whole iteration, where one was traced.
+    """
+
+    scheduler: str
+    measured_s: tuple[float, ...]
+    predicted: Timeline
+    lower_bound_s: float
+    num_messages: int
+    measured: Timeline | None = None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted.iteration_s / self.median_s - 1
+
+
+class Rehearsal(msgspec.Struct, frozen=True):
+    """What came of it; the workload is the one that was run, scaled if a ratio was asked for."""
+
+    workload: Workload
+    cluster: Cluster
+    fit_error: float
+    trials: tuple[Trial, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The JSON of `legato rehearse`."""
+        ddp = next((t.median_s for t in self.trials if t.scheduler == "ddp"), None)
+        return [
+            {
+                "scheduler": t.scheduler,
+                "measured_s": t.median_s,
+                "predicted_s": t.predicted.iteration_s,
+                "error": t.error,
+                "speedup_over_ddp": None if ddp is None else ddp / t.median_s,
+                "lower_bound_s": t.lower_bound_s,
+                "num_messages": t.num_messages,
+            }
+            for t in self.trials
+        ]
+
+
+def select(names: Sequence[str]) -> tuple[str, ...]:
+    """The schedulers that are meant: `all`, or these; DDP is always among them, and first."""
+    chosen = ALL if "all" in names else tuple(dict.fromkeys(names))
+    return ("ddp", *(name for name in chosen if name != "ddp"))
+
+
+def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> Rehearsal:
+    """Try the plans of a task between `hosts` hosts with links of `bandwidth_bps` (bits per second).
+
+    Raises `InputError` if this machine cannot have such hosts, and `RankError`
+    with the last words of the process that failed, whose log is then kept.
+    """
+    if hosts < 2:
+        raise InputError(f"{hosts} hosts: there is nothing to exchange (expected at least 2)")
+    folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
+    given, result = folder / "task.json", folder / "result.json"
+    write_text(given, msgspec.json.encode(task).decode())
+    module = ["legato.testbed.trial", str(given), str(result)]
+    run_workers(module, hosts, folder / "workers.log", advance, bandwidth_bps)
+    found = msgspec.json.decode(result.read_bytes(), type=Rehearsal)
+    shutil.rmtree(folder)
+    return found

@@ -1,0 +1,221 @@
+"""What every rank of a rehearsal does: calibrate, plan, and try every plan on an emulated accelerator.
+
+The iterations of the plans are interleaved in blocks, so that a busy machine
+slows all of them. An iteration lasts from the beginning of one backward pass to
+that of the next, on rank 0.
+
+[Note: memory] Nothing is learnt, so all plans use the same memory for
+parameters and gradients, and only one plan at a time has message buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from legato.core import files
+from legato.core.cluster import Cluster
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.core.workload import Workload
+from legato.pytorch.agreement import broadcast_bytes
+from legato.pytorch.calibrate import calibrate
+from legato.pytorch.model import DistributedModel, distribute
+from legato.pytorch.tracing import trace_ddp
+from legato.schedule.compare import compare
+from legato.schedule.ddp import bucket_caps
+from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
+from legato.testbed.launch import Advance, tell_progress
+from legato.testbed.rehearsal import BUCKETS, STAGES, Rehearsal, Task, Trial
+from legato.zoo import scale_compute
+
+__all__ = ["rehearse_here"]
+
+_BLOCK = 5  # iterations that are timed together,
+_WARM = 2  # ... and those before them that are not
+_TRACED = 3
+
+
+class _Runner(Protocol):
+    """One plan, ready to be trained with."""
+
+    name: str
+
+    def iterations(self, count: int) -> list[float]:
+        """Run so many; returns the moments at which their backward passes began (host seconds)."""
+
+    def trace(self) -> list[Timeline]:
+        """Measured iterations."""
+
+
+class _Loop:
+    """The training loop around an emulated model, however it is wrapped."""
+
+    def __init__(self, model: EmulatedModel, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
+
+    def run(self, count: int) -> list[float]:
+        dist.barrier()
+        self.model.clock.begin()
+        began = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.wrapped()
+            began.append(time.perf_counter())
+            loss.backward()
+            self.optimizer.step()
+        if isinstance(self.wrapped, DistributedModel):
+            self.wrapped.flush()
+        return began
+
+
+class _Ddp:
+    """`DistributedDataParallel`, with its default buckets or with others."""
+
+    def __init__(self, name: str, model: EmulatedModel, caps: Sequence[float] | None) -> None:
+        self.name = name
+        options: dict[str, Any] = {} if caps is None else {"bucket_cap_mb_list": list(caps)}
+        wrapped = DistributedDataParallel(model, init_sync=False, **options)
+        self.loop = _Loop(model, wrapped, EmulatedOptimizer(model))
+
+    def iterations(self, count: int) -> list[float]:
+        return self.loop.run(count)
+
+    def trace(self) -> list[Timeline]:
+        with trace_ddp(self.loop.wrapped, self.loop.optimizer) as timelines:
+            self.loop.run(_TRACED)
+        return timelines
+
+
+class _Planned:
+    """A plan in legato's runtime; all plans share one wrapped model, which adopts the one whose turn it is."""
+
+    def __init__(self, name: str, plan: Plan, loop: _Loop) -> None:
+        self.name, self.plan, self.loop = name, plan, loop
+
+    def iterations(self, count: int) -> list[float]:
+        self.loop.wrapped.adopt(self.plan)
+        self.loop.model.follow(self.plan.op_order)
+        return self.loop.run(count)
+
+    def trace(self) -> list[Timeline]:
+        self.iterations(1)
+        with self.loop.wrapped.trace() as timelines:
+            self.loop.run(_TRACED)
+        found: list[Timeline] = timelines
+        return found
+
+
+class _Prediction(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others about a plan."""
+
+    name: str
+    plan: Plan
+    timeline: Timeline
+    lower_bound_s: float
+
+
+def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
+    """Calibrate this process group, plan for it, and measure every plan of the task; all ranks have to call it.
+
+    `advance(stage, done, total)` is called as it goes. All ranks return the
+    same plans and predictions; what was measured is this rank's own.
+    """
+    calibration = calibrate(progress=lambda done, total: advance(STAGES[0], done, total))
+    cluster = calibration.cluster if task.cluster is None else task.cluster
+    workload = task.workload
+    if task.ratio is not None:
+        wanted_s = cluster.cost().cost(workload.nbytes) / task.ratio
+        workload = scale_compute(workload, workload.compute_s / wanted_s)
+    predictions = _plan(workload, cluster, task, advance)
+    runners = _runners(workload, predictions)
+    measured: dict[str, list[float]] = {runner.name: [] for runner in runners}
+    rounds = -(-task.iterations // _BLOCK)
+    for k in range(rounds):
+        for i, runner in enumerate(runners):
+            began = runner.iterations(_WARM + _BLOCK)[_WARM - 1 :]
+            measured[runner.name] += [after - before for before, after in itertools.pairwise(began)]
+            advance(STAGES[2], k * len(runners) + i + 1, rounds * len(runners))
+    traces = {runner.name: runner.trace() for runner in runners if runner.name in task.traced}
+    return Rehearsal(
+        workload=workload,
+        cluster=cluster,
+        fit_error=calibration.median_error,
+        trials=tuple(
+            Trial(
+                scheduler=p.name,
+                measured_s=tuple(measured[p.name]),
+                predicted=p.timeline,
+                lower_bound_s=p.lower_bound_s,
+                num_messages=len(p.plan.messages),
+                measured=_typical(p.name, traces.get(p.name, [])),
+            )
+            for p in predictions
+        ),
+    )
+
+
+def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) -> list[_Prediction]:
+    """Rank 0's plans, for everybody."""
+    told = b""
+    if dist.get_rank() == 0:
+        names = [name for name in task.schedulers if name != BUCKETS]
+        if BUCKETS in task.schedulers and "merge-optimal" not in names:
+            names.append("merge-optimal")
+        found = {
+            c.plan.scheduler: _Prediction(c.plan.scheduler, c.plan, c.timeline, c.bound.seconds)
+            for c in compare(workload, cluster, names, progress=lambda d, n: advance(STAGES[1], d, n))
+        }
+        if BUCKETS in task.schedulers:
+            found[BUCKETS] = msgspec.structs.replace(found["merge-optimal"], name=BUCKETS)
+        told = msgspec.json.encode([found[name] for name in task.schedulers])
+    return msgspec.json.decode(broadcast_bytes(told, dist.group.WORLD), type=list[_Prediction])
+
+
+def _runners(workload: Workload, predictions: Sequence[_Prediction]) -> list[_Runner]:
+    clock = Clock()
+    first = EmulatedModel(workload, clock=clock, seed=dist.get_rank())
+    runners: list[_Runner] = []
+    planned: _Loop | None = None
+    for p in predictions:
+        if p.name in ("ddp", BUCKETS):
+            model = EmulatedModel(workload, clock=clock, shared=first)
+            runners.append(_Ddp(p.name, model, None if p.name == "ddp" else bucket_caps(p.plan)))
+            continue
+        if planned is None:
+            planned = _Loop(first, *distribute(first, EmulatedOptimizer(first), p.plan))
+        runners.append(_Planned(p.name, p.plan, planned))
+    return runners
+
+
+def _typical(name: str, timelines: list[Timeline]) -> Timeline | None:
+    """The median one."""
+    if not timelines:
+        return None
+    middle = sorted(timelines, key=lambda t: t.iteration_s)[len(timelines) // 2]
+    return msgspec.structs.replace(middle, name=name)
+
+
+def main(task: Path, result: Path, tell: Callable[[int], Advance] = tell_progress) -> None:
+    """A rank of `legato rehearse`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = rehearse_here(msgspec.json.decode(task.read_bytes(), type=Task), tell(rank))
+    if rank == 0:
+        files.write_text(result, msgspec.json.encode(found).decode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
