@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 import legato
-from legato.cli import calibrate, capture, demo, plan, rehearse, report, workload
+from legato.cli import calibrate, capture, demo, import_, plan, rehearse, report, workload
 from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "main"]
@@ -44,6 +44,7 @@ def _start(
 
 app.command("demo")(demo.demo)
 app.command("capture")(capture.capture)
+app.command("import")(import_.import_)
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)

@@ -15,7 +15,7 @@ import msgspec
 
 from legato.core.errors import FileError
 
-__all__ = ["decode", "encode", "identity", "read", "write", "write_text"]
+__all__ = ["decode", "encode", "identity", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
 
@@ -77,14 +77,22 @@ def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write text so that the file is either the old one or the whole new one.
+    """`write_bytes` of the text in UTF-8."""
+    try:
+        data = text.encode("utf-8")
+    except ValueError as error:
+        raise FileError(_one_line(f"{path}: cannot write: {_reason(error)}")) from None
+    write_bytes(path, data)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write bytes so that the file is either the old one or the whole new one.
 
     What is not a regular file (`/dev/stdout`, a pipe) is written to and not replaced.
     """
     temporary = None
     try:
         path = Path(path)
-        data = text.encode("utf-8")
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return

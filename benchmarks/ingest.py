@@ -1,0 +1,117 @@
+"""How fast, and in how much memory, a large profiler trace is imported.
+
+    python benchmarks/ingest.py --megabytes 1000
+
+writes a trace of that size (kernels, launches, operators with shapes, flows, as
+torch.profiler does), imports it in a process of its own, and prints the seconds
+beside those of the standard library's decoder reading the same file, and the
+peak memory beside the file's size.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+IMPORT = """
+import resource, sys, time
+from pathlib import Path
+from legato.ingest.kineto import import_kineto
+start = time.perf_counter()
+job = import_kineto([Path(sys.argv[1])]).workload
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(job.ops), job.nbytes)
+"""
+WHOLE = """
+import json, resource, sys, time
+start = time.perf_counter()
+with open(sys.argv[1]) as file:
+    events = json.load(file)["traceEvents"]
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(events), 0)
+"""
+
+
+def event(cat, name, tid, ts, dur, **args):
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def step(number, at, correlation, layers=600):
+    """One training step: a forward and a backward kernel a layer, a gradient and an all-reduce a layer."""
+    yield event("user_annotation", f"ProfilerStep#{number}", 1, at, 200.0 * layers)
+    for i in range(layers):
+        t = at + 40 * i + 10
+        shape = {"Input Dims": [[64, 1024], [1024, 1024]], "Input type": ["float", "float"]}
+        yield event("cpu_op", "aten::linear", 1, t, 30.0, **{"Sequence number": i, "External id": correlation}, **shape)
+        yield from kernel(t + 5, 1, t + 20, 18.0, "ampere_sgemm_128x64_tn", correlation + 2 * i)
+    for i in reversed(range(layers)):
+        t = at + 40 * layers + 100 * (layers - i)
+        yield event(
+            "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 2, t, 40.0, **{"Sequence number": i}
+        )
+        yield event("cpu_op", "AddmmBackward0", 2, t + 1, 38.0, **{"Sequence number": i})
+        yield from kernel(t + 5, 2, t + 20, 36.0, "ampere_sgemm_128x64_nt", correlation + 2 * i + 1)
+        name = "torch::autograd::AccumulateGrad"
+        yield event("cpu_op", f"autograd::engine::evaluate_function: {name}", 2, t + 50, 40.0)
+        yield event("cpu_op", name, 2, t + 55, 5.0, **{"Input Dims": [[1024, 1024]], "Input type": ["float"]})
+        sizes = {"Collective name": "allreduce", "In msg nelems": 2**20, "dtype": "Float", "Group size": 8}
+        yield from kernel(
+            t + 70, 2, t + 75, 60.0, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", correlation + 5000 + i, 20, **sizes
+        )
+    yield event("user_annotation", "Optimizer.step#SGD.step", 1, at + 160 * layers, 30.0 * layers)
+    yield from kernel(at + 160 * layers + 5, 1, at + 160 * layers + 9, 400.0, "multi_tensor_apply", correlation + 9999)
+
+
+def kernel(host, tid, start, dur, name, correlation, stream=7, **args):
+    device = {
+        "device": 0,
+        "context": 1,
+        "stream": stream,
+        "registers per thread": 96,
+        "grid": [8, 1, 1],
+        "block": [512, 1, 1],
+    }
+    yield event("cuda_runtime", "cudaLaunchKernel", tid, host, 3.0, cbid=211, correlation=correlation)
+    yield {"ph": "s", "id": correlation, "pid": 1, "tid": tid, "ts": host, "cat": "ac2g", "name": "ac2g"}
+    yield event("kernel", name, stream, start, dur, correlation=correlation, **device, **args)
+    yield {"ph": "f", "id": correlation, "pid": 1, "tid": stream, "ts": start, "cat": "ac2g", "name": "ac2g", "bp": "e"}
+
+
+def write(path, nbytes):
+    number = 0
+    with path.open("w") as file:
+        file.write(
+            '{"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}, "traceEvents": ['
+        )
+        while number == 0 or file.tell() < nbytes:
+            lines = (json.dumps(e) for e in step(number, 200_000.0 * number, 10_000 * number))
+            file.write((",\n" if number else "") + ",\n".join(lines))
+            number += 1
+        file.write("]}")
+
+
+def run(code, path):
+    out = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True).stdout
+    return [float(word) for word in out.split()]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("--folder", type=Path, help="where to write the trace (default: the system's)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "big.json"
+        write(path, options.megabytes * 10**6)
+        size = path.stat().st_size
+        ours, peak, ops, nbytes = run(IMPORT, path)
+        print(f"{size / 1e6:,.0f} MB: {ours:.1f} s ({size / 1e6 / ours:.0f} MB/s), peak {peak / 1e6:,.0f} MB "
+              f"({peak / size:.2f} of the file); {ops:.0f} ops, {nbytes / 2**20:.0f} MiB of gradients")  # fmt: skip
+        if options.megabytes <= 400:
+            theirs, whole, events, _ = run(WHOLE, path)
+            print(f"json.load alone: {theirs:.1f} s ({theirs / ours:.1f} times as long), peak {whole / 1e6:,.0f} MB "
+                  f"({whole / size:.2f} of the file); {events:.0f} events")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

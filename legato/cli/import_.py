@@ -1,0 +1,152 @@
+"""`legato import`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from legato.cli.options import Json
+from legato.cli.output import note, print_json, progress
+from legato.core import files
+from legato.core.errors import InputError, unknown_name
+from legato.core.units import format_bytes, format_seconds, parse_seconds
+from legato.core.workload import Workload
+
+if TYPE_CHECKING:
+    from legato.ingest.step import Imported
+
+_FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
+
+
+def import_(
+    format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(_FORMATS)}.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="FILES...", help="The traces of one job; .gz too.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The workload file to write.")],
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write what was measured here (kineto, execution-trace).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the workload. (default: the first file's)")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank to take. (default: the lowest)")] = None,
+    step: Annotated[str | None, typer.Option(help="The step to take. (default: the one of median length)")] = None,
+    idle: Annotated[
+        str, typer.Option(help="A device's wait for its host: keep it in the op times, or drop it.")
+    ] = "keep",
+    batch_size: Annotated[int, typer.Option(help="Written into the workload.", min=1)] = 1,
+    forward: Annotated[str | None, typer.Option(help="send-trace: what the forward pass takes, like 176ms.")] = None,
+    worker: Annotated[str | None, typer.Option(help="send-trace: the worker to take. (default: the first)")] = None,
+    after: Annotated[str | None, typer.Option(help="send-trace: only gradients sent after this operation.")] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX", help="send-trace: leave out such parameters; may be repeated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn traces that others made into a workload; says what they lack and what was assumed.
+
+    Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
+    """
+    if idle not in ("keep", "drop"):
+        raise InputError(f"--idle {idle!r} (expected keep or drop)")
+    only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
+    only_step = {"--step": step, "--timeline": timeline}
+    with progress("reading") as advance:
+        if format == "kineto":
+            from legato.ingest.kineto import import_kineto
+
+            _refuse(format, only_send)
+            found = import_kineto(
+                traces,
+                name=name,
+                step=step,
+                rank=rank,
+                keep_idle=idle == "keep",
+                batch_size=batch_size,
+                progress=advance,
+            )
+        elif format == "execution-trace":
+            from legato.ingest.execution_trace import import_execution_traces
+
+            _refuse(format, only_send)
+            found = import_execution_traces(
+                traces,
+                name=name,
+                step=step,
+                rank=rank,
+                keep_idle=idle == "keep",
+                batch_size=batch_size,
+                progress=advance,
+            )
+        elif format == "chakra":
+            from legato.ingest.chakra import import_chakra
+
+            _refuse(format, only_send | only_step)
+            found = import_chakra(traces, name=name, rank=rank, batch_size=batch_size, progress=advance)
+        elif format == "send-trace":
+            from legato.ingest.send_trace import import_send_trace
+
+            _refuse(format, only_step | {"--rank": rank})
+            found = import_send_trace(
+                traces,
+                name=name,
+                batch_size=batch_size,
+                forward_s=None if forward is None else parse_seconds(forward),
+                worker=worker,
+                after=after,
+                drop=drop,
+                progress=advance,
+            )
+        else:
+            raise unknown_name("format", format, _FORMATS)
+    files.write(output, found.workload)
+    if timeline is not None and found.timeline is not None:
+        files.write(timeline, found.timeline)
+    if json:
+        print_json(_summary(format, found, output, timeline))
+    else:
+        _show(found, output)
+
+
+def _refuse(format: str, options: dict[str, Any]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option} means nothing for {format}")
+
+
+def _summary(format: str, found: Imported, output: Path, timeline: Path | None) -> dict[str, Any]:
+    job = found.workload
+    return {
+        "workload": str(output),
+        "timeline": None if timeline is None else str(timeline),
+        "format": format,
+        "name": job.name,
+        "num_ops": len(job.ops),
+        "num_tensors": len(job.tensors),
+        "nbytes": job.nbytes,
+        "compute_s": job.compute_s,
+        "ranks": [msgspec.to_builtins(measure) for measure in found.ranks],
+        "missing": found.notes.missing,
+        "assumed": found.notes.assumed,
+    }
+
+
+def _show(found: Imported, output: Path) -> None:
+    for m in found.ranks:
+        waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
+        note(
+            f"rank {m.rank}, {m.step}: {format_seconds(m.iteration_s)} an iteration; computing "
+            f"{format_seconds(m.computation_s)} (U {m.utilization:.1%}), communicating "
+            f"{format_seconds(m.communication_s)} (rho {m.rho:.2f}), {format_seconds(m.exposed_comm_s)} of it "
+            f"exposed{waiting}; idle {format_seconds(m.idle_s)}; overlap alpha {m.overlap:.2f}, "
+            f"{m.host_overlap:.2f} with the host's time as computation"
+        )
+    for missing in found.notes.missing:
+        note(f"missing: {missing}")
+    for assumed in found.notes.assumed:
+        note(f"assumed: {assumed}")
+    job: Workload = found.workload
+    note(
+        f"{job.name}: {len(job.ops)} ops, {len(job.tensors)} tensors of {format_bytes(job.nbytes)}, "
+        f"{format_seconds(job.compute_s)} of computation -> {output}"
+    )

@@ -1,0 +1,116 @@
+"""From the ops and gradients of one traced step to a `Workload`."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+
+from legato.core.errors import InputError
+from legato.core.workload import Op, Phase, Tensor, Workload
+from legato.ingest.step import Gradient, Notes, TracedOp
+
+__all__ = ["assemble", "mirrored_readers"]
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
+
+def assemble(
+    name: str,
+    ops: Sequence[TracedOp],
+    gradients: Sequence[Gradient],
+    notes: Notes,
+    *,
+    keep_idle: bool,
+    batch_size: int,
+    device: str,
+    untraced_s: float | None,
+) -> Workload:
+    """The workload of one step.
+
+    With `keep_idle` an op also lasts as long as the device waited for it before
+    (the host was late); a plan cannot take that away. The optimizer's time is
+    shared out over the tensors by their bytes, as it would be if each parameter
+    were updated when its gradient has come. Raises `InputError` where there is
+    no gradient, or no backward op that could make one.
+    """
+    if not gradients:
+        raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
+    kept = [i for phase in _PHASES[:2] for i, op in enumerate(ops) if op.phase == phase]
+    place = {old: new for new, old in enumerate(kept)}
+    built = [_op(ops[old], old, place, keep_idle) for old in kept]
+    forward = sum(op.phase == "forward" for op in built)
+    if forward == len(built):
+        raise InputError("no computation found in the backward pass")
+    gradients = _with_readers(gradients, ops, notes)
+    update_s = math.fsum(_seconds(op, keep_idle) for op in ops if op.phase == "optimizer")
+    total = sum(gradient.nbytes for gradient in gradients)
+    tensors = []
+    for number, gradient in enumerate(gradients):
+        ready = max((place[i] for i in _before(gradient.ready_after, ops)), default=forward)
+        readers = sorted(place[r] for r in gradient.readers or () if r in place and place[r] < forward)
+        if update_s > 0:
+            built.append(Op(f"update {gradient.name}", "optimizer", update_s * gradient.nbytes / total))
+            readers.append(len(kept) + number)
+        tensors.append(Tensor(gradient.name, gradient.nbytes, ready, tuple(readers)))
+    if update_s > 0:
+        notes.assume("the optimizer's time is shared out over the tensors by their bytes")
+    tensors.sort(key=lambda tensor: tensor.ready_after)
+    return Workload(name, tuple(built), tuple(tensors), batch_size, device, untraced_s)
+
+
+def _op(op: TracedOp, index: int, place: dict[int, int], keep_idle: bool) -> Op:
+    here = place[index]
+    needs = {here - 1} if op.deps is None else {place[d] for d in op.deps if d in place}
+    return Op(op.name, op.phase, _seconds(op, keep_idle), tuple(sorted(d for d in needs if 0 <= d < here)))
+
+
+def _seconds(op: TracedOp, keep_idle: bool) -> float:
+    return op.duration_s + (op.gap_s if keep_idle else 0.0)
+
+
+def _before(index: int, ops: Sequence[TracedOp]) -> list[int]:
+    """The nearest backward op at or before `index`, if there is one."""
+    for i in range(min(index, len(ops) - 1), -1, -1):
+        if ops[i].phase == "backward":
+            return [i]
+    return []
+
+
+def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes: Notes) -> list[Gradient]:
+    if all(gradient.readers is not None for gradient in gradients):
+        return list(gradients)
+    notes.lacks(
+        "which forward ops read which parameter",
+        "the forward pass reads parameters in the reverse of the order in which their gradients appear",
+    )
+    mirror = mirrored_readers(ops, [gradient.ready_after for gradient in gradients])
+    return [
+        gradient
+        if gradient.readers is not None
+        else Gradient(gradient.name, gradient.nbytes, gradient.ready_after, reader)
+        for gradient, reader in zip(gradients, mirror, strict=True)
+    ]
+
+
+def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each gradient the forward op that stands where its backward op does, seen from the other end.
+
+    By time: a gradient that is ready after a share f of the backward pass is of
+    a parameter first read after a share 1 - f of the forward pass.
+    """
+    forward = [i for i, op in enumerate(ops) if op.phase == "forward"]
+    backward = [i for i, op in enumerate(ops) if op.phase == "backward"]
+    if not forward or not backward:
+        return [() for _ in ready_after]
+    ends = list(itertools.accumulate(ops[i].duration_s for i in backward))
+    starts = [0.0, *itertools.accumulate(ops[i].duration_s for i in forward)][:-1]
+    total = starts[-1] + ops[forward[-1]].duration_s
+    found: list[tuple[int, ...]] = []
+    for index in ready_after:
+        at = bisect.bisect_right(backward, index) - 1
+        share = ends[at] / ends[-1] if at >= 0 and ends[-1] > 0 else 0.0
+        reader = max(bisect.bisect_right(starts, (1 - share) * total) - 1, 0)
+        found.append((forward[reader],))
+    return found

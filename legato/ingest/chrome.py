@@ -1,0 +1,153 @@
+"""Chrome trace JSON, event by event: a file of a gigabyte in the memory of a few blocks.
+
+[Note: cutting JSON at a guess]
+The array of events is cut into runs of some MiB, each decoded at once by a
+strict decoder. Where to cut is guessed: at a `}`, comma, `{`. A guess inside a
+string, or deeper than the array, leaves quotes or brackets open on the left, so
+the run in brackets of its own is no JSON then, and the next guess is taken. A
+run that decodes was cut between two events; nothing is ever accepted that a
+decoder of the whole file would not accept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from legato.core.errors import FileError
+from legato.ingest.source import BLOCK_BYTES, Progress, blocks, one_line
+
+__all__ = ["Header", "events"]
+
+Event = TypeVar("Event", bound=msgspec.Struct)
+
+_CUT = re.compile(rb"\}\s*,\s*\{")
+_OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
+_PLACE = re.compile(r"[$]\[(\d+)\]")
+#: No event, and no header, is longer than this.
+_LONGEST_BYTES = 64 * 2**20
+_TRIES = 64
+
+
+class Header(msgspec.Struct):
+    """What stands beside the events."""
+
+    distributed: dict[str, Any] = msgspec.field(default_factory=dict, name="distributedInfo")
+
+
+def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
+    """The events of a trace file, in file order; fills in `header` on the way.
+
+    Both forms are read: an object with `traceEvents`, and a bare array. Raises
+    `FileError`, with one line, on anything else.
+    """
+    reader = _Reader(path, kind, header)
+    for block in blocks(path, progress):
+        yield from reader.feed(block)
+    yield from reader.finish()
+
+
+class _Reader(Generic[Event]):
+    """The bytes not yet decoded, and what their array stands in."""
+
+    def __init__(self, path: Path, kind: type[Event], header: Header) -> None:
+        self._path = path
+        self._header = header
+        self._events: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+        self._rest = b""
+        self._in_object: bool | None = None
+        self._wanted = BLOCK_BYTES
+        self._done = 0
+
+    def feed(self, block: bytes) -> list[Event]:
+        """The events that are complete with this block."""
+        self._rest += block
+        if self._in_object is None and not self._open():
+            self._check_length("no array of traceEvents")
+            return []
+        if len(self._rest) < self._wanted:
+            return []
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """The last events; raises `FileError` when the file ends too early."""
+        if self._in_object is None:
+            if not self._rest.strip():
+                raise FileError(f"{self._path}: empty (expected a Chrome trace)")
+            kind = self._decode(self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))
+            raise FileError(f"{self._path}: traceEvents: missing (has {one_line(', '.join(kind)) or 'nothing'})")
+        if not self._in_object:
+            return list(self._decode(b"[" + self._rest, self._events))
+        tail = self._decode(b'{"":[' + self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))
+        self._note(tail)
+        return list(self._decode(bytes(tail[""]), self._events))
+
+    def _open(self) -> bool:
+        """Step into the array of events, if it has begun."""
+        start = self._rest[:64].lstrip()
+        if start.startswith(b"["):
+            self._in_object = False
+            self._rest = self._rest[self._rest.index(b"[") + 1 :]
+            return True
+        for match in _OPEN.finditer(self._rest):
+            try:
+                head = msgspec.json.decode(self._rest[: match.start()] + b'"":0}', type=dict[str, msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue  # in a string, or deeper than the file's own object
+            self._note(head)
+            self._in_object = True
+            self._rest = self._rest[match.end() :]
+            return True
+        return False
+
+    def _run(self) -> list[Event]:
+        """As many whole events as a guessed cut gives."""
+        cuts = [match.start() + 1 for match in _CUT.finditer(self._rest)]
+        for cut in cuts[: -_TRIES - 1 : -1]:
+            try:
+                found = self._events.decode(b"[" + self._rest[:cut] + b"]")
+            except msgspec.ValidationError as error:
+                raise self._wrong(error) from None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+            self._rest = self._rest[self._rest.index(b",", cut) + 1 :]
+            self._wanted = BLOCK_BYTES
+            self._done += len(found)
+            return found
+        self._check_length("one event")
+        self._wanted = 2 * len(self._rest)
+        return []
+
+    def _note(self, fields: dict[str, msgspec.Raw]) -> None:
+        if "distributedInfo" in fields:
+            self._header.distributed = self._decode(
+                bytes(fields["distributedInfo"]), msgspec.json.Decoder(dict[str, Any])
+            )
+
+    def _check_length(self, what: str) -> None:
+        if len(self._rest) > _LONGEST_BYTES:
+            raise FileError(f"{self._path}: {what} in {_LONGEST_BYTES // 2**20} MiB (is this a Chrome trace?)")
+
+    def _decode(self, data: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            raise self._wrong(error) from None
+        except RecursionError:
+            raise FileError(f"{self._path}: nested too deeply") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = str(error).removeprefix("JSON is malformed: ")
+            hint = "; cut off?" if "truncated" in reason else ""
+            raise FileError(f"{self._path}: not JSON after {self._done} events: {one_line(reason)}{hint}") from None
+
+    def _wrong(self, error: Exception) -> FileError:
+        """msgspec's message with the event's place in the whole file."""
+
+        def place(match: re.Match[str]) -> str:
+            return f"traceEvents[{self._done + int(match.group(1))}]"
+
+        return FileError(f"{self._path}: {one_line(_PLACE.sub(place, str(error)))}")

@@ -1,0 +1,64 @@
+"""The names and sizes of collectives, as NCCL, gloo, PyTorch and Chakra write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+__all__ = ["GRADIENT_KINDS", "collective_kind", "element_bytes", "tensor_bytes"]
+
+#: What can carry a gradient, when the backward pass issues it.
+GRADIENT_KINDS = ("all_reduce", "reduce_scatter")
+
+_KINDS = {
+    "allreduce": "all_reduce",
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "sendrecv": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "send": "send",
+    "recv": "recv",
+}
+
+_ELEMENT_BYTES = {
+    "double": 8, "long": 8, "long int": 8, "int64": 8, "float64": 8, "complexfloat": 8,
+    "float": 4, "int": 4, "float32": 4, "int32": 4,
+    "half": 2, "bfloat16": 2, "short": 2, "short int": 2, "float16": 2, "int16": 2,
+    "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1, "int8": 1, "uint8": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+def collective_kind(name: str) -> str | None:
+    """`all_reduce` from `ncclDevKernel_AllReduce_Sum_f32`, `nccl:all_reduce`, `allreduce_coalesced`; None if none."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for word, kind in _KINDS.items() if word in plain), None)
+
+
+def element_bytes(name: str | None) -> int | None:
+    """Bytes of one element of a type called `Float`, `c10::Half`, `long int`, ...; None if unknown."""
+    return None if name is None else _ELEMENT_BYTES.get(name.lower().removeprefix("c10::"))
+
+
+def tensor_bytes(dims: Any, types: Any) -> int | None:
+    """Bytes of the first tensor of `Input Dims` and `Input type`; None where they name none.
+
+    A list of tensors stands there as a list of lists of dimensions.
+    """
+    if not (isinstance(dims, list) and isinstance(types, list) and dims and types):
+        return None
+    size = element_bytes(types[0]) if isinstance(types[0], str) else None
+    shape = dims[0]
+    if size is None or not isinstance(shape, list):
+        return None
+    shapes = shape if shape and all(isinstance(s, list) for s in shape) else [shape]
+    if not all(isinstance(n, int) and 0 <= n < 2**48 for s in shapes for n in s) or any(len(s) > 64 for s in shapes):
+        return None
+    total = size * sum(math.prod(s) for s in shapes)
+    return total if 0 < total < 2**62 else None

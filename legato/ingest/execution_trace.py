@@ -1,0 +1,243 @@
+"""PyTorch execution traces (`ExecutionTraceObserver`) with the profiler's traces of the same step.
+
+The profiler's trace has the times; the execution trace has what each operator
+read and wrote, so that the ops get their real dependencies. What joins them is
+the profiler's `Record function id`, which is the `rf_id` here; older profilers
+do not write it (their `External id` is another count), and then the order does.
+
+[Note: dependencies from storages]
+An operator needs the last writers of the storages that it reads. It writes its
+outputs' storages, and those of the inputs that its schema marks with `!`. Views
+share a storage, and so are right without being looked at. A storage whose
+memory is used again is written again, which can only add a dependency on an
+earlier op; within one stream that costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from legato.core.errors import FileError, InputError
+from legato.ingest.kineto import import_kineto
+from legato.ingest.kineto_step import Step
+from legato.ingest.source import Progress, blocks, one_line, whole
+from legato.ingest.step import Imported, Notes, TracedOp
+
+__all__ = ["import_execution_traces"]
+
+_LARGEST_BYTES = 2**30
+_ENCLOSING = 4096
+
+
+class _Values(msgspec.Struct):
+    values: list[Any] = []
+
+
+class _Attribute(msgspec.Struct):
+    name: str
+    value: Any = None
+
+
+class _Node(msgspec.Struct):
+    """A node of any schema: until 1.0.1 flat lists, since 1.0.2 in `values` and `attrs`."""
+
+    id: int
+    name: str
+    rf_id: int | None = None
+    op_schema: str = ""
+    inputs: list[Any] | _Values = []
+    outputs: list[Any] | _Values = []
+    attrs: list[_Attribute] = []
+
+    def attribute(self, name: str, flat: Any) -> Any:
+        return next((a.value for a in self.attrs if a.name == name), flat)
+
+
+class _File(msgspec.Struct):
+    schema: str
+    nodes: list[_Node]
+    pid: int | None = None
+
+
+def import_execution_traces(
+    paths: Sequence[Path],
+    *,
+    name: str | None = None,
+    step: str | None = None,
+    rank: int | None = None,
+    keep_idle: bool = True,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+) -> Imported:
+    """Import pairs of execution and profiler traces, in any order: a pair a rank.
+
+    They are paired by position, each sort in the order given. Raises
+    `InputError` when there are not as many of one as of the other, `FileError`
+    when two that are paired have no operator in common.
+    """
+    graphs: list[Path] = []
+    traces: list[Path] = []
+    for path in paths:
+        (graphs if _is_graph(path) else traces).append(path)
+    if not traces:
+        raise InputError(
+            f"{paths[0]}: an execution trace has no times (give the profiler's trace of the same step too)"
+        )
+    if len(graphs) != len(traces):
+        raise InputError(f"{len(graphs)} execution traces and {len(traces)} profiler traces (expected a pair a rank)")
+    read = {trace: _Dependencies(graph, progress) for graph, trace in zip(graphs, traces, strict=True)}
+    return import_kineto(
+        traces,
+        name=name,
+        step=step,
+        rank=rank,
+        keep_idle=keep_idle,
+        batch_size=batch_size,
+        graphs=dict(read),
+        progress=progress,
+    )
+
+
+def _is_graph(path: Path) -> bool:
+    """An execution trace has nodes; a profiler's trace has events, and says so early."""
+    head = next(blocks(path), b"")
+    nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
+    return nodes >= 0 and (events < 0 or nodes < events)
+
+
+class _Dependencies:
+    """The graph of one rank: what each operator, by `rf_id`, reads and writes."""
+
+    def __init__(self, path: Path, progress: Progress | None) -> None:
+        self._path = path
+        data = whole(path, _LARGEST_BYTES, progress)
+        try:
+            file = msgspec.json.decode(data, type=_File)
+        except RecursionError:
+            raise FileError(f"{path}: nested too deeply") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            reason = one_line(str(error)).removeprefix("JSON is malformed: ")
+            raise FileError(f"{path}: not an execution trace: {reason}") from None
+        seen = set()
+        self._nodes: dict[int, _Node] = {}
+        for node in file.nodes:
+            if node.id in seen:
+                raise FileError(f"{path}: node id {node.id} stands twice ({one_line(node.name, 60)!r})")
+            seen.add(node.id)
+            record = node.attribute("rf_id", node.rf_id)
+            if isinstance(record, int) and record > 0:
+                self._nodes[record] = node
+
+    def __call__(self, step: Step, notes: Notes) -> list[TracedOp]:
+        """The step's ops with their dependencies; an op that is in no known operator keeps its place in the stream."""
+        nodes = self._by_row(step)
+        writer: dict[int, int] = {}
+        found, unknown, before = [], 0, -1
+        for index in np.argsort(step.host_s, kind="stable"):
+            i = int(index)
+            op = step.ops[i]
+            node = _innermost(step, i, nodes)
+            if node is None:
+                unknown += 1
+                found.append((i, replace(op, deps=(before,) if 0 <= before < i else ())))
+            else:
+                reads, writes = _storages(node)
+                deps = {writer[s] for s in reads if s in writer and writer[s] < i}
+                found.append((i, replace(op, deps=tuple(sorted(deps)))))
+                writer.update(dict.fromkeys(writes, i))
+            before = i
+        if unknown == len(found):
+            raise FileError(
+                f"{self._path}: none of its operators ran in {step.trace.path} (expected the same step of a rank)"
+            )
+        if unknown:
+            notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the one before it")
+        return [op for _, op in sorted(found, key=lambda entry: entry[0])]
+
+    def _by_row(self, step: Step) -> dict[int, _Node]:
+        """The node of each operator of the profiler's trace (by row).
+
+        By id, where the profiler wrote the ids; else the n-th operator of a name is the n-th node of that name,
+        for the names that stand as often in both.
+        """
+        trace, spans = step.trace, step.trace.operator
+        rows = np.flatnonzero((spans.start >= step.window.start_s) & (spans.start < step.window.end_s)).tolist()
+        by_id = {
+            row: node
+            for row in rows
+            if (node := self._nodes.get(int(spans.record[row]))) is not None and node.name == trace.named(spans, row)
+        }
+        if 2 * len(by_id) > len(rows):
+            return by_id
+        nodes: dict[str, list[_Node]] = {}
+        for _, node in sorted(self._nodes.items()):
+            nodes.setdefault(node.name, []).append(node)
+        named: dict[str, list[int]] = {}
+        for row in rows:
+            named.setdefault(trace.named(spans, row), []).append(row)
+        found: dict[int, _Node] = {}
+        for name, same in named.items():
+            if len(same) == len(nodes.get(name, ())):
+                found.update(zip(same, nodes[name], strict=True))
+        return found
+
+
+def _innermost(step: Step, index: int, nodes: dict[int, _Node]) -> _Node | None:
+    """The innermost operator of the graph that was open on the thread that launched the op."""
+    spans, moment = step.trace.operator, step.host_s[index]
+    last = int(np.searchsorted(spans.start, moment, side="right"))
+    for row in range(last - 1, max(last - 1 - _ENCLOSING, -1), -1):
+        if row in nodes and spans.thread[row] == step.thread[index] and spans.end[row] >= moment:
+            return nodes[row]
+    return None
+
+
+def _storages(node: _Node) -> tuple[set[int], set[int]]:
+    """The storages that an operator reads, and those that it writes."""
+    inputs, outputs = _values(node.inputs), _values(node.outputs)
+    reads = {s for value in inputs for s in _tensors(value)}
+    writes = {s for value in outputs for s in _tensors(value)}
+    schema = node.attribute("op_schema", node.op_schema)
+    arguments = _arguments(schema if isinstance(schema, str) else "")
+    for value, argument in zip(inputs, arguments, strict=False):
+        if "!" in argument.partition(" ")[0]:
+            writes |= set(_tensors(value))
+    return reads, writes
+
+
+def _values(side: list[Any] | _Values) -> list[Any]:
+    return side.values if isinstance(side, _Values) else side
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[int]:
+    """Storage ids in a value: a tensor is [id, storage, offset, elements, bytes an element, device]."""
+    if not isinstance(value, list) or depth > 8:
+        return
+    if len(value) == 6 and isinstance(value[5], str) and all(isinstance(v, int) for v in value[:5]):
+        if value[1] > 0:
+            yield value[1]
+        return
+    for child in value:
+        yield from _tensors(child, depth + 1)
+
+
+def _arguments(schema: str) -> list[str]:
+    """The arguments of `name(Tensor(a!) self, int[2] size) -> ...`, each with its type."""
+    depth, current, found = 0, "", list[str]()
+    for c in re.sub(r"^[^(]*\(", "", schema, count=1):
+        if c == ")" and depth == 0:
+            break
+        depth += (c in "([") - (c in ")]")
+        if c == "," and depth == 0:
+            found.append(current.strip())
+            current = ""
+        else:
+            current += c
+    return [*found, current.strip()] if current.strip() else found

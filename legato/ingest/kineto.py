@@ -1,0 +1,195 @@
+"""PyTorch profiler traces (Kineto): a workload, what overlap there was, and the measured timeline."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from legato.core.errors import FileError, InputError
+from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.ingest.assemble import assemble
+from legato.ingest.kineto_events import Trace, read_trace
+from legato.ingest.kineto_gradients import gradients
+from legato.ingest.kineto_step import Step, Window, extract, trim, windows
+from legato.ingest.source import Progress, one_line
+from legato.ingest.step import Imported, Notes, RankMeasure, TracedOp
+
+__all__ = ["Graph", "import_kineto"]
+
+#: From a trimmed step to the data dependencies of its ops, where something else than the trace knows them.
+Graph = Callable[[Step, Notes], Sequence[TracedOp]]
+
+
+def import_kineto(
+    paths: Sequence[Path],
+    *,
+    name: str | None = None,
+    step: str | None = None,
+    rank: int | None = None,
+    keep_idle: bool = True,
+    batch_size: int = 1,
+    graphs: dict[Path, Graph] | None = None,
+    progress: Progress | None = None,
+) -> Imported:
+    """Import the traces of one or more ranks of one job.
+
+    `step` is a step's name or number (default: the one of median length), `rank`
+    the rank whose computation the workload is (default: the lowest). Raises
+    `FileError` for a file that is no such trace, `InputError` for ranks or steps
+    that are not there.
+    """
+    notes = Notes()
+    traces = _by_rank([read_trace(path, progress) for path in paths], notes)
+    chosen = _chosen(traces, rank)
+    marked = {r: windows(trace, notes) for r, trace in traces.items()}
+    window = _window(marked[chosen], step, traces[chosen])
+    steps = {}
+    for r, trace in traces.items():
+        same = [w for w in marked[r] if w.name == window.name]
+        if not same:
+            raise InputError(f"{trace.path}: no step {window.name!r} (has {_listed(marked[r])})")
+        steps[r] = extract(trace, same[0], notes)
+        if not steps[r].ops:
+            raise FileError(f"{trace.path}: no computation in step {window.name!r} (is this a PyTorch profiler trace?)")
+    waits_known = _set_waits(steps, traces, notes)
+    steps = {r: trim(s) for r, s in steps.items()}
+    mine = steps[chosen]
+    graph = (graphs or {}).get(mine.trace.path)
+    if graph is not None:
+        mine = replace(mine, ops=tuple(graph(mine, notes)))
+    else:
+        notes.lacks("data dependencies between ops", "each op needs the one before it")
+    measures = tuple(_measure(r, s, waits_known) for r, s in sorted(steps.items()))
+    measured = next(m for m in measures if m.rank == chosen)
+    workload = assemble(
+        name or _title(mine.trace.path),
+        mine.ops,
+        gradients(mine, notes),
+        notes,
+        keep_idle=keep_idle,
+        batch_size=batch_size,
+        device="gpu" if mine.on_device else "cpu",
+        untraced_s=None,
+    )
+    return Imported(workload, _timeline(workload.name, steps, chosen, measured), measures, notes)
+
+
+def _by_rank(traces: list[Trace], notes: Notes) -> dict[int, Trace]:
+    found: dict[int, Trace] = {}
+    for number, trace in enumerate(traces):
+        if not (len(trace.device) or len(trace.operator)):
+            raise FileError(f"{trace.path}: no operators and no kernels in {trace.events} events (expected a trace "
+                            "of torch.profiler)")  # fmt: skip
+        if trace.rank is None and len(traces) > 1:
+            notes.lacks("the rank of some traces", "they are numbered in the order given")
+        rank = number if trace.rank is None else trace.rank
+        if rank in found:
+            raise InputError(f"{trace.path}: rank {rank} again (is also in {found[rank].path})")
+        found[rank] = trace
+    sizes = {trace.workers for trace in traces} - {None}
+    if sizes and len(traces) < max(size or 0 for size in sizes):
+        notes.lacks(f"{max(size or 0 for size in sizes) - len(traces)} of the job's ranks")
+    return found
+
+
+def _chosen(traces: dict[int, Trace], rank: int | None) -> int:
+    if rank is not None and rank not in traces:
+        raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
+    return min(traces) if rank is None else rank
+
+
+def _window(marked: list[Window], step: str | None, trace: Trace) -> Window:
+    if step is not None:
+        found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
+        if not found:
+            raise InputError(f"{trace.path}: no step {step!r} (has {_listed(marked)})")
+        return found[0]
+    middle = statistics.median_low([w.end_s - w.start_s for w in marked])
+    return next(w for w in marked if w.end_s - w.start_s == middle)
+
+
+def _listed(marked: list[Window]) -> str:
+    return one_line(", ".join(w.name for w in marked))
+
+
+def _set_waits(steps: dict[int, Step], traces: dict[int, Trace], notes: Notes) -> bool:
+    """Split each collective into waiting and transfer: the last rank to come does not wait."""
+    transfers = [[(t.kind, t.nbytes) for t in s.transfers] for s in steps.values()]
+    if not transfers[0]:
+        return len(steps) > 1
+    everyone = len(steps) > 1 and len(steps) == max(t.workers or len(steps) for t in traces.values())
+    if len(steps) == 1:
+        notes.lacks("the other ranks", "no collective waited for a late rank: all of its time is transfer")
+        return False
+    if any([kind for kind, _ in t] != [kind for kind, _ in transfers[0]] for t in transfers):
+        notes.lacks("the same collectives on all ranks", "no collective waited for a late rank")
+        return False
+    if not everyone:
+        notes.assume("the last of the given ranks came last to every collective")
+    matched = zip(*(s.transfers for s in steps.values()), strict=True)
+    shortest = [min(t.end_s - t.start_s for t in same) for same in matched]
+    for r, s in steps.items():
+        waited = tuple(
+            replace(t, waited_s=t.end_s - t.start_s - best) for t, best in zip(s.transfers, shortest, strict=True)
+        )
+        steps[r] = replace(s, transfers=waited)
+    return True
+
+
+def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
+    ops = _computing(step)
+    computing = merge_intervals((o.start_s, o.end_s) for o in ops)
+    carrying = merge_intervals((t.start_s + t.waited_s, t.end_s) for t in step.transfers)
+    c, n, t = _length(computing), _length(carrying), step.length_s
+    union = _length(merge_intervals(computing + carrying))
+    host = math.fsum(o.duration_s + o.gap_s for o in ops)
+    hidden = n - math.fsum(o.stalled_s for o in step.ops)
+    least = min(n, c)
+    return RankMeasure(
+        rank=rank,
+        step=step.window.name,
+        iteration_s=t,
+        computation_s=c,
+        communication_s=n,
+        waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
+        idle_s=max(t - union, 0.0),
+        exposed_comm_s=union - c,
+        rho=n / c if c > 0 else 0.0,
+        overlap=(n + c - t) / least if least > 0 else 0.0,
+        utilization=c / t if t > 0 else 1.0,
+        host_overlap=hidden / min(n, host) if min(n, host) > 0 else 0.0,
+    )
+
+
+def _computing(step: Step) -> list[TracedOp]:
+    """The ops but for the transfers that are ops."""
+    transfers = {(t.name, t.end_s) for t in step.transfers}
+    return [op for op in step.ops if (op.name, op.end_s) not in transfers]
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return math.fsum(b - a for a, b in intervals)
+
+
+def _timeline(name: str, steps: dict[int, Step], chosen: int, measured: RankMeasure) -> Timeline:
+    """The step on all ranks, the chosen one first; clocks are set by the ends of the collectives."""
+    reference = steps[chosen]
+    spans = []
+    order = [chosen, *(r for r in sorted(steps) if r != chosen)]
+    for worker, r in enumerate(order):
+        step = steps[r]
+        late = [b.end_s - a.end_s for a, b in zip(step.transfers, reference.transfers, strict=False)]
+        shift = reference.begin_s - statistics.median(late) if late else step.begin_s
+        for op in _computing(step):
+            spans.append(Span(worker, "compute", op.name, op.start_s - shift, op.end_s - shift, op.phase))
+        for t in step.transfers:
+            begin = t.start_s + t.waited_s - shift
+            spans.append(Span(worker, "network", t.name, begin, t.end_s - shift, "message", t.nbytes))
+    return Timeline(name, "measured", measured.iteration_s, tuple(spans))
+
+
+def _title(path: Path) -> str:
+    return one_line(path.name.partition(".")[0], 60) or "trace"

@@ -1,0 +1,60 @@
+"""A profiler's trace of one training step, made by a small model of a GPU: every figure in it is known.
+
+The host launches two forward kernels, a backward pass of two layers whose DDP
+bucket is sent after each, and an optimizer kernel. Times are microseconds.
+"""
+
+import json
+
+LAYERS = 2
+#: Of each layer: elements of its weight (float).
+ELEMENTS = (1000, 3000)
+
+
+class Recorder:
+    def __init__(self, rank=0, workers=2, shapes=True):
+        self.events, self.shapes, self._correlation = [], shapes, 100
+        self.header = {
+            "schemaVersion": 1,
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": workers},
+        }
+
+    def event(self, cat, name, tid, ts, dur, **args):
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        )
+
+    def launch(self, host, tid, start, dur, name="kernel", stream=7, **args):
+        self._correlation += 1
+        self.event("cuda_runtime", "cudaLaunchKernel", tid, host, 2, correlation=self._correlation)
+        self.event("kernel", name, stream, start, dur, stream=stream, correlation=self._correlation, **args)
+
+    def text(self):
+        return json.dumps(self.header | {"traceEvents": self.events, "traceName": "made"})
+
+
+def record(rank=0, workers=2, shapes=True, late_us=0, at_us=0, number=3, recorder=None):
+    """One step that begins at `at_us`; this rank's collectives wait for one that is `late_us` late."""
+    r = recorder or Recorder(rank, workers, shapes)
+    t = at_us
+    r.event("user_annotation", f"ProfilerStep#{number}", 1, t, 1000)
+    for layer in range(LAYERS):
+        r.event("cpu_op", "aten::linear", 1, t + 10 + 50 * layer, 30, **{"Sequence number": 70 + layer})
+        r.launch(t + 20 + 50 * layer, 1, t + 25 + 100 * layer, 100, f"forward{layer}")
+    # The device computes until 225. The host is late with the backward pass: it launches at 300.
+    for k, layer in enumerate(reversed(range(LAYERS))):
+        host = t + 300 + 150 * k
+        sequence = {"Sequence number": 70 + layer, "Fwd thread id": 1}
+        r.event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 2, host - 10, 30, **sequence)
+        r.event("cpu_op", "MmBackward0", 2, host - 5, 20, **sequence)
+        r.launch(host, 2, host + 5, 120, f"backward{layer}")
+        r.event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 2, host + 30, 60)
+        dims = {"Input Dims": [[ELEMENTS[layer]]], "Input type": ["float"]} if shapes else {}
+        r.event("cpu_op", "torch::autograd::AccumulateGrad", 2, host + 35, 5, **dims)
+        r.event("user_annotation", "nccl:all_reduce", 2, host + 60, 20)
+        sizes = {"Collective name": "allreduce", "In msg nelems": ELEMENTS[layer], "dtype": "Float"}
+        r.launch(host + 65, 2, host + 130, 40 + late_us, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, **sizes)
+    # The last transfer ends at 620 + late; the optimizer's kernel is launched at 600 and waits for it.
+    r.event("user_annotation", "Optimizer.step#SGD.step", 1, t + 595, 100)
+    r.launch(t + 600, 1, t + 620 + late_us, 50, "update")
+    return r
