@@ -45,13 +45,17 @@ def distribute(
     *,
     process_group: Any = None,
     broadcast_buffers: bool = True,
+    debug: bool | str | None = None,
+    flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Any]:
     """Train `model` on all ranks, its gradients averaged as in `DistributedDataParallel`, sent as planned.
 
     `plan` is `"auto"` (see the note in `legato.auto`), a `Plan`, or the path of
     a plan file. Returns the wrapped model and the same optimizer object; use
     both as before. Start the script with torchrun and call
-    `torch.distributed.init_process_group` first.
+    `torch.distributed.init_process_group` first. `debug` asks for checks at run
+    time (`legato.pytorch.checks`); `flight_dir` is where the record of the last
+    messages goes when something fails (`legato.pytorch.flight`).
 
     Raises `InputError` (`PlanError` for a plan of another model), and
     `RankError`, on every rank, when the ranks do not have the same model and
@@ -64,6 +68,8 @@ def distribute(
         default_buckets(model) if automatic else plan,
         process_group=process_group,
         broadcast_buffers=broadcast_buffers,
+        debug=debug,
+        flight_dir=flight_dir,
     )
     if automatic:
         _Observer(wrapped, optimizer).attach()
@@ -113,7 +119,7 @@ class _Observer:
 
     def _forward_begins(self, *_: Any) -> None:
         """Of several forward passes before a step, the last one is recorded."""
-        if not self._model.training:
+        if not self._model.module.training:  # frameworks switch the module, not its wrapper
             return
         self._abandon()
         if self._recording and not self._problem:
@@ -126,9 +132,25 @@ class _Observer:
             self._tracer = Tracer()
             self._model.set_tracer(self._tracer)
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """With a closure the forward and the backward pass are still to come, inside the step."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._updates_begin()
+            return None
+
+        def watched() -> Any:
+            loss = closure()
+            self._updates_begin()
+            return loss
+
+        return args[:1], {**kwargs, "closure": watched}
+
+    def _updates_begin(self) -> None:
         if self._recorder is not None:
             self._recorder.begin("optimizer")
+        elif self._tracer is not None:
+            self._tracer.switch("optimizer")
 
     def _step_ended(self, *_: Any) -> None:
         if self._recorder is not None:

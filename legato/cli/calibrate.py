@@ -17,6 +17,10 @@ from legato.core.units import format_bytes, format_seconds
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")],
     backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, ...")] = "gloo",
+    collectives: Annotated[
+        str, typer.Option(help="To measure beside the backend's own, over gloo: shuffle,ring,halving-doubling or more.")
+    ] = "",
+    depths: Annotated[str, typer.Option(help="Numbers of chunks in which they are measured.")] = "1,4",
     json: Json = False,
 ) -> None:
     """Measure all-reduce between the processes of this job and fit its cost.
@@ -24,6 +28,8 @@ def calibrate(
     Start it under torchrun, on the machines and with the number of processes that will train.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
+
+    With --collectives, plans can choose among them for every message (docs/collectives.md shows which wins when).
     """
     import os
 
@@ -33,18 +39,26 @@ def calibrate(
 
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
+    names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
     dist.init_process_group(backend)
     try:
         if dist.get_rank() == 0:
             with progress("measuring all-reduce") as advance:
-                found = run(progress=advance)
+                found = run(collectives=names, depths=chunks, progress=advance)
         else:
-            found = run()
+            found = run(collectives=names, depths=chunks)
         if dist.get_rank() == 0:
             files.write(output, found.cluster)
             _show(found, output, json)
     finally:
         dist.destroy_process_group()
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise InputError(f"--depths: {text!r} (expected whole numbers with commas between them)") from None
 
 
 def _show(found: object, output: Path, json: bool) -> None:
@@ -53,12 +67,22 @@ def _show(found: object, output: Path, json: bool) -> None:
     assert isinstance(found, Calibration)
     cost = found.cluster.cost()
     if json:
-        samples = [{"nbytes": s.nbytes, "seconds": s.seconds, "fitted_s": s.fitted_s} for s in found.samples]
+        samples = [
+            {
+                "collective": s.collective,
+                "depth": s.depth,
+                "nbytes": s.nbytes,
+                "seconds": s.seconds,
+                "fitted_s": s.fitted_s,
+            }
+            for s in found.samples
+        ]
         errors = {"median_error": found.median_error, "worst_error": found.worst_error}
         print_json({"cluster": found.cluster, "samples": samples, **errors})
         return
     for s in found.samples:
-        note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {s.error:+.0%}")
+        way = s.collective if s.depth == 1 else f"{s.collective} in {s.depth} chunks"
+        note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {s.error:+5.0%}  {way}")
     note(
         f"{found.cluster.default_collective} on {found.cluster.workers} workers: {format_seconds(cost.alpha_s)} + "
         f"{format_seconds(cost.beta_s_per_byte * 2**20)} a MiB; the fit is off by {found.median_error:.0%} "

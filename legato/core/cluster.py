@@ -9,7 +9,7 @@ import msgspec
 
 from legato.core.errors import InputError, unknown_name
 
-__all__ = ["COLLECTIVES", "Cluster", "LinearCost"]
+__all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,6 +90,18 @@ COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]
 }
 
 
+#: Those of them that are priced by depth (`legato.simulate.pipelining`).
+PIPELINED = ("shuffle", "ring", "halving-doubling")
+
+#: The cost of a push and a pull through a cluster's servers.
+PARAMETER_SERVER = "parameter-server"
+
+
+def _parameter_server(workers: int, servers: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+    # A worker's link carries every byte once each way, a server's link those of its share for every worker.
+    return 2 * latency, 2 * byte * max(1.0, workers / servers) + reduce * (workers - 1) / servers
+
+
 class Cluster(
     msgspec.Struct,
     frozen=True,
@@ -103,7 +115,8 @@ class Cluster(
     first one is the default. `bandwidth_bps` (bits per second, one direction of
     a worker's link) and `latency_s` (seconds, one hop) are what it was derived
     from, or None where it was measured; `reduce_s_per_byte` is the time to add
-    one byte of one gradient to another.
+    one byte of one gradient to another. `depths` has what was measured of a
+    collective in chunks: name, then depth (2 and up), then cost.
     """
 
     workers: int
@@ -112,6 +125,7 @@ class Cluster(
     bandwidth_bps: float | None = None
     latency_s: float | None = None
     reduce_s_per_byte: float = 0.0
+    depths: dict[str, dict[int, LinearCost]] = {}
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -126,6 +140,11 @@ class Cluster(
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+        for name, measured in self.depths.items():
+            if name not in self.collectives:
+                raise unknown_name("collective in depths", name, self.collectives)
+            if any(depth < 2 for depth in measured):
+                raise InputError(f"depths: {name} in {min(measured)} chunks (expected at least 2)")
 
     @classmethod
     def derive(
@@ -138,16 +157,24 @@ class Cluster(
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
-        """A cluster priced by `COLLECTIVES`; `collectives[0]` is the default."""
+        """A cluster priced by `COLLECTIVES`; `collectives[0]` is the default.
+
+        With servers, `PARAMETER_SERVER` may be among them: pushes and pulls of
+        many messages, spread evenly over the servers.
+        """
         if not (isinstance(workers, int) and workers >= 1):
             raise InputError(f"workers: {workers} (expected at least 1)")
         if not (math.isfinite(bandwidth_bps) and bandwidth_bps > 0):
             raise InputError(f"bandwidth_bps: {bandwidth_bps} (expected a finite number above 0)")
         costs = {}
         for name in collectives:
+            terms = latency_s, 8 / bandwidth_bps, reduce_s_per_byte
+            if name == PARAMETER_SERVER and servers > 0:
+                costs[name] = LinearCost(*_parameter_server(workers, servers, *terms))
+                continue
             if name not in COLLECTIVES:
-                raise unknown_name("collective", name, COLLECTIVES)
-            costs[name] = LinearCost(*COLLECTIVES[name](workers, latency_s, 8 / bandwidth_bps, reduce_s_per_byte))
+                raise unknown_name("collective", name, [*COLLECTIVES, *[PARAMETER_SERVER] * (servers > 0)])
+            costs[name] = LinearCost(*COLLECTIVES[name](workers, *terms))
         return cls(
             workers=workers,
             collectives=costs,
@@ -161,9 +188,28 @@ class Cluster(
     def default_collective(self) -> str:
         return next(iter(self.collectives))
 
-    def cost(self, collective: str | None = None) -> LinearCost:
-        """The cost of a collective by name, or of the default one."""
+    def cost(self, collective: str | None = None, depth: int = 1) -> LinearCost:
+        """The cost of a collective by name, or of the default one.
+
+        In chunks, that of the greatest depth up to `depth` that was measured;
+        where none was, this says nothing about depth (`legato.simulate.pipelining`
+        does).
+        """
         name = self.default_collective if collective is None else collective
         if name not in self.collectives:
             raise unknown_name("collective", name, self.collectives)
-        return self.collectives[name]
+        measured = self.depths.get(name, {})
+        return measured.get(max((d for d in measured if d <= depth), default=1), self.collectives[name])
+
+    def least_costs(self) -> list[LinearCost]:
+        """Costs, below the least of which no message is, whatever its collective and depth.
+
+        Chunks can hide a reduction behind the transfer, and nothing else: a
+        derived collective that has a depth is also listed as if it were free.
+        """
+        costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
+        if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:
+            terms = self.latency_s, 8 / self.bandwidth_bps, 0.0
+            hidden = (name for name in PIPELINED if name in self.collectives and name not in self.depths)
+            costs += [LinearCost(*COLLECTIVES[name](self.workers, *terms)) for name in hidden]
+        return costs

@@ -9,29 +9,55 @@ is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
 
-__all__ = ["agree", "broadcast_bytes", "describe", "group_device", "raise_together"]
+__all__ = [
+    "agree",
+    "broadcast_bytes",
+    "broadcast_tensors",
+    "describe",
+    "describe_optimizer",
+    "group_device",
+    "raise_together",
+]
 
 _MESSAGE_BYTES = 1024
+_BROADCAST_BYTES = 250 * 2**20
 
 
-def describe(plan: Plan | None, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def describe(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """What must be equal on all ranks: name of the thing -> what it is here."""
     facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))
-    if plan is not None:
-        facts["plan"] = f"{plan.scheduler} {identity(plan)}"
+    for kind, found in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, t in found:
+            if name not in parameters:
+                facts[f"{kind} {name!r}"] = f"{tuple(t.shape)} {t.dtype}" + ", frozen" * (kind == "parameter")
+    facts["plan"] = f"{plan.scheduler} {identity(plan)}"
     facts["torch"] = torch.__version__
+    facts["torch.get_default_dtype()"] = str(torch.get_default_dtype())
+    facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
+    facts["torch.are_deterministic_algorithms_enabled()"] = str(torch.are_deterministic_algorithms_enabled())
+    return facts
+
+
+def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
+    """The settings of an optimizer that must be equal on all ranks, or their weights drift apart."""
+    facts = {"optimizer": type(optimizer).__name__}
+    for i, group in enumerate(optimizer.param_groups):
+        settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        known = {k: v for k, v in sorted(settings.items()) if isinstance(v, bool | int | float | str | tuple | list)}
+        facts[f"group {i} of the optimizer"] = f"{len(group['params'])} parameters, {known}"
     return facts
 
 
@@ -65,6 +91,33 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
     content = _to_tensor(data.ljust(n, b"\0")[:n] if n else b"\0", group)
     dist.broadcast(content, root, group=group)
     return _from_tensor(content)[:n]
+
+
+def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
+    """Make tensors equal to rank 0's, in as few collectives as there are dtypes and parts of 250 MiB."""
+    root = dist.get_global_rank(group, 0)
+    for part in _parts([t.detach() for t in tensors]):
+        flat = torch._utils._flatten_dense_tensors(part)  # type: ignore[no-untyped-call]
+        wait(dist.broadcast(flat, root, group=group, async_op=True))
+        if group.rank():
+            values = torch._utils._unflatten_dense_tensors(flat, part)  # type: ignore[no-untyped-call]
+            for tensor, value in zip(part, values, strict=True):
+                tensor.copy_(value)
+
+
+def _parts(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        part: list[torch.Tensor] = []
+        for tensor in same:
+            part.append(tensor)
+            if sum(t.nbytes for t in part) >= _BROADCAST_BYTES:
+                yield part
+                part = []
+        if part:
+            yield part
 
 
 def _to_tensor(data: bytes, group: Any) -> torch.Tensor:

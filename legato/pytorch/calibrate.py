@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import torch.distributed as dist
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
+from legato.core.plan import Message, Slice
 from legato.pytorch.agreement import group_device
+from legato.pytorch.link import Link, in_order
 
 __all__ = ["Calibration", "Sample", "calibrate"]
 
@@ -23,11 +26,13 @@ _SECONDS_A_SIZE = 0.3
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A message of `nbytes` took `seconds` (median), and the fit says `fitted_s`."""
+    """A message of `nbytes` by a collective in `depth` chunks took `seconds` (median), and the fit says `fitted_s`."""
 
     nbytes: int
     seconds: float
     fitted_s: float
+    collective: str
+    depth: int = 1
 
     @property
     def error(self) -> float:
@@ -56,46 +61,81 @@ def calibrate(
     process_group: Any = None,
     *,
     sizes: Sequence[int] = SIZES,
+    collectives: Sequence[str] = (),
+    depths: Sequence[int] = (1,),
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Measure all-reduce over `sizes` bytes on all ranks of the group, and fit alpha + beta * bytes.
 
-    A repetition takes as long as its slowest rank says; a size, the median of
-    its repetitions. Every rank gets the same answer, and every rank has to
-    call it. The collective is called after the backend (`gloo`, `nccl`).
+    The backend's own is measured first, under the backend's name (`gloo`,
+    `nccl`), which makes it the cluster's default; then `collectives`, which are
+    made of steps over gloo (`legato.pytorch.rounds`), each in `depths` chunks.
+    All take turns, so that a disturbance meets all of them. A repetition takes
+    as long as its slowest rank says; a size, the median of its repetitions.
+    Every rank gets the same answer, and every rank has to call it.
     `progress(done, total)` is called after each size.
+
+    Raises `InputError` on fewer than two sizes, depths below 1, and collectives
+    that the runtime cannot carry out.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     if len(set(sizes)) < 2 or min(sizes) < 4:
         raise InputError("sizes: expected at least two different ones, of at least 4 bytes")
+    if min(depths, default=1) < 1:
+        raise InputError(f"depths: {min(depths)} (expected at least 1)")
     group: Any = process_group if process_group is not None else dist.group.WORLD
-    measured = []
+    ways = [(group.name(), 1), *((name, depth) for name in collectives for depth in sorted({1, *depths}))]
+    own = any(name != group.name() for name, _ in ways)
+    link = in_order(_group_of_our_own(group)) if own else None
+    messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
+    for message in messages:
+        if link:
+            link.check(message, "calibrate")
+    measured: list[list[tuple[int, float]]] = [[] for _ in ways]
     for i, nbytes in enumerate(sizes):
-        measured.append((nbytes // 4 * 4, _time(nbytes // 4, group)))
+        buffer = torch.zeros(nbytes // 4, device=group_device(group))
+        once = [functools.partial(_once, buffer, message, group, link) for message in messages]
+        for points, seconds in zip(measured, _times(once, group), strict=True):
+            points.append((buffer.nbytes, seconds))
         if progress:
             progress(i + 1, len(sizes))
-    cost = LinearCost.fit(measured)
-    cluster = Cluster(workers=group.size(), collectives={group.name(): cost})
-    return Calibration(cluster, tuple(Sample(n, s, cost.cost(n)) for n, s in measured))
+    fits = {way: LinearCost.fit(points) for way, points in zip(ways, measured, strict=True)}
+    samples = [
+        Sample(n, s, fits[way].cost(n), *way) for way, points in zip(ways, measured, strict=True) for n, s in points
+    ]
+    deeper = {name: {d: cost for (n, d), cost in fits.items() if n == name and d > 1} for name in collectives}
+    cluster = Cluster(
+        workers=group.size(),
+        collectives={name: cost for (name, depth), cost in fits.items() if depth == 1},
+        depths={name: costs for name, costs in deeper.items() if costs},
+    )
+    return Calibration(cluster, tuple(samples))
 
 
-def _time(elements: int, group: Any) -> float:
-    """Median seconds of an all-reduce of `elements` float32 numbers; the same on all ranks."""
+def _group_of_our_own(group: Any) -> Any:
+    return dist.new_group(dist.get_process_group_ranks(group), group._get_backend(group_device(group)).options._timeout)
+
+
+def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
+    """Median seconds of each of these, which take turns; the same on all ranks."""
     device = group_device(group)
-    buffer = torch.zeros(elements, device=device)
-    _once(buffer, group)
-    trial = torch.tensor([_once(buffer, group)], dtype=torch.float64, device=device)
+    for do in once:
+        do()
+    trial = torch.tensor([do() for do in once], dtype=torch.float64, device=device)
     dist.all_reduce(trial, op=dist.ReduceOp.MAX, group=group)  # all ranks repeat equally often
-    repeats = max(5, min(50, int(_SECONDS_A_SIZE / max(trial.item(), 1e-6))))
-    times = torch.tensor([_once(buffer, group) for _ in range(repeats)], dtype=torch.float64, device=device)
+    repeats = max(5, min(50, int(_SECONDS_A_SIZE * len(once) / max(trial.sum().item(), 1e-6))))
+    times = torch.tensor([[do() for do in once] for _ in range(repeats)], dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return float(statistics.median(times.tolist()))
+    return [statistics.median(column) for column in times.T.tolist()]
 
 
-def _once(buffer: torch.Tensor, group: Any) -> float:
+def _once(buffer: torch.Tensor, message: Message, group: Any, link: Link | None) -> float:
     start = time.perf_counter()
-    dist.all_reduce(buffer, group=group)
+    if link is None:
+        dist.all_reduce(buffer, group=group)
+    else:
+        link(buffer, message).wait()
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)
     return time.perf_counter() - start

@@ -12,21 +12,25 @@ and never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
+from legato.core.errors import RankError
 from legato.pytorch.exchange import Exchange
 from legato.pytorch.lowering import PENDING, SENT
 
 __all__ = ["Update", "defer_steps", "release"]
 
-#: Their step mixes parameters, or needs a closure.
-_WHOLE = ("LBFGS",)
+#: Their step mixes parameters, calls its closure more than once, or takes what is not sent.
+_WHOLE = ("LBFGS", "SparseAdam")
 
 
 class Update:
@@ -39,6 +43,8 @@ class Update:
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._zero: Callable[[nn.Parameter], None] | None = None
+        devices = {p.device.type for g in optimizer.param_groups for p in g["params"]} | {"cpu"}
+        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     def zero_after(self, set_to_none: bool) -> None:
         """`zero_grad()` was called: drop each gradient once it has been used."""
@@ -58,11 +64,25 @@ class Update:
         stand_in = object.__new__(self._base)
         vars(stand_in).update(self._shared)
         stand_in.param_groups = [{**self._groups[i], "params": ps} for i, ps in by_group.items()]
-        with torch.enable_grad():  # the optimizer switches it off where it must
+        with self._as_it_was():
             _plain_step(self._base)(stand_in)
         if self._zero:
             for p in parameters:
                 self._zero(p)
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Whoever reads a parameter may do so under autocast, in inference mode or under a dispatch mode of his own."""
+        with ExitStack() as stack:
+            for device, enabled, dtype in self._autocast:
+                if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != (enabled, dtype):
+                    stack.enter_context(torch.autocast(device, dtype, enabled))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            if torch._C._len_torch_dispatch_stack():
+                stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.enable_grad())  # the optimizer switches it off where it must
+            yield
 
 
 def _snapshot(value: Any) -> Any:
@@ -92,7 +112,9 @@ class _DeferredSteps:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = cast(Optimizer, self)
         exchange, base = self._legato_exchange, self._legato_base
-        if exchange is None or closure is not None or not _divisible(optimizer, base, exchange):
+        if exchange is not None and exchange.in_backward:
+            raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
+        if exchange is None or not _divisible(optimizer, base, exchange):
             if exchange is not None:
                 exchange.settle()
             tracer = exchange.tracer if exchange is not None else None
@@ -102,8 +124,12 @@ class _DeferredSteps:
             if tracer:
                 tracer.switch(None)
             return result
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         _step_later(optimizer, base, exchange)
-        return None
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         optimizer, exchange = cast(Optimizer, self), self._legato_exchange
@@ -143,6 +169,10 @@ class _DeferredSteps:
             self._legato_exchange.settle()
 
 
+#: Loading a state makes torch lay its hooks over a class's `step` that does not say this; the user's class has them.
+vars(_DeferredSteps.step)["hooked"] = True
+
+
 def drop_gradients(parameters: Iterable[nn.Parameter], exchange: Exchange, set_to_none: bool) -> None:
     """`zero_grad` for parameters whose gradients may be on their way or still to be used."""
     zero = _set_to_none if set_to_none else _set_to_zero
@@ -164,9 +194,10 @@ def _divisible(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) 
         or _global_optimizer_post_hooks
     )
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    listed = base.__module__.startswith("torch.optim.") and base.__name__ not in _WHOLE
+    listed = f"{base.__module__}.".startswith("torch.optim.") and base.__name__ not in _WHOLE
     known = listed or getattr(base, "steps_parameters_alone", False)
-    return exchange.overlaps_forward and known and not hooked and not scaled
+    differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
+    return exchange.overlaps_forward and known and not (hooked or scaled or differentiable)
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) -> None:
@@ -193,6 +224,22 @@ def defer_steps(optimizer: Optimizer, exchange: Exchange) -> None:
     vars(optimizer)["_legato_exchange"] = exchange
     overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
+    _rebind(optimizer, base, overlay)
+
+
+def _rebind(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
+    """A scheduler made earlier has bound the optimizer's `step` of then, to count its calls: bind the new one so."""
+    bound = vars(optimizer).get("step")
+    if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
+        return
+
+    @functools.wraps(new.step)
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        vars(optimizer)["_opt_called"] = True
+        return new.step(optimizer, closure)
+
+    vars(step).update(_wrapped_by_lr_sched=True, _legato_counts=True)
+    vars(optimizer)["step"] = step
 
 
 def release(optimizer: Optimizer) -> None:
@@ -201,3 +248,4 @@ def release(optimizer: Optimizer) -> None:
         optimizer._settle()
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
         vars(optimizer).pop("_legato_exchange", None)
+        _rebind(optimizer, type(optimizer), type(optimizer))

@@ -19,7 +19,7 @@ and 0 on the others; only where the sum is 0 was it absent everywhere, and then
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,8 +30,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch import gate
+from legato.pytorch.checks import Checks
+from legato.pytorch.link import Link
 from legato.pytorch.lowering import IDLE, PENDING, SENT, Piece, Slot, Wire, lower
+from legato.pytorch.outermost import Outermost
 from legato.pytorch.tracing import Tracer
+from legato.pytorch.watch import Watch
 
 __all__ = ["Exchange"]
 
@@ -40,18 +44,31 @@ class Exchange:
     """The gradients of one model on their way through one process group."""
 
     def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], group: Any, send: Callable[[Tensor], Any]
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        group: Any,
+        link: Link,
+        watch: Watch,
+        checks: Checks | None = None,
     ) -> None:
         self.plan = plan
         self.group = group
-        self._send = send
-        self.slots, self.wires = lower(plan, parameters)
+        self._link = link
+        self.watch = watch
+        self._checks = checks
+        for i, message in enumerate(plan.messages):
+            link.check(message, f"messages[{i}]")
+        self.slots, self.wires = lower(plan, parameters, group.size())
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.enabled = True  # False under no_sync()
         self.tracer: Tracer | None = None
         self._scale = 1.0 / group.size()
-        self._in_backward = False
-        self._next = 0  # the message whose turn it is
+        self.forwards = 0  # passes in training whose gradients will be sent
+        self.passes = 0  # backward passes that sent, with the one under way
+        self.in_backward = False
+        self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
+        self.next = 0  # the message whose turn it is
         self._hooks = [self._watch(slot) for slot in self.slots]
 
     def _watch(self, slot: Slot) -> Any:
@@ -71,8 +88,12 @@ class Exchange:
 
     def begin_forward(self) -> None:
         """A forward pass starts: gradients that nobody used yet are brought in, for the next ones to add to."""
-        if self._in_backward:
-            raise RankError("the last backward pass did not finish (an exception in it?); the ranks are out of step")
+        if self.in_backward:
+            raise RankError(
+                "the last backward pass did not finish (an exception in it?); the ranks are out of step: "
+                "call abandon() on all of them, or start again from a checkpoint"
+            )
+        self.outermost.forget()
         for slot in self.slots:
             if slot.stage == SENT:
                 self.resolve(slot)
@@ -82,7 +103,7 @@ class Exchange:
     def _gradient_ready(self, slot: Slot) -> None:
         if not self.enabled:
             return
-        if not self._in_backward:
+        if not self.in_backward:
             self._begin_backward(slot)
         elif slot.ready:
             raise RankError(
@@ -100,13 +121,19 @@ class Exchange:
                 "call optimizer.step() in between, or put the earlier one under no_sync()"
             )
         self.settle()
-        self._in_backward = True
-        self._next = 0
+        self.outermost.notice()
+        self.in_backward = True
+        self.passes += 1
+        self.watch.flight.note("backward begins", self.passes)
+        self.next = 0
         for slot in self.slots:
             slot.ready = slot.has_grad = False
         for wire in self.wires:
             wire.missing = wire.slots
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _backward_ended(self) -> None:
+        if self.in_backward:
+            self._end_backward()
 
     def _end_backward(self) -> None:
         for slot in self.slots:
@@ -114,7 +141,8 @@ class Exchange:
                 slot.has_grad = slot.parameter.grad is not None
                 self._mark_ready(slot)
         self._advance()
-        self._in_backward = False
+        self.in_backward = False
+        self.watch.flight.note("backward ends", self.passes)
         if self.tracer:
             self.tracer.switch(None)
 
@@ -122,6 +150,12 @@ class Exchange:
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
+        buffer = slot.wires[0].buffer
+        if grad is not None and (grad.dtype != buffer.dtype or grad.device != buffer.device):
+            raise RankError(
+                f"{slot.name}: its gradient is {grad.dtype} on {grad.device}, and was {buffer.dtype} on "
+                f"{buffer.device}; move and cast the model before it is distributed"
+            )
         slot.ready = True
         slot.stage = SENT
         gate.close(slot, self.resolve)
@@ -129,12 +163,12 @@ class Exchange:
             wire.missing -= 1
 
     def _advance(self) -> None:
-        while self._next < len(self.wires) and self.wires[self._next].missing == 0:
-            self._issue(self.wires[self._next])
-            self._next += 1
+        while self.next < len(self.wires) and self.wires[self.next].missing == 0:
+            self._issue(self.wires[self.next])
+            self.next += 1
 
     def _issue(self, wire: Wire) -> None:
-        self._wait(wire)  # a message whose gradients were dropped may still be in flight
+        self._wait_for_buffer(wire)
         with _unseen():
             for piece in wire.pieces:
                 slot = piece.slot
@@ -144,9 +178,26 @@ class Exchange:
                     piece.view.zero_()
                 if piece.flag is not None:
                     piece.flag.fill_(float(slot.has_grad))
-            wire.work = self._send(wire.buffer)
+            self.watch.flight.note("message goes out", self.passes, wire.index, wire.label)
+            if self._checks:
+                self._checks.before(wire, self.passes, self.forwards, self.watch)
+            wire.work = self._link(wire.buffer, wire.message)
         if self.tracer:
             self.tracer.message(wire.label, wire.buffer.nbytes, wire.work)
+
+    def send_zeros(self, wire: Wire) -> None:
+        """Take part in a message with nothing (`legato.pytorch.recovery`)."""
+        self._wait_for_buffer(wire)
+        if wire.scattered is None:
+            wire.buffer.zero_()
+        wire.work = self._link(wire.buffer, wire.message)
+
+    def reset(self) -> None:
+        """No backward pass is under way, and no message."""
+        for wire in self.wires:
+            self._wait(wire)
+        self.in_backward = False
+        self.outermost.forget()
 
     # ---- after it: averages in ---------------------------------------------------
 
@@ -158,7 +209,7 @@ class Exchange:
         costs less than one call each. Inside the backward pass a gradient is
         this rank's own, as hooks of the user's see it under DDP.
         """
-        if slot.stage == SENT and not self._in_backward:
+        if slot.stage == SENT and not self.in_backward:
             self._deliver(slot)
             gate.open_(slot)
         elif slot.stage == PENDING:
@@ -212,6 +263,12 @@ class Exchange:
             else:
                 _unpack(slot.pieces, _grad(slot))
 
+    def _wait_for_buffer(self, wire: Wire) -> None:
+        """A message whose gradients were dropped may still be in flight, and so may its second half."""
+        self._wait(wire)
+        if wire.gathered is not None:
+            self._wait(wire.gathered)
+
     def _wait(self, wire: Wire) -> None:
         work, wire.work = wire.work, None
         if work is None:
@@ -219,13 +276,13 @@ class Exchange:
         resume = self.tracer.switch(None) if self.tracer else None
         started = time.monotonic()
         try:
-            work.wait()
+            self.watch.wait(work)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RankError(
-                f"rank {self.group.rank()}: message {wire.index} ({wire.label}) failed after "
-                f"{time.monotonic() - started:.1f} s: {reason}"
-            ) from error
+            self._link.give_up()
+            waited = f"failed after {time.monotonic() - started:.1f} s"
+            what = f"message {wire.index} ({wire.label}) of backward pass {self.passes} {waited}"
+            raise self.watch.failure(what, error) from error
+        self.watch.flight.note("message came in", self.passes, wire.index, wire.label)
         if self.tracer:
             self.tracer.switch(resume)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -60,27 +61,33 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class Wire:
-    """One message as it goes out: a buffer, what is packed into it, and its progress."""
+    """One message as it goes out: a buffer, what is packed into it, and its progress.
+
+    An all_gather has the buffer of its reduce_scatter, and packs nothing.
+    """
 
     index: int
+    message: Message
     buffer: Tensor
     pieces: list[Piece] = field(default_factory=list)
+    scattered: Wire | None = None  # the first half of which this is the second
+    gathered: Wire | None = None  # ... and the other way round
     slots: int = 0  # parameters in it
     missing: int = 0  # ... whose gradients are not there yet
     work: Any = None  # the collective in flight
 
     @property
     def label(self) -> str:
-        first = self.pieces[0].slot.name
-        return first if len(self.pieces) == 1 else f"{first} +{len(self.pieces) - 1}"
+        slices = self.message.slices
+        return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
 
-def lower(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> tuple[list[Slot], list[Wire]]:
+def lower(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Wire]]:
     """Buffers for a plan on these parameters, messages in the plan's order.
 
     A message that holds several dtypes or devices is cut by them: one buffer
     has one of each. Raises `PlanError` when the plan is for another model, cuts
-    an element in two, or asks for what this runtime does not carry out.
+    an element in two, or gathers what no one message scattered.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
@@ -90,27 +97,52 @@ def lower(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> tuple[list[Slot
     check_messages(plan, sizes)
     slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
     wires: list[Wire] = []
+    scattered: dict[frozenset[Slice], Wire] = {}
     for i, message in enumerate(plan.messages):
-        if message.kind != "all_reduce":
-            raise PlanError(
-                f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that this runtime sends)"
-            )
-        groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
-        for piece in message.slices:
-            p = parameters[piece.tensor]
-            if piece.start % p.element_size() or piece.stop % p.element_size():
-                raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut inside an element of {p.element_size()} bytes")
-            groups.setdefault((p.dtype, p.device), []).append(piece)
-        wires += [_wire(len(wires) + k, Message(tuple(group)), slots) for k, group in enumerate(groups.values())]
+        for part in _uniform(message, i, parameters):
+            if message.kind == "all_gather":
+                wires.append(_second_half(len(wires), part, i, scattered))
+                continue
+            wires.append(_wire(len(wires), part, slots, ranks if message.kind == "reduce_scatter" else 1))
+            if message.kind == "reduce_scatter":
+                scattered[frozenset(part.slices)] = wires[-1]
     return list(slots.values()), wires
 
 
-def _wire(index: int, message: Message, slots: dict[str, Slot]) -> Wire:
+def _uniform(message: Message, i: int, parameters: Mapping[str, nn.Parameter]) -> list[Message]:
+    """Message i of the plan, cut by dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
+    for piece in message.slices:
+        p = parameters[piece.tensor]
+        if piece.start % p.element_size() or piece.stop % p.element_size():
+            raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut inside an element of {p.element_size()} bytes")
+        groups.setdefault((p.dtype, p.device), []).append(piece)
+    return [msgspec.structs.replace(message, slices=tuple(group)) for group in groups.values()]
+
+
+def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset[Slice], Wire]) -> Wire:
+    """The all_gather that belongs to a reduce_scatter before it."""
+    first = scattered.pop(frozenset(message.slices), None)
+    if first is None:
+        raise PlanError(f"messages[{i}]: an all_gather of other slices than those of one reduce_scatter before it")
+    there, here = ((m.collective, m.depth) for m in (first.message, message))
+    if there != here:
+        raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here} of what was scattered by {there}")
+    wire = Wire(index, message, first.buffer, slots=first.slots, scattered=first)
+    first.gathered = wire
+    for slot in {id(piece.slot): piece.slot for piece in first.pieces}.values():
+        slot.wires.append(wire)
+    return wire
+
+
+def _wire(index: int, message: Message, slots: dict[str, Slot], multiple: int) -> Wire:
+    """A message with a buffer of its own, of a multiple of so many elements."""
     first = slots[message.slices[0].tensor].parameter
     size = first.element_size()
     flags = sum(piece.start == 0 for piece in message.slices)
-    buffer = torch.zeros(message.nbytes // size + flags, dtype=first.dtype, device=first.device)
-    wire = Wire(index, buffer)
+    elements = -(-(message.nbytes // size + flags) // multiple) * multiple
+    buffer = torch.zeros(elements, dtype=first.dtype, device=first.device)
+    wire = Wire(index, message, buffer)
     at, flag_at = 0, message.nbytes // size
     for piece in message.slices:
         slot = slots[piece.tensor]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
 
 from legato.core import files
-from legato.core.errors import InputError
+from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.pytorch.agreement import agree, describe
+from legato.pytorch.agreement import agree, broadcast_tensors, describe, describe_optimizer, group_device
+from legato.pytorch.census import Census, extended, taking_part
+from legato.pytorch.checks import Checks, chosen
 from legato.pytorch.deferred import defer_steps, drop_gradients
 from legato.pytorch.exchange import Exchange
+from legato.pytorch.flight import Flight
 from legato.pytorch.link import in_order
 from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.recovery import abandon, standing
 from legato.pytorch.tracing import Tracer
+from legato.pytorch.watch import Watch
 
 __all__ = ["DistributedModel", "distribute"]
-
-_BROADCAST_BYTES = 250 * 2**20
 
 
 class DistributedModel(nn.Module):
@@ -42,20 +45,36 @@ class DistributedModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, plan: Plan, group: Any, *, broadcast_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        group: Any,
+        *,
+        broadcast_buffers: bool = True,
+        debug: bool | str | None = None,
+        flight_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         ranks = dist.get_process_group_ranks(group)
         # Groups of our own: nobody else's collectives come between two messages of the plan.
-        self._group = dist.new_group(ranks)
-        self._buffer_group = dist.new_group(ranks)
-        agree(describe(plan, trained_parameters(module)), self._group)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        timeout = group._get_backend(group_device(group)).options._timeout
+        self._group = dist.new_group(ranks, timeout)
+        self._buffer_group = dist.new_group(ranks, timeout)
+        self._parameters_taking_part = trained_parameters(module)
+        agree(describe(plan, module, self._parameters_taking_part), self._group)
+        self._watch = Watch(self._group, Flight(self._group.rank(), flight_dir), _standing(weakref.ref(self)))
+        checks = chosen(debug)
+        self._checks = Checks(checks, self._group, timeout) if checks else None
+        self._broadcast([*module.parameters(), *module.buffers()], self._group)
         self._send = in_order(self._group)
-        self._exchange = Exchange(plan, trained_parameters(module), self._group, self._send)
+        self._exchange = self._lowered(plan)
+        self._census = Census(module)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
+        self._failed = False
 
     @property
     def plan(self) -> Plan:
@@ -63,31 +82,92 @@ class DistributedModel(nn.Module):
         return self._exchange.plan
 
     def manage(self, optimizer: Optimizer) -> None:
-        """Let the plan say when this optimizer's updates are applied."""
+        """Let the plan say when this optimizer's updates are applied; call it for a second optimizer of the model."""
+        agree(describe_optimizer(optimizer), self._group)
         defer_steps(optimizer, self._exchange)
         self._optimizers.append(optimizer)
 
     def adopt(self, plan: Plan) -> None:
-        """Go over to another plan, between two iterations, all ranks together."""
-        agree(describe(plan, trained_parameters(self.module)), self._group)
-        self._exchange.close()
-        self._exchange = Exchange(plan, trained_parameters(self.module), self._group, self._send)
+        """Go over to another plan, between two iterations, all ranks together.
+
+        Parameters that it does not know, because they are frozen or were
+        unfrozen since, go out in one more message.
+        """
+        plan = extended(plan, self._parameters_taking_part)
+        agree(describe(plan, self.module, self._parameters_taking_part), self._group)
+        before = self._exchange
+        before.close()
+        self._exchange = self._lowered(plan)
+        self._exchange.forwards, self._exchange.enabled = before.forwards, before.enabled
         for optimizer in self._optimizers:
             defer_steps(optimizer, self._exchange)
 
+    def _lowered(self, plan: Plan) -> Exchange:
+        return Exchange(plan, self._parameters_taking_part, self._group, self._send, self._watch, self._checks)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        exchange = self._exchange
+        self._begin_forward()
+        tracer = self._exchange.tracer
+        if tracer:
+            tracer.switch("forward")
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._failed = self._exchange.enabled and torch.is_grad_enabled() and self._group.size() > 1
+            raise
+        self._end_forward(output)
+        return output
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
+    def _begin_forward(self) -> None:
+        exchange, training = self._exchange, torch.is_grad_enabled()
+        if self._failed:
+            raise RankError(
+                "the last forward pass raised an exception, and other ranks may have gone on: "
+                "call abandon() on all of them, or start again from a checkpoint"
+            )
+        if training and self._census.changed():
+            exchange = self._changed()
         exchange.begin_forward()
+        if self._census.compiled():
+            exchange.settle()  # compiled code takes parameters as they are
         if self.broadcast_buffers and self._buffers_differ:
             self._broadcast(list(self.module.buffers()), self._buffer_group)
         # As DDP has it: only a forward pass whose gradients will be averaged leaves buffers to be made equal.
-        self._buffers_differ = exchange.enabled and torch.is_grad_enabled()
-        if exchange.tracer is None:
-            return self.module(*args, **kwargs)
-        exchange.tracer.switch("forward")
-        output = self.module(*args, **kwargs)
-        exchange.tracer.watch(output)
-        return output
+        self._buffers_differ = exchange.enabled and training
+        exchange.forwards += self._buffers_differ
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
+    def _end_forward(self, output: Any) -> None:
+        if self._buffers_differ:
+            self._exchange.outermost.expect(output)
+        if self._exchange.tracer:
+            self._exchange.tracer.watch(output)
+
+    def _changed(self) -> Exchange:
+        """The module is not what it was: its new parameters take part from now on."""
+        before = self._parameters_taking_part
+        self._parameters_taking_part = taking_part(self.module, before)
+        self._census = Census(self.module)
+        if len(self._parameters_taking_part) > len(before):
+            self.adopt(self.plan)
+            self._broadcast([p for n, p in self._parameters_taking_part.items() if n not in before], self._group)
+        return self._exchange
+
+    def abandon(self) -> None:
+        """Skip a training step in which some rank's forward or backward pass raised; all ranks call it together.
+
+        Call it before `optimizer.step()`, once the ranks know of each other that
+        one has failed. Gradients of the step are dropped, on every rank.
+        """
+
+        def furthest(n: int) -> int:
+            number = torch.tensor(n, device=group_device(self._group))
+            self._watch.wait(dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True))
+            return int(number.item())
+
+        abandon(self._exchange, furthest)
+        self._failed = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -129,10 +209,37 @@ class DistributedModel(nn.Module):
             self.set_tracer(None)
             found += tracer.timelines(self.plan.scheduler)
 
-    def _broadcast(self, tensors: list[torch.Tensor], group: Any = None) -> None:
-        values = [t.detach() for t in tensors]
-        if values:
-            _broadcast_coalesced(group or self._group, values, _BROADCAST_BYTES, 0)
+    def _broadcast(self, tensors: list[torch.Tensor], group: Any) -> None:
+        try:
+            broadcast_tensors(tensors, group, self._watch.wait)
+        except RuntimeError as error:
+            raise self._watch.failure("making buffers equal before a forward pass", error) from error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy (deepcopy, pickle, `torch.optim.swa_utils.AveragedModel`) is of this process alone."""
+        self.flush()
+        return Undistributed, (self.module, self.training)
+
+
+class Undistributed(nn.Module):
+    """A copy of a `DistributedModel`: the same names, and no other ranks."""
+
+    def __init__(self, module: nn.Module, training: bool = True) -> None:
+        super().__init__()
+        self.module = module
+        self.training = training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _standing(of: weakref.ref[DistributedModel]) -> Callable[[], str]:
+    def say() -> str:
+        model = of()
+        exchange = getattr(model, "_exchange", None)
+        return standing(exchange) if exchange is not None else "is between two models"
+
+    return say
 
 
 def distribute(
@@ -142,13 +249,18 @@ def distribute(
     *,
     process_group: Any = None,
     broadcast_buffers: bool = True,
+    debug: bool | str | None = None,
+    flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Optimizer]:
     """Train `model` on all ranks of a process group, its gradients sent as `plan` says.
 
     `plan` is a `Plan` or the path of a plan file. Returns the wrapped model and
-    the same optimizer. Raises `PlanError` for a plan of another model, and
-    `RankError`, on every rank, when the ranks do not have the same model and
-    plan.
+    the same optimizer. `debug` asks for checks at run time (`legato.pytorch.checks`;
+    None: as `$LEGATO_DEBUG` says), `flight_dir` says where the record of the
+    last messages goes when something fails (`legato.pytorch.flight`).
+
+    Raises `PlanError` for a plan of another model, and `RankError`, on every
+    rank, when the ranks do not have the same model, plan and optimizer.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
@@ -160,7 +272,9 @@ def distribute(
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
     group = process_group if process_group is not None else dist.group.WORLD
-    wrapped = DistributedModel(model, plan, group, broadcast_buffers=broadcast_buffers)
+    wrapped = DistributedModel(
+        model, plan, group, broadcast_buffers=broadcast_buffers, debug=debug, flight_dir=flight_dir
+    )
     wrapped.manage(optimizer)
     return wrapped, optimizer
 

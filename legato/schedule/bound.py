@@ -48,6 +48,33 @@ counts what the network loses at both ends of the period: the small messages
 that it begins with to have anything to do, and those that it ends with so as
 not to keep the forward pass waiting.
 
+*Between.* Let h be the least head of S and q its least tail. All messages with
+bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
+the work for the other tensors, beta * b for b bytes, and U and V as above, but
+for the others only. The messages that start before h have done a <= U(e) of it
+when the last of them ends, at e; if e > h, then e - a is at least h - U(h),
+since U grows no faster than time. The same at the other end. What neither has
+done is done between them, so
+
+    T >= h + alpha + beta * B + max(0, W - U(h) - V(q)) + q.
+
+This is what the others lose: sets that are small but late (the first layers)
+wait for all that could go neither before them nor after.
+
+*Detours.* Where ops may run in any order on one stream, "between" proves more.
+Let K be the ops that every gradient of S depends on, and g >= sum of d(K) the
+moment at which the first gradient of S is ready. An op outside of K that
+produces gradients of other tensors, with w seconds of network work, either runs
+before g, which puts g off by its duration d, or what it produces is not sent by
+messages that start before g. With V as above,
+
+    T >= sum of d(K) + sum of d of those before g + alpha + beta * B
+         + max(0, sum of w of the others - V(q)) + q.
+
+The least of this over all choices of ops, or of parts of ops, is a linear
+program that a greedy choice solves: V(q) goes to those with the largest d/w, and
+of each of the rest the smaller of d and w counts.
+
 *Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
 above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
 b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
@@ -74,9 +101,10 @@ import msgspec
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.heads_tails import HeadsTails, Order, heads_tails
+from legato.schedule.heads_tails import Detours, HeadsTails, Order, heads_tails
 from legato.schedule.jackson import jackson
 from legato.schedule.merge_optimal import merge_neighbours
+from legato.schedule.squeezed import squeezed
 from legato.schedule.window import Window
 from legato.simulate.period import Compute
 
@@ -92,15 +120,15 @@ _MOMENTS, _ZOOMS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "release", "tail", "both"]
+Case = Literal["compute", "release", "tail", "both", "between"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no schedule is faster: the indices S of the critical tensors, and what they take.
 
-    `case` says which of the arguments above holds: "release", "tail", or
-    "compute", where S is empty and communication does not matter; `moment_s` is
-    the m of "both". The
+    `case` says which of the arguments above holds: "release", "tail", "both",
+    "between", or "compute", where S is empty and communication does not matter;
+    `moment_s` is the m of "both". The
     computation before the first tensor of S is ready (`before_s`), the network
     with its unavoidable waits (`network_s`), and the computation after
     (`after_s`) follow one another and add up to the bound, in seconds.
@@ -138,6 +166,7 @@ def lower_bound(
     """
     known = heads_tails(workload, compute, order)
     fees = 1.0 if whole else 0.5
+    line = _cheapest_line(cluster, workload.nbytes)
     nothing = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
     sets = dict.fromkeys(_promising_sets(workload, cluster, known))  # in order, each once
     bounds = [_bound(case, tensors, workload, cluster, known, fees) for case, tensors in sets]
@@ -145,7 +174,14 @@ def lower_bound(
     best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
         bounds.append(_both(tensors, workload, cluster, known, fees))
-    return max([nothing, *bounds], key=lambda bound: bound.seconds)
+    found = max([nothing, *bounds], key=lambda bound: bound.seconds)
+    detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
+    nbytes = [tensor.nbytes for tensor in workload.tensors]
+    late = squeezed(known, nbytes, line, fees, beat_s=found.seconds, detours=detours)
+    if late is None:
+        return found
+    between = late.seconds - late.first_s - late.last_s
+    return Bound(late.seconds, Certificate("between", late.tensors, late.first_s, between, late.last_s))
 
 
 def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, known: HeadsTails, fees: float) -> Bound:
@@ -195,7 +231,7 @@ def _bound(
 
 def _cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
     """The line below the cost of every collective for 0 to `nbytes` bytes that touches the least at both ends."""
-    costs = cluster.collectives.values()
+    costs = cluster.least_costs()
     alpha = min(cost.alpha_s for cost in costs)
     return LinearCost(alpha, (min(cost.cost(nbytes) for cost in costs) - alpha) / nbytes)
 

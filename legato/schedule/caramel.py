@@ -43,7 +43,7 @@ from legato.schedule.caramel_batches import batches, threshold_bytes
 from legato.schedule.caramel_order import serialized_order, update_order
 from legato.schedule.caramel_transfers import pack
 from legato.schedule.compose import compose, known_collective, whole
-from legato.simulate.pipelining import PIPELINED, pipelined_s
+from legato.simulate.pipelining import message_s
 
 __all__ = ["MAX_DEPTH", "adaptive_depth", "caramel"]
 
@@ -93,23 +93,12 @@ def caramel(
 def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
     """Chunks of at least `threshold` bytes, at most `MAX_DEPTH`: the number that makes the message cheapest.
 
-    1 where that cannot be priced: a cluster that was measured, not derived, or
-    a collective without a depth.
+    1 where that cannot be priced: a cluster that was measured at no depth, or
+    a collective without one.
     """
-    bandwidth, latency = cluster.bandwidth_bps, cluster.latency_s
-    if collective not in PIPELINED or bandwidth is None or latency is None:
-        return 1
     return min(
         (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
-        key=lambda d: pipelined_s(
-            collective,
-            cluster.workers,
-            nbytes,
-            d,
-            bandwidth_bps=bandwidth,
-            latency_s=latency,
-            reduce_s_per_byte=cluster.reduce_s_per_byte,
-        ),
+        key=lambda d: message_s(cluster, collective, d, nbytes),
     )
 
 
@@ -127,7 +116,7 @@ def _scheduled(
     packing = pack(
         [max(ready[t] for t in group) for group in groups],
         [max(after[t] for t in group) for group in groups],
-        [cluster.cost(m.collective).cost(m.nbytes) for m in messages],
+        [message_s(cluster, m.collective, m.depth, m.nbytes) for m in messages],
         [m.nbytes for m in messages],
         backward,
         workload.compute_s - backward,

@@ -51,6 +51,8 @@ def verify_bound(
         proved = Fraction(walk.compute(), _SCALE)
     elif case == "both":
         proved = _both_ends(workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, whole)
+    elif case == "between":
+        proved = _between(workload, cluster, walk, chosen, whole)
     else:
         near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
         proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
@@ -81,15 +83,60 @@ def _both_ends(
     return Fraction(m - front.half + back.time_for(left), front.unit)
 
 
+def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+    """h + alpha + beta * B + q, and what is left of the other tensors when those before h and after q are done."""
+    first, last = min(map(walk.head, chosen)), min(map(walk.tail, chosen))
+    everything = range(len(workload.tensors))
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)  # for the slope of all bytes
+    others = [t for t in everything if t not in chosen]
+    slope = entire.sent[-1] // entire.total
+    work = slope * sum(workload.tensors[t].nbytes for t in others)
+    done = [0, 0]
+    for k, (near, until) in enumerate(((walk.head, first), (walk.tail, last))):
+        if others:
+            end = _End(workload, cluster, {t: near(t) for t in others}, whole, of=entire.total)
+            done[k] = end.done_by(until * entire.total)
+    begin = Fraction(first * entire.total + max(0, work - sum(done)))
+    if walk.order == "any" and walk.compute_setting == "one":
+        begin = max(begin, _detour(workload, walk, chosen, slope, entire.total, done[1]))
+    alpha = entire.half if whole else 2 * entire.half
+    own = slope * sum(workload.tensors[t].nbytes for t in chosen)
+    return (begin + alpha + own + last * entire.total) / entire.unit
+
+
+def _detour(workload: Workload, walk: _Walk, chosen: tuple[int, ...], slope: int, total: int, free: int) -> Fraction:
+    """The ops that all chosen gradients need; and of the others that make gradients, their time or that of sending.
+
+    `free` work may be left for later at no cost: the least of a linear program, by its greedy solution.
+    """
+    producer = [tensor.ready_after for tensor in workload.tensors]
+    shared = set.intersection(*(walk.reached([producer[t]], walk.before) for t in chosen))
+    needed = Fraction(sum(walk.duration[i] for i in shared) * total)
+    choices = []
+    for op in set(producer) - shared:
+        sent = slope * sum(t.nbytes for k, t in enumerate(workload.tensors) if producer[k] == op and k not in chosen)
+        if sent:
+            choices.append((walk.duration[op] * total, sent))
+    left = Fraction(free)
+    for computed, sent in sorted(choices, key=lambda choice: Fraction(*choice), reverse=True):
+        spared = min(Fraction(1), left / sent)
+        left -= spared * sent
+        needed += (1 - spared) * min(computed, sent)
+    return needed
+
+
 class _End:
     """f for tensors as seen from one end of the period, in units of 1 / (_SCALE * bytes), where the slope is whole."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool, of: int | None = None
+    ) -> None:
+        """`of`: bytes up to which the cheapest cost is drawn as a line; these tensors' own if not given."""
         inward = sorted(near, key=near.__getitem__)
         sizes = [workload.tensors[t].nbytes for t in inward]
-        self.total = total = sum(sizes)
+        self.total = total = sum(sizes) if of is None else of
         self.unit = _SCALE * total
-        costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.collectives.values()]
+        costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
         slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
         self.half = (alpha if whole else alpha // 2) * total  # what a message pays first

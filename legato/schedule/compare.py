@@ -12,8 +12,9 @@ from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
-from legato.schedule import SCHEDULERS, schedule
+from legato.schedule import schedule, scheduler_names
 from legato.schedule.bound import Bound, kind_of, lower_bound
+from legato.schedule.compose import runs
 from legato.schedule.heads_tails import Order
 from legato.simulate.collective import simulate
 
@@ -28,8 +29,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     The bound is the one for all plans of its kind: with the captured order of
     ops or any, with all-reduces only or also their halves. `runnable` are those
-    of all-reduces in the captured order, which are what the PyTorch runtime
-    carries out as predicted.
+    of all-reduces or their halves in the captured order, which are what the
+    PyTorch runtime carries out as predicted.
     """
 
     plan: Plan
@@ -70,11 +71,11 @@ def compare(
     compute: Literal["one", "unlimited"] = "one",
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Candidate]:
-    """Plan with each named scheduler (all of them by default) and predict each plan.
+    """Plan with each named scheduler (by default, all that are made for the cluster) and predict each plan.
 
     `progress(done, total)` is called after each one.
     """
-    names = list(names) or list(SCHEDULERS)
+    names = list(names) or scheduler_names(cluster)
     bounds: dict[tuple[Order, bool], Bound] = {}
     found = []
     for i, name in enumerate(names):
@@ -86,7 +87,7 @@ def compare(
             bounds[order, whole] = lower_bound(workload, cluster, compute=compute, order=order, whole=whole)
         bound = bounds[order, whole]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        found.append(Candidate(plan, timeline, bound, plan_s, runnable=whole and order == "captured"))
+        found.append(Candidate(plan, timeline, bound, plan_s, runnable=order == "captured" and runs(plan)))
         if progress:
             progress(i + 1, len(names))
     return found

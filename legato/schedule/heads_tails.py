@@ -14,7 +14,8 @@ its *tail*, the least time from its arrival to the end of the period. Carlier's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from operator import getitem
 from typing import Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from legato.core.workload import Workload
 from legato.schedule.compose import ready_times
 from legato.simulate.period import Compute, Period, check_compute
 
-__all__ = ["HeadsTails", "Order", "heads_tails"]
+__all__ = ["Detours", "HeadsTails", "Order", "heads_tails"]
 
 #: The orders in which a worker may run its ops. In both, optimizer ops run whenever their turn is best;
 #: "captured" keeps backward and forward ops in the order of the workload, "any" only their dependencies.
@@ -57,6 +58,45 @@ def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTail
         before = _closures(period.topological, period.waits)
         heads = [weigh.of(before[op]) for op in period.ready_op]
     return HeadsTails(heads, [weigh.of(bits) for bits in tails], workload.compute_s)
+
+
+class Detours:
+    """What it costs to compute other gradients before those of a set, in any order on one stream.
+
+    Before the first gradient of the set there is the computation that all of
+    the set depends on. Another gradient comes before it too if its op runs
+    before as well, which delays the set; or else it is sent after it.
+    """
+
+    def __init__(self, workload: Workload, s_per_byte: float) -> None:
+        period = Period(workload)
+        before = _closures(period.topological, period.waits)
+        self.needs = [before[op] for op in period.ready_op]
+        self.weigh = _Weights(period.duration_s)
+        self.ready_op, self.duration_s = period.ready_op, period.duration_s
+        self.send_s = [s_per_byte * tensor.nbytes for tensor in workload.tensors]
+
+    def least_s(self, tensors: Collection[int], free_s: float) -> float:
+        """Seconds before the first gradient of the set plus those for others sent after it, at least.
+
+        `free_s` of the network's time after it cost nothing. They are best spent
+        where they spare most computation; parts of ops count as well, which can
+        only make it less.
+        """
+        shared = -1
+        for t in tensors:
+            shared &= self.needs[t]
+        late: dict[int, float] = {}
+        for t, op in enumerate(self.ready_op):
+            if t not in tensors and not shared >> op & 1:
+                late[op] = late.get(op, 0.0) + self.send_s[t]
+        least = self.weigh.of(shared)
+        for op in sorted(late, key=lambda op: self.duration_s[op] / late[op] if late[op] else math.inf, reverse=True):
+            duration, send = self.duration_s[op], late[op]
+            spared = min(1.0, free_s / send) if send else 1.0
+            free_s -= spared * send
+            least += (1 - spared) * min(duration, send)
+        return least
 
 
 def _longest_paths(period: Period) -> HeadsTails:

@@ -3,9 +3,10 @@
 This is the model that planners use (MG-WFBP section II, PACE section IV).
 Messages go out strictly in the plan's order: one starts when the one before
 has ended and every tensor in it is ready. An all-reduce of n bytes takes the
-cost of its collective; the two halves of which it can be made (reduce_scatter
-and all_gather, push and pull) take half of that each, alpha/2 + beta/2 * n. A
-message's `depth` and `server` change nothing at this fidelity.
+cost of its collective, in chunks that of `legato.simulate.pipelining`; the two
+halves of which it can be made (reduce_scatter and all_gather, push and pull)
+take half of that each, alpha/2 + beta/2 * n. A message's `server` changes
+nothing at this fidelity.
 
 A worker computes on one stream, op after op in `op_order`, each as soon as the
 stream is free and what it needs is there; or, with compute "unlimited" (PACE),
@@ -26,6 +27,7 @@ from legato.core.plan import Message, Plan, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
 from legato.simulate.period import Compute, Period, check_compute
+from legato.simulate.pipelining import message_s
 
 __all__ = ["iteration_time", "simulate"]
 
@@ -97,7 +99,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
     for i, message in enumerate(plan.messages):
         try:
-            cost = cluster.cost(message.collective)
+            seconds = message_s(cluster, message.collective, message.depth, message.nbytes)
         except InputError as error:
             raise PlanError(f"messages[{i}].collective: {error}") from None
         first = _SECOND_HALF_OF.get(message.kind)
@@ -105,7 +107,6 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             unsent[message.kind, piece.tensor] -= 1
             if first is not None and unsent.get((first, piece.tensor)):
                 raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
-        seconds = cost.cost(message.nbytes)
         whole = message.kind == "all_reduce"
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
         wires.append(_Wire(tensors, seconds if whole else seconds / 2))

@@ -32,12 +32,33 @@ from __future__ import annotations
 
 import math
 
+from legato.core.cluster import PIPELINED, Cluster
 from legato.core.errors import InputError, unknown_name
 
-__all__ = ["PIPELINED", "pipelined_s"]
+__all__ = ["PIPELINED", "message_s", "pipelined_s"]
 
-#: The collectives that have a depth.
-PIPELINED = ("shuffle", "ring", "halving-doubling")
+
+def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
+    """Seconds of an all-reduce of `nbytes` bytes on a cluster.
+
+    As measured, where that depth (or a smaller one) was; by `pipelined_s` where
+    the cluster was derived; and at the price of one chunk where neither is
+    known. Raises `InputError` on a collective the cluster lacks.
+    """
+    name = cluster.default_collective if collective is None else collective
+    cost = cluster.cost(name, depth)
+    bandwidth, latency = cluster.bandwidth_bps, cluster.latency_s
+    if depth == 1 or name in cluster.depths or name not in PIPELINED or bandwidth is None or latency is None:
+        return cost.cost(nbytes)
+    return pipelined_s(
+        name,
+        cluster.workers,
+        nbytes,
+        depth,
+        bandwidth_bps=bandwidth,
+        latency_s=latency,
+        reduce_s_per_byte=cluster.reduce_s_per_byte,
+    )
 
 
 def pipelined_s(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError
+from legato.core.files import decode, encode
 
 FREE = {"c": LinearCost(0.0, 0.0)}
 
@@ -33,6 +34,8 @@ def test_a_linear_cost_has_finite_terms(field, bad):
         ({"bandwidth_bps": math.inf}, "bandwidth_bps: inf"),
         ({"latency_s": -1e-6}, "latency_s: -1e-06"),
         ({"reduce_s_per_byte": math.nan}, "reduce_s_per_byte: nan"),
+        ({"depths": {"d": {2: FREE["c"]}}}, "unknown collective in depths 'd'"),
+        ({"depths": {"c": {1: FREE["c"]}}}, "depths: c in 1 chunks \\(expected at least 2\\)"),
     ],
 )
 def test_what_a_cluster_refuses(fields, error):
@@ -158,3 +161,19 @@ def test_sizes_that_hardly_differ():
 def test_what_cannot_be_fitted(samples, error):
     with pytest.raises(InputError, match=error):
         LinearCost.fit(samples)
+
+
+def test_depths_that_were_measured():
+    """The greatest one up to what is asked for; where nothing was measured, the cost of one chunk."""
+    costs = [LinearCost(float(k), 1.0) for k in range(4)]
+    cluster = Cluster(2, {"own": costs[0], "ring": costs[1]}, depths={"ring": {2: costs[2], 5: costs[3]}})
+    assert [cluster.cost("ring", depth).alpha_s for depth in (1, 2, 4, 5, 9)] == [1, 2, 2, 3, 3]
+    assert cluster.cost("own", 7) == costs[0]
+    assert sorted(cost.alpha_s for cost in cluster.least_costs()) == [0, 1, 2, 3]
+
+
+def test_a_cluster_file_from_before_there_were_depths():
+    old = b'{"format":"legato.cluster/1","workers":2,"collectives":{"c":{"alpha_s":1.0,"beta_s_per_byte":0.0}}}'
+    assert decode(old, Cluster) == Cluster(2, {"c": LinearCost(1.0, 0.0)})
+    measured = Cluster(2, FREE, depths={"c": {4: LinearCost(1.0, 0.0)}})
+    assert decode(encode(measured), Cluster) == measured

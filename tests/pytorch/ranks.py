@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 
@@ -52,13 +53,23 @@ class Ranks:
 
     def outcomes(self, function, *args):
         """[(ok, result or error text)] of `function(*args)` on every rank."""
+        self.begin(function, *args)
+        return [self.answer(rank, function.__name__) for rank in range(self.size)]
+
+    def begin(self, function, *args):
+        """Start `function(*args)` on every rank."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, args))
-        found = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(PATIENCE_S), f"rank {rank} did not answer within {PATIENCE_S} s: {function.__name__} hangs"
-            found.append(pipe.recv())
-        return found
+
+    def answer(self, rank, doing="it"):
+        """(ok, result or error text) of one rank."""
+        pipe = self._pipes[rank]
+        assert pipe.poll(PATIENCE_S), f"rank {rank} did not answer within {PATIENCE_S} s: {doing} hangs"
+        return pipe.recv()
+
+    def strike(self, rank, fate):
+        """Kill a rank, or stop it where it is."""
+        os.kill(self._processes[rank].pid, {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[fate])
 
     def run(self, function, *args):
         """Results of `function(*args)`, a list by rank; fails the test if any rank failed."""
@@ -72,8 +83,11 @@ class Ranks:
         assert not any(ok for ok, _ in outcomes), outcomes
         return [text.splitlines()[0] for _, text in outcomes]
 
-    def close(self):
-        for pipe in self._pipes:
+    def close(self, force=False):
+        """End all processes; with `force`, without asking them."""
+        for process in self._processes if force else ():
+            process.kill()
+        for pipe in () if force else self._pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(10)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.cluster import Cluster
+from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.simulate.pipelining import PIPELINED, pipelined_s
+from legato.simulate.pipelining import PIPELINED, message_s, pipelined_s
 
 workers = st.integers(1, 40)
 powers = st.integers(1, 6).map(lambda k: 2**k)
@@ -110,3 +110,21 @@ def test_a_ring_by_hand():
 def test_what_has_no_price(collective, n, depth, error):
     with pytest.raises(InputError, match=error):
         seconds(collective, n, 8, depth, 1.0, 1.0, 1.0)
+
+
+@given(
+    collective=st.sampled_from(sorted(COLLECTIVES)), n=workers, nbytes=sizes, depth=st.integers(1, 9),
+    latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates,
+)  # fmt: skip
+def test_no_message_is_below_the_least_cost(collective, n, nbytes, depth, latency_s, byte, reduce):
+    cluster = Cluster.derive(n, 8 / byte, latency_s, reduce_s_per_byte=reduce, collectives=[collective])
+    least = min(cost.cost(nbytes) for cost in cluster.least_costs())
+    assert message_s(cluster, collective, depth, nbytes) >= least * (1 - 1e-9)
+
+
+def test_what_was_measured_goes_before_what_can_be_derived():
+    cluster = Cluster(4, {"own": LinearCost(1, 0), "ring": LinearCost(2, 0)}, depths={"ring": {3: LinearCost(3, 1)}})
+    assert [message_s(cluster, name, depth, 10) for name, depth in (("ring", 2), ("ring", 4), ("own", 3))] == [2, 13, 1]
+    assert message_s(cluster, None, 1, 10) == 1
+    derived = Cluster.derive(4, 8.0, 1.0, reduce_s_per_byte=2.0, collectives=["shuffle"])
+    assert message_s(derived, "shuffle", 2, 8) == 20  # as by hand above

@@ -1,0 +1,87 @@
+"""A Lightning strategy that trains with legato.
+
+    torchrun --nproc-per-node 2 examples/with_lightning.py
+
+`LegatoStrategy` is Lightning's own DDP strategy with another wrapper around the
+module. The module's first optimizer is planned for; further ones are managed
+as well.
+"""
+
+from contextlib import nullcontext
+
+import lightning
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato
+
+
+class LegatoStrategy(DDPStrategy):
+    """Lightning's DDP strategy; keyword arguments that are not its own go to `legato.distribute`."""
+
+    def configure_ddp(self):
+        """The module is wrapped when there is an optimizer, a moment later."""
+
+    def setup_optimizers(self, trainer):
+        super().setup_optimizers(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            first, *others = self.optimizers
+            self.model, _ = legato.distribute(self.lightning_module, first, **self._ddp_kwargs)
+            for optimizer in others:
+                self.model.manage(optimizer)
+
+    def block_backward_sync(self):
+        """While gradients accumulate, nothing is sent."""
+        return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
+
+    def teardown(self):
+        self.model = self.lightning_module
+        super().teardown()
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("loss", F.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def main(strategy):
+    lightning.seed_everything(0, verbose=False)
+    model = Classifier()
+    data = TensorDataset(torch.randn(256, 32), torch.randint(0, 10, (256,)))
+    trainer = lightning.Trainer(
+        strategy=strategy,
+        accelerator="auto" if torch.cuda.is_available() else "cpu",
+        devices="auto" if torch.cuda.is_available() else 2,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=8), DataLoader(data, batch_size=64))
+    if trainer.is_global_zero:
+        total = sum(p.double().sum().item() for p in model.parameters())
+        print(f"trained on {trainer.world_size} ranks, weights add up to {total:.12f}")
+
+
+if __name__ == "__main__":
+    main(LegatoStrategy())

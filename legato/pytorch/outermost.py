@@ -1,0 +1,47 @@
+"""When a backward pass begins and ends, whatever runs inside it.
+
+[Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass
+inside the backward pass. The first gradient may come from the inner one, whose
+end is not the end. So the outer one is caught where it must come by first: at
+the output of the model. (A loss that was made without the model's output, from
+its parameters alone, is noticed at its first gradient.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Outermost"]
+
+
+class Outermost:
+    """Calls `ended()` at the end of the outermost backward pass, once, however it was noticed."""
+
+    def __init__(self, wanted: Callable[[], bool], ended: Callable[[], None]) -> None:
+        self._wanted = wanted
+        self._ended = ended
+        self._noticed = False
+
+    def expect(self, output: Any) -> None:
+        """The forward pass gave this: a backward pass begins there."""
+        for value in torch.utils._pytree.tree_leaves(output):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(self.notice)
+
+    def notice(self, *_: Any) -> None:
+        """A backward pass is running now."""
+        if not self._noticed and self._wanted():
+            self._noticed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """No backward pass is running: the one that was noticed ended with an exception."""
+        self._noticed = False
+
+    def _end(self) -> None:
+        self._noticed = False
+        self._ended()
