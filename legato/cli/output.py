@@ -14,10 +14,11 @@ from rich.table import Table
 
 from legato.core.units import format_seconds
 
-__all__ = ["note", "print_json", "print_rows", "progress"]
+__all__ = ["note", "print_json", "print_rows", "print_table", "progress"]
 
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scheduler": ("scheduler", str),
+    "fabric": ("fabric", str),
     "iteration_s": ("predicted", format_seconds),
     "measured_s": ("measured", format_seconds),
     "predicted_s": ("predicted", format_seconds),
@@ -28,6 +29,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
     "num_messages": ("messages", str),
     "plan_s": ("planned in", format_seconds),
+    "speedup": ("speedup", lambda v: f"{v:.2f}x"),
+    "simulate_s": ("simulated in", format_seconds),
 }
 
 
@@ -42,11 +45,16 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
     for key in shown:
-        table.add_column(_COLUMNS[key][0], justify="left" if key == "scheduler" else "right")
+        table.add_column(_COLUMNS[key][0], justify="left" if key in ("scheduler", "fabric") else "right")
     fastest = min((row[by] for row in rows), default=None)
     for row in sorted(rows, key=lambda r: r[by]):
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
         table.add_row(*cells, style="bold green" if row[by] == fastest else None)
+    _console(stderr=False).print(table)
+
+
+def print_table(table: Table) -> None:
+    """A table of one's own on standard output."""
     _console(stderr=False).print(table)
 
 

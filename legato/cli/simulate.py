@@ -1,0 +1,253 @@
+"""`legato simulate`"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import msgspec
+import typer
+
+from legato.cli.options import Json
+from legato.cli.output import note, print_json, print_rows, progress
+from legato.core import files
+from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.core.errors import InputError, unknown_name
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.core.units import format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.workload import Workload
+
+if TYPE_CHECKING:
+    from legato.simulate.flow import Network
+    from legato.simulate.flow.fabrics.protocol import Fabric
+
+#: A timeline file is for looking at; more workers than these are left out of it.
+_MOST_DRAWN = 32
+
+Fidelity = Literal["collective", "flow"]
+
+
+def simulate(
+    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="One workload, or one a worker.")],
+    fabric: Annotated[str, typer.Option(help="A fabric's name, several with commas, or all.")] = "all",
+    fidelity: Annotated[str, typer.Option(help="flow: every transfer; collective: as planners see it.")] = "flow",
+    workers: Annotated[int, typer.Option(help="Number of workers.")] = 32,
+    bandwidth: Annotated[str, typer.Option(help="Of every host's link, like 25Gbit.")] = "25Gbit",
+    latency: Annotated[str, typer.Option(help="From host to host, like 5us.")] = "0",
+    reduce: Annotated[str, typer.Option(help="Time to add up one MiB of gradients, like 50us.")] = "0",
+    servers: Annotated[int | None, typer.Option(help="Parameter servers. (default: 1)")] = None,
+    placement: Annotated[str | None, typer.Option(help="Of tensors: round-robin, or equal.")] = None,
+    distribution: Annotated[str | None, typer.Option(help="Of parameters: round-robin, or block.")] = None,
+    barrier: Annotated[
+        bool | None, typer.Option("--barrier/--no-barrier", help="Servers hand out nothing before all is summed.")
+    ] = None,
+    aggregation: Annotated[str | None, typer.Option(help="In the switch: store-and-forward, or cut-through.")] = None,
+    message_bytes: Annotated[str | None, typer.Option(help="Cut messages into pieces of so much, like 4MiB.")] = None,
+    in_flight: Annotated[int | None, typer.Option(help="All-reduces at once. (default: all that are ready)")] = None,
+    group: Annotated[int | None, typer.Option(help="Workers a host, in the hierarchical fabric. (default: 8)")] = None,
+    racks: Annotated[int, typer.Option(help="Racks that the workers stand in.")] = 1,
+    oversubscription: Annotated[float, typer.Option(help="Of the racks' uplinks: 4 is 4:1.")] = 1.0,
+    sharing: Annotated[str, typer.Option(help="Of a link: fifo, or fair (max-min, small cases).")] = "fifo",
+    jitter: Annotated[float, typer.Option(help="Of computation: sigma of a lognormal factor.")] = 0.0,
+    slow: Annotated[float, typer.Option(help="The last worker computes so many times as long.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    iterations: Annotated[int | None, typer.Option(help="To simulate. (default: 1, or 3 until it is steady)")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Plan with it. (default: a message a tensor)")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Run this plan.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the fastest timeline here.")] = None,
+    json: Json = False,
+) -> None:
+    """What an iteration takes on a network: parameter servers, help from the switches, collectives.
+
+    Speedups are over one parameter server.
+
+    Example: [bold]legato simulate vgg.json --fabric all --workers 32 --bandwidth 25Gbit[/]
+    """
+    from legato.simulate.flow import SHARING, Network
+
+    if fidelity not in get_args(Fidelity):
+        raise unknown_name("fidelity", fidelity, get_args(Fidelity))
+    if sharing not in SHARING:
+        raise unknown_name("sharing", sharing, SHARING)
+    if not (math.isfinite(slow) and slow > 0):
+        raise InputError(f"--slow {slow} (expected a finite number above 0)")
+    if plan is not None and scheduler is not None:
+        raise InputError("--plan and --scheduler: give one or the other")
+    jobs = [files.read(path, Workload) for path in workloads]
+    if len(jobs) not in (1, workers):
+        raise InputError(f"{len(jobs)} workloads for {workers} workers (expected one, or one each)")
+    network = Network(
+        workers=workers,
+        bandwidth_bps=parse_bandwidth(bandwidth),
+        latency_s=parse_seconds(latency),
+        racks=racks,
+        oversubscription=oversubscription,
+        sharing="fair" if sharing == "fair" else "fifo",
+        reduce_s_per_byte=parse_seconds(reduce) / 2**20,
+        jitter=jitter,
+        seed=seed,
+    )
+    if slow != 1:
+        network = dataclasses.replace(network, compute_scale=(*[1.0] * (workers - 1), slow))
+    options = {
+        "servers": servers,
+        "placement": placement,
+        "distribution": distribution,
+        "barrier": barrier,
+        "aggregation": aggregation,
+        "message_bytes": None if message_bytes is None else parse_bytes(message_bytes),
+        "in_flight": in_flight,
+        "group": group,
+    }
+    chosen = _fabrics(fabric, {key: value for key, value in options.items() if value is not None}, workers)
+    planned = _planner(jobs[0], scheduler, None if plan is None else files.read(plan, Plan), network)
+    if fidelity == "flow":
+        run = _flow(jobs, network, iterations)
+    else:
+        run = _collective(jobs, network)
+        if fabric == "all":
+            chosen = {name: one for name, one in chosen.items() if _cost(name, one, network) is not None}
+    rows, timeline = _rows(chosen, planned, run)
+    if output is not None:
+        files.write(output, timeline)
+    if json:
+        print_json(rows)
+        return
+    print_rows(f"{jobs[0].name} on {workers} workers, {bandwidth}, {fidelity} fidelity", rows)
+    if output is not None:
+        drawn = f" (the first {_MOST_DRAWN} workers)" if fidelity == "flow" and workers > _MOST_DRAWN else ""
+        note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
+
+
+Run = Callable[[str, "Fabric", Plan | None], tuple[Timeline | Callable[[], Timeline], dict[str, Any]]]
+
+
+def _fabrics(names: str, options: dict[str, Any], workers: int) -> dict[str, Fabric]:
+    """The fabrics asked for, each with those of the options that it has; an option that none has is wrong."""
+    from legato.simulate.flow import FABRICS, fabric
+
+    found = {}
+    unused = set(options)
+    for name in list(FABRICS) if names == "all" else names.split(","):
+        usual: Any = fabric(name)
+        known = {field.name for field in dataclasses.fields(usual)}
+        if name not in ("aggregation", "multicast+aggregation"):
+            known -= {"aggregation"}  # it would be another fabric
+        mine = {key: value for key, value in options.items() if key in known}
+        if "group" in known and "group" not in mine and names == "all":
+            mine["group"] = math.gcd(usual.group, max(workers, 1))
+        unused -= known
+        found[name] = fabric(name, **mine)
+    if unused:
+        raise InputError(f"--{min(unused).replace('_', '-')}: {names} has no such option")
+    return found
+
+
+def _planner(
+    job: Workload, scheduler: str | None, plan: Plan | None, network: Network
+) -> Callable[[str, Fabric], Plan | None]:
+    """The plan for a fabric; None for a message a tensor."""
+
+    def planned(name: str, fabric: Fabric) -> Plan | None:
+        if scheduler is None:
+            return plan
+        from legato.schedule import schedule
+
+        cluster = Cluster.derive(
+            network.workers,
+            network.bandwidth_bps,
+            network.latency_s,
+            reduce_s_per_byte=network.reduce_s_per_byte,
+            collectives=[name if name in COLLECTIVES else "ring"],
+            servers=fabric.servers,
+        )
+        return schedule(scheduler, job, cluster)
+
+    return planned
+
+
+def _rows(
+    chosen: dict[str, Fabric], planned: Callable[[str, Fabric], Plan | None], run: Run
+) -> tuple[list[dict[str, Any]], Timeline]:
+    """A row a fabric, and the fastest one's timeline."""
+    from legato.simulate.flow import BASELINE, FABRICS
+
+    rows, drawn = [], []
+    with progress("simulating") as advance:
+        baseline_s = run(BASELINE, FABRICS[BASELINE], None)[1]["iteration_s"]
+        for done, (name, fabric) in enumerate(chosen.items()):
+            advance(done, len(chosen))
+            plan = planned(name, fabric)
+            start = time.perf_counter()
+            draw, found = run(name, fabric, plan)
+            simulate_s = time.perf_counter() - start
+            speedup = baseline_s / found["iteration_s"] if found["iteration_s"] > 0 else 1.0
+            rows.append({"fabric": name, "iteration_s": found.pop("iteration_s"), "speedup": speedup, **found})
+            rows[-1]["simulate_s"] = simulate_s
+            drawn.append(draw)
+    fastest = drawn[min(range(len(rows)), key=lambda i: rows[i]["iteration_s"])]
+    return rows, fastest if isinstance(fastest, Timeline) else fastest()
+
+
+def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> Run:
+    from legato.simulate.flow import simulate_flow
+
+    job = jobs[0] if len(jobs) == 1 else jobs
+
+    def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Callable[[], Timeline], dict[str, Any]]:
+        result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
+        drawn = range(min(_MOST_DRAWN, result.gradient_s.shape[1]))
+        return lambda: result.timeline(drawn, name), {
+            "iteration_s": result.iteration_s,
+            "overlap": result.overlap,
+            "utilization": result.utilization,
+        }
+
+    return run
+
+
+def _collective(jobs: Sequence[Workload], network: Network) -> Run:
+    """One shared resource, identical workers: what the planners see."""
+    from legato.simulate import collective
+    from legato.simulate.flow import plain_plan
+
+    if len(jobs) > 1 or not network.uniform or network.racks > 1 or network.sharing != "fifo":
+        raise InputError("--fidelity collective: all workers are alike, behind one switch (expected --fidelity flow)")
+
+    def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Timeline, dict[str, Any]]:
+        cost = _cost(name, fabric, network)
+        if cost is None:
+            raise InputError(f"--fidelity collective: no cost of {name!r} is known (expected --fidelity flow)")
+        cluster = Cluster(network.workers, {name: cost})
+        plan = plain_plan(jobs[0], fabric) if plan is None else plan
+        # At this fidelity a message names its collective; here there is one.
+        messages = tuple(msgspec.structs.replace(message, collective=name) for message in plan.messages)
+        timeline = collective.simulate(jobs[0], Plan(name, messages, plan.forward_overlap, plan.op_order), cluster)
+        return timeline, {
+            "iteration_s": timeline.iteration_s,
+            "overlap": timeline.overlap,
+            "utilization": timeline.utilization,
+        }
+
+    return run
+
+
+def _cost(name: str, fabric: Fabric, network: Network) -> LinearCost | None:
+    """Of an all-reduce, or of a push and a pull: MG-WFBP's Table II; of servers, what their links carry."""
+    from legato.simulate.flow.fabrics.servers import Servers
+
+    n, byte = network.workers, network.s_per_byte
+    if isinstance(fabric, Servers):
+        # What a server gets and sends a byte of the model; a worker gets and sends each byte once.
+        copies = max(1, (1 if fabric.aggregation else n) / fabric.servers)
+        copies += max(1, (1 if fabric.multicast else n) / fabric.servers)
+        return LinearCost(2 * network.latency_s, copies * byte)
+    known = "recursive-doubling" if name == "butterfly" else name
+    if known not in COLLECTIVES:
+        return None
+    return LinearCost(*COLLECTIVES[known](n, network.latency_s, byte, network.reduce_s_per_byte))

@@ -1,0 +1,53 @@
+"""Every fabric by the name that the command line knows it under. A file a fabric; `protocol.py` says what one is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from legato.core.errors import unknown_name
+from legato.simulate.flow.fabrics.doubling import Butterfly, HalvingDoubling
+from legato.simulate.flow.fabrics.hierarchical import Hierarchical
+from legato.simulate.flow.fabrics.protocol import Fabric
+from legato.simulate.flow.fabrics.ring import Ring
+from legato.simulate.flow.fabrics.servers import Servers
+from legato.simulate.flow.fabrics.shuffle import Shuffle
+from legato.simulate.flow.fabrics.tree import Tree
+
+__all__ = ["BASELINE", "FABRICS", "Fabric", "fabric"]
+
+#: The papers' baseline: one parameter server and no help from the network.
+BASELINE = "parameter-server"
+
+FABRICS: dict[str, Fabric] = {
+    BASELINE: Servers(),
+    "multicast": Servers(multicast=True),
+    "aggregation": Servers(aggregation="store-and-forward"),
+    "multicast+aggregation": Servers(multicast=True, aggregation="store-and-forward"),
+    "ring": Ring(),
+    "ring-whole": Ring(messaging=False),
+    "ring+multicast": Ring(multicast=True),
+    "butterfly": Butterfly(),
+    "halving-doubling": HalvingDoubling(),
+    "recursive-doubling": Butterfly(),
+    "tree": Tree(),
+    "shuffle": Shuffle(),
+    "hierarchical": Hierarchical(),
+}
+
+
+def fabric(name: str, **options: Any) -> Fabric:
+    """A fabric by its name, with other options than its usual ones.
+
+    Raises `InputError`, with the nearest names, on a fabric or an option that
+    does not exist, and on a value that an option cannot have.
+    """
+    if name not in FABRICS:
+        raise unknown_name("fabric", name, FABRICS)
+    usual: Any = FABRICS[name]
+    known = [field.name for field in dataclasses.fields(usual)]
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+    found: Fabric = dataclasses.replace(usual, **options)
+    return found

@@ -1,0 +1,94 @@
+"""The machines and the network between them, for the flow simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError, unknown_name
+
+__all__ = ["SHARING", "Network", "Sharing"]
+
+#: How transfers share a link: first come, first served; or all at once at max-min fair rates.
+Sharing = Literal["fifo", "fair"]
+SHARING: tuple[Sharing, ...] = ("fifo", "fair")
+_MOST_WORKERS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Hosts on full-duplex links behind one switch that never blocks, or in racks.
+
+    `bandwidth_bps` (bits per second) is one direction of every host's link,
+    servers included. `latency_s` is paid once a transfer, from host to host.
+    With several `racks` (of neighbouring workers; servers are dealt out to them
+    in turn), what leaves a rack shares an uplink, and what enters it a downlink,
+    of (workers in it) * bandwidth / `oversubscription`. `cut_through` switches
+    send on while they receive; others wait for the whole transfer.
+    `reduce_s_per_byte` is the time to add a byte that came in.
+
+    Worker w computes `compute_scale[w]` times as long as its workload says
+    (empty: 1), and every worker in every iteration by a further factor,
+    lognormal with median 1 and sigma `jitter`, drawn from `seed`.
+
+    Raises `InputError` on numbers outside their range.
+    """
+
+    workers: int
+    bandwidth_bps: float
+    latency_s: float = 0.0
+    racks: int = 1
+    oversubscription: float = 1.0
+    cut_through: bool = True
+    sharing: Sharing = "fifo"
+    reduce_s_per_byte: float = 0.0
+    compute_scale: tuple[float, ...] = ()
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= _MOST_WORKERS:
+            raise InputError(f"workers: {self.workers} (expected 1 to {_MOST_WORKERS})")
+        if not (math.isfinite(self.bandwidth_bps) and self.bandwidth_bps > 0):
+            raise InputError(f"bandwidth_bps: {self.bandwidth_bps} (expected a finite number above 0)")
+        for field in ("latency_s", "reduce_s_per_byte", "jitter"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+        if not 1 <= self.racks <= self.workers:
+            raise InputError(f"racks: {self.racks} (expected 1 to the {self.workers} workers)")
+        if not (math.isfinite(self.oversubscription) and self.oversubscription >= 1):
+            raise InputError(f"oversubscription: {self.oversubscription} (expected a finite number, at least 1)")
+        if self.sharing not in SHARING:
+            raise unknown_name("sharing", self.sharing, SHARING)
+        if self.compute_scale and len(self.compute_scale) != self.workers:
+            raise InputError(f"compute_scale: {len(self.compute_scale)} factors (expected {self.workers}, or none)")
+        if not all(math.isfinite(factor) and factor > 0 for factor in self.compute_scale):
+            raise InputError("compute_scale: a factor is no finite number above 0")
+        if self.jitter > 10:
+            raise InputError(f"jitter: {self.jitter} (expected at most 10)")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds a byte takes on a host's link."""
+        return 8 / self.bandwidth_bps
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all workers compute alike."""
+        return self.jitter == 0 and len(set(self.compute_scale)) <= 1
+
+    def slowdown(self, iterations: int) -> NDArray[np.float64]:
+        """[iterations, workers]: by which factor a worker's computation takes longer."""
+        factors = np.ones((iterations, self.workers))
+        if self.jitter > 0:
+            factors *= np.exp(self.jitter * np.random.default_rng(self.seed).standard_normal(factors.shape))
+        if self.compute_scale:
+            factors *= np.asarray(self.compute_scale)
+        return factors

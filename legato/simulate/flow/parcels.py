@@ -1,0 +1,117 @@
+"""A plan's messages, cut into what travels on its own: parcels.
+
+Every byte is summed by one parcel and handed out by one. A message becomes a
+parcel, or several: one a parameter server whose tensors it holds, and of each
+as many pieces as its `depth` and the fabric's `message_bytes` ask for.
+
+[Note: what kind of message means what]
+All fabrics do two things: `reduce` (gradients become sums) and `spread` (sums
+reach all workers). `all_reduce` is both, on parameter servers a push and a
+pull; `push` and `reduce_scatter` are the first, `pull` and `all_gather` the
+second, whatever the fabric. Servers hand out an all-reduced tensor in the order
+in which the forward pass reads it, for the plan does not say; pulls keep the
+plan's order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.plan import Message, Slice
+
+__all__ = ["REDUCING", "SPREADING", "Parcels", "cut", "overlaps"]
+
+REDUCING = ("all_reduce", "reduce_scatter", "push")
+SPREADING = ("all_reduce", "all_gather", "pull")
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """Parcels in the order in which they are sent. Arrays have one entry a parcel.
+
+    `message` is the index in the plan, `order` the place in the order (what is
+    ready at once is sent by it), `server` the parameter server.
+    """
+
+    slices: tuple[tuple[Slice, ...], ...]
+    message: NDArray[np.int64]
+    server: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> NDArray[np.float64]:
+        return np.array([sum(piece.nbytes for piece in slices) for slices in self.slices], dtype=float)
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        return np.arange(len(self.slices))
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+
+def cut(
+    messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
+) -> Parcels:
+    """Parcels of messages (with their indices in the plan).
+
+    `placement` says which server a tensor lives on, where the message does not;
+    None if there is one place only.
+    """
+    slices: list[tuple[Slice, ...]] = []
+    index: list[int] = []
+    server: list[int] = []
+    for i, message in messages:
+        groups: dict[int, list[Slice]] = {}
+        for piece in message.slices:
+            where = 0
+            if placement is not None:
+                where = placement[piece.tensor] if message.server is None else message.server
+            groups.setdefault(where, []).append(piece)
+        for where, group in groups.items():
+            nbytes = sum(piece.nbytes for piece in group)
+            pieces = max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1)
+            for part in _split(group, nbytes, min(pieces, nbytes)):
+                slices.append(part)
+                index.append(i)
+                server.append(where)
+    return Parcels(tuple(slices), np.array(index, dtype=np.int64), np.array(server, dtype=np.int64))
+
+
+def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice, ...]]:
+    """Slices cut into equal pieces."""
+    if pieces == 1:
+        yield tuple(group)
+        return
+    at, queue = 0, list(reversed(group))
+    for k in range(1, pieces + 1):
+        until, part = nbytes * k // pieces, []
+        while at < until:
+            piece = queue.pop()
+            stop = min(piece.stop, piece.start + until - at)
+            part.append(Slice(piece.tensor, piece.start, stop))
+            if stop < piece.stop:
+                queue.append(Slice(piece.tensor, stop, piece.stop))
+            at += stop - piece.start
+        yield tuple(part)
+
+
+def overlaps(first: Parcels, second: Parcels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs (i, j) of parcels that share bytes: j hands out what i sums."""
+    held: dict[str, list[tuple[int, int, int]]] = {}
+    for i, slices in enumerate(first.slices):
+        for piece in slices:
+            held.setdefault(piece.tensor, []).append((piece.start, piece.stop, i))
+    pairs = {
+        (i, j)
+        for j, slices in enumerate(second.slices)
+        for piece in slices
+        for start, stop, i in held.get(piece.tensor, ())
+        if start < piece.stop and piece.start < stop
+    }
+    array = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]

@@ -1,0 +1,135 @@
+"""`legato simulate` as a user meets it."""
+
+import json
+
+import pytest
+
+import legato
+from legato.cli import main
+from legato.simulate.flow import FABRICS
+
+KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
+
+
+@pytest.fixture
+def workload(tmp_path):
+    """Forward 10 ms, backward 20 ms, 5 MB."""
+    path = tmp_path / "w.json"
+    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
+    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
+    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
+    return path
+
+
+def run(capsys, *arguments):
+    """Exit status, standard output and standard error of `legato simulate`."""
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+def rows(capsys, *arguments):
+    status, out, err = run(capsys, *arguments, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_a_row_for_every_fabric(capsys, workload):
+    found = rows(capsys, workload, "--workers", 8, "--bandwidth", "1Gbit")
+    assert [row["fabric"] for row in found] == list(FABRICS)
+    baseline = found[0]["iteration_s"]
+    for row in found:
+        assert list(row) == KEYS
+        assert row["speedup"] == pytest.approx(baseline / row["iteration_s"])
+    # 40 ms of data at 1 Gbit/s; nothing overlaps, for both gradients are ready at the end.
+    by_name = {row["fabric"]: row["iteration_s"] for row in found}
+    assert by_name["ring"] == pytest.approx(0.03 + 2 * 7 / 8 * 0.04)
+    assert by_name["butterfly"] == pytest.approx(0.03 + 3 * 0.04)
+
+
+def test_both_fidelities_agree_on_a_message_at_a_time(capsys, workload):
+    shared = (workload, "--workers", 8, "--latency", "1ms", "--fabric", "ring,halving-doubling,shuffle")
+    flow = rows(capsys, *shared, "--in-flight", 1, "--reduce", 0)
+    collective = rows(capsys, *shared, "--fidelity", "collective")
+    assert [row["iteration_s"] for row in flow] == pytest.approx([row["iteration_s"] for row in collective])
+
+
+def test_at_collective_fidelity_all_is_what_has_a_cost(capsys, workload):
+    names = [row["fabric"] for row in rows(capsys, workload, "--fidelity", "collective")]
+    assert "ring" in names and "parameter-server" in names and "ring-whole" not in names
+
+
+def test_the_table_and_the_timeline(capsys, workload, tmp_path):
+    timeline, report = tmp_path / "t.json", tmp_path / "r.html"
+    status, out, _ = run(capsys, workload, "--workers", 4, "--servers", 2, "--no-barrier", "-o", timeline)
+    assert status == 0 and "multicast+aggregation" in out and "speedup" in out
+    assert legato.read(timeline, legato.Timeline).iteration_s > 0
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(timeline), "-o", str(report)])
+    assert end.value.code == 0 and "<html" in report.read_text()
+
+
+def test_a_plan_or_a_scheduler(capsys, workload, tmp_path):
+    plan = tmp_path / "p.json"
+    job = legato.read(workload, legato.Workload)
+    whole = tuple(legato.Slice(t.name, 0, t.nbytes) for t in job.tensors)
+    legato.write(plan, legato.Plan("one", (legato.Message(whole),)))
+    (given,) = rows(capsys, workload, "--fabric", "tree", "--plan", plan)
+    (planned,) = rows(capsys, workload, "--fabric", "tree", "--scheduler", "single")
+    assert given["iteration_s"] == planned["iteration_s"]
+
+
+def test_a_slow_worker_and_jitter(capsys, workload):
+    shared = (workload, "--fabric", "ring", "--workers", 4, "--iterations", 1)
+    (usual,), (slow,), (uneven,) = (rows(capsys, *shared, *more) for more in ((), ("--slow", 3), ("--jitter", 0.5)))
+    # The others are done before, and what they send on without the slow one is little.
+    assert slow["iteration_s"] - usual["iteration_s"] == pytest.approx(0.06, rel=0.01)
+    assert uneven["iteration_s"] != usual["iteration_s"]
+
+
+def test_a_workload_a_worker(capsys, workload):
+    (one,) = rows(capsys, workload, "--fabric", "ring", "--workers", 2)
+    (two,) = rows(capsys, workload, workload, "--fabric", "ring", "--workers", 2)
+    assert one["iteration_s"] == two["iteration_s"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--fabric", "rng"), "did you mean 'ring'"),
+        (("--fabric", "ring", "--servers", "2"), "--servers: ring has no such option"),
+        (("--fidelity", "packet"), "fidelity"),
+        (("--sharing", "unfair"), "sharing"),
+        (("--workers", "0"), "workers: 0"),
+        (("--bandwidth", "fast"), "not a bandwidth"),
+        (("--placement", "random"), "placement"),
+        (("--aggregation", "none", "--fabric", "aggregation"), "aggregation"),
+        (("--racks", "64"), "racks: 64"),
+        (("--slow", "nan"), "--slow nan"),
+        (("--jitter", "-1"), "jitter"),
+        (("--iterations", "0"), "iterations: 0"),
+        (("--message-bytes", "0"), "message_bytes"),
+        (("--fabric", "hierarchical", "--group", "5"), "divides 32"),
+        (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
+        (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
+        (("--plan", "nowhere.json"), "nowhere.json"),
+        (("--plan", "p.json", "--scheduler", "ddp"), "one or the other"),
+        (("--scheduler", "dpd"), "did you mean 'ddp'"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, workload, arguments, says):
+    status, out, err = run(capsys, workload, *arguments)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert status == 2 and out == "" and len(lines) == 1, err
+    assert lines[0].startswith("legato: ") and says in lines[0]
+
+
+def test_workloads_that_differ_are_refused(capsys, workload, tmp_path):
+    other = tmp_path / "other.json"
+    job = legato.read(workload, legato.Workload)
+    legato.write(other, legato.Workload("other", job.ops, job.tensors[:1]))
+    status, _, err = run(capsys, workload, other, "--workers", 2)
+    assert status == 2 and "worker 1" in err
+    status, _, err = run(capsys, workload, other, "--workers", 3)
+    assert status == 2 and "2 workloads for 3 workers" in err
