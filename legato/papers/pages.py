@@ -1,0 +1,48 @@
+"""A paper's figures as one self-contained page: the published numbers are in the tables, the curves are ours."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+
+from legato.core.files import write_text
+from legato.papers.result import Figure, Paper
+
+__all__ = ["write_page"]
+
+_STYLE = "body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em}"
+
+
+def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Figure]) -> None:
+    """Write the figures as one HTML file that needs no network. Raises `FileError`."""
+    import plotly.offline
+
+    drawn = "\n".join(_draw(figure) for figure in figures)
+    title = html.escape(paper.title)
+    write_text(
+        path,
+        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
+        f"<style>{_STYLE}</style><script>{plotly.offline.get_plotlyjs()}</script></head>\n"
+        f"<body><h1>{title}</h1><p>What legato computes, figure by figure.</p>\n{drawn}\n</body></html>\n",
+    )
+
+
+def _draw(figure: Figure) -> str:
+    import plotly.graph_objects as go
+
+    drawing = go.Figure()
+    for name, (x, y) in figure.curves.items():
+        if any(isinstance(value, str) for value in x):
+            drawing.add_bar(x=list(x), y=list(y), name=name)
+        else:
+            drawing.add_scatter(x=list(x), y=list(y), name=name, mode=figure.mode)
+    drawing.update_layout(
+        title=f"{figure.label}: {figure.title}",
+        template="plotly_white",
+        height=420,
+        showlegend=True,
+        xaxis={"title": {"text": figure.x}, "type": "log" if figure.log_x else None},
+        yaxis={"title": {"text": figure.y}, "type": "log" if figure.log_y else None, "rangemode": "tozero"},
+    )
+    return str(drawing.to_html(full_html=False, include_plotlyjs=False))
