@@ -20,9 +20,10 @@ from legato.core.cluster import Cluster
 from legato.core.files import write
 from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule import SCHEDULERS, schedule
+from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS, schedule
 from legato.schedule.bound import lower_bound
 from legato.schedule.certificate import verify_bound
+from legato.schedule.jackson import jackson
 from legato.simulate.collective import iteration_time, simulate
 
 RUNS = 9
@@ -40,6 +41,43 @@ def chain(tensors: int, seed: int = 0) -> Workload:
         for i in reversed(range(n))
     )
     return Workload("chain", tuple(ops), tuple(gradients))
+
+
+def branching(ops: int, tensors: int, seed: int = 0) -> Workload:
+    """Forward ops that join results of up to 100 ops before, so that nearly every one needs another set of tensors."""
+    draw, half = random.Random(seed), ops // 2
+    deps = [tuple({max(0, i - draw.randint(1, 100)) for _ in range(2)}) if i else () for i in range(half)]
+    forward = [Op(f"forward{i}", "forward", draw.expovariate(1200), deps[i]) for i in range(half)]
+    backward = [Op(f"backward{i}", "backward", draw.expovariate(1200), (half + i - 1,)) for i in range(ops - half)]
+    parameters = (
+        Tensor(f"weight{t}", 4 * draw.randint(1, 10**6), ops - 1 - t, (draw.randrange(half),)) for t in range(tensors)
+    )
+    return Workload("branching", (*forward, *backward), tuple(parameters))
+
+
+def branches(ops: int = 5000, tensors: int = 400, seed: int = 0) -> Workload:
+    """A DAG: every op depends on one or two of the last few of its pass; tensors at random places of it."""
+    draw = random.Random(seed)
+    half = ops // 2
+    near = [tuple({max(0, i - draw.randint(1, 8)) for _ in range(2)}) if i else () for i in range(half)]
+    all_ops = [Op(f"forward{i}", "forward", draw.expovariate(5000), near[i]) for i in range(half)]
+    all_ops += [
+        Op(f"backward{i}", "backward", draw.expovariate(2500), tuple(half + k for k in near[i]) or (half - 1,))
+        for i in range(half)
+    ]
+    places = sorted(draw.sample(range(half), tensors))
+    gradients = (
+        Tensor(f"weight{k}", 4 * (1 + int(draw.lognormvariate(10, 3)) % 2**22), half + k, (half - 1 - k,))
+        for k in places
+    )
+    return Workload("branches", tuple(all_ops), tuple(gradients))
+
+
+def preemptive_optimum(tensors: int) -> Callable[[], object]:
+    """PACE's scheduling problem (section IV) for so many tensors, each released at a moment of its own."""
+    draw = random.Random(0)
+    release, processing, tail = ([draw.random() * scale for _ in range(tensors)] for scale in (1.0, 2 / tensors, 1.0))
+    return lambda: jackson(release, processing, tail)
 
 
 def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
@@ -66,8 +104,13 @@ def main() -> None:
         print(
             f"{name:28}{format_seconds(seconds):>10}{len(plan.messages):>10}{format_seconds(iteration_s):>11}{gap:>8.1%}"
         )
+    dag = branches()
+    others = [name for name in SCHEDULERS if name != "legato"]
     plan = schedule("fifo", workload, cluster)
     works: dict[str, Callable[[], object]] = {
+        "PACE's optimum, 100,000": preemptive_optimum(100_000),
+        "all but legato, 5,000 ops": lambda: [schedule(name, dag, cluster) for name in others],
+        "legato, 5,000 ops": lambda: schedule("legato", dag, cluster),
         "lower_bound": lambda: lower_bound(workload, cluster),
         "lower_bound, any order": lambda: lower_bound(workload, cluster, order="any"),
         "lower_bound, unlimited": lambda: lower_bound(workload, cluster, compute="unlimited"),
@@ -77,6 +120,10 @@ def main() -> None:
     }
     for what, work in works.items():
         print(f"{what:28}{format_seconds(median_s(work)):>10}")
+    joined, servers = branching(5000, 400), Cluster.derive(8, 10e9, 30e-6, servers=2)
+    for name in SERVER_SCHEDULERS:
+        seconds = median_s(lambda name=name: schedule(name, joined, servers))  # type: ignore[misc]
+        print(f"{name + ', 5,000 ops, 400 tensors':34}{format_seconds(seconds):>10}")
     for module in ("legato", "legato.schedule.bound"):
         command = [
             sys.executable,

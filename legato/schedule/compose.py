@@ -10,7 +10,7 @@ from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 
-__all__ = ["compose", "known_collective", "ready_order", "ready_times", "urgency", "whole"]
+__all__ = ["compose", "known_collective", "ready_order", "ready_times", "runs", "urgency", "whole"]
 
 
 def ready_order(workload: Workload) -> list[int]:
@@ -42,6 +42,14 @@ def whole(workload: Workload, tensors: Iterable[int], collective: str) -> Messag
     """One all-reduce of whole tensors."""
     chosen = [workload.tensors[t] for t in tensors]
     return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
+
+
+def runs(plan: Plan) -> bool:
+    """Whether the PyTorch runtime sends such messages: all-reduces, and halves in pairs of the same slices."""
+    scattered = [message.slices for message in plan.messages if message.kind == "reduce_scatter"]
+    gathered = [message.slices for message in plan.messages if message.kind == "all_gather"]
+    kinds = {message.kind for message in plan.messages}
+    return kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and set(gathered) <= set(scattered)
 
 
 def compose(

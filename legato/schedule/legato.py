@@ -15,9 +15,11 @@ The turns start from several orders: ready order, Jackson's preemptive order
 (PACE's), and messages of equal sizes (P3's). Then single messages are merged,
 halved and shifted at random, and contents dealt anew, until the iteration is
 within `gap` of the proven lower bound or the budget is spent (`search.py`).
-Every message takes the collective that is cheapest for its size. All this for
-the captured order of computation and for Caramel's; and what any other
-scheduler plans is a candidate too, so that none is better.
+Every message takes the collective, and the depth, that is cheapest for its size. All this for
+the captured order of computation; where plans need not be run, also for
+Caramel's, for one that computes first what is needed first, and for halves of
+all-reduces (`halves.py`). What any other scheduler plans is a candidate too, so
+that none is better.
 
 Deviation from nobody: this one is ours. Units: seconds and bytes.
 """
@@ -35,13 +37,16 @@ from legato.core.cluster import Cluster
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.schedule.bound import kind_of, lower_bound
+from legato.schedule.caramel import MAX_DEPTH
 from legato.schedule.caramel_order import serialized_order, update_order
-from legato.schedule.compose import compose, known_collective
+from legato.schedule.compose import compose, known_collective, runs
+from legato.schedule.halves import halves
 from legato.schedule.heads_tails import heads_tails
 from legato.schedule.refill import Refilled
 from legato.schedule.search import Job, Network, search
 from legato.schedule.updates import busy_order
 from legato.simulate.collective import iteration_time
+from legato.simulate.pipelining import message_s
 
 __all__ = ["legato"]
 
@@ -62,21 +67,26 @@ def legato(
     `collective` restricts it to one; by default every message takes the
     cheapest. The same seed gives the same plan unless the budget runs out.
     With `any_order`, plans count too that can only be simulated: that reorder
-    the computation, or send halves of all-reduces. Raises `InputError` on a
+    the computation, or hand halves of all-reduces out in other messages than
+    they were collected in. Raises `InputError` on a
     collective the cluster lacks.
     """
     stop_at = time.perf_counter() + budget_s
     names = tuple(cluster.collectives) if collective is None else (known_collective(cluster, collective),)
-    costs = [cluster.collectives[name] for name in names]
-    network = Network(names, np.array([c.alpha_s for c in costs]), np.array([c.beta_s_per_byte for c in costs]))
+    ways = tuple((name, depth) for name in names for depth in (1, *cluster.depths.get(name, ())))
+    costs = [cluster.cost(*way) for way in ways]
+    network = Network(ways, np.array([c.alpha_s for c in costs]), np.array([c.beta_s_per_byte for c in costs]))
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    cheapest = network.name(sum(nbytes))
-    plans = _published(workload, cluster, dict.fromkeys((names[0], cheapest)), any_order)
+    cheapest, _ = network.way(sum(nbytes))
+    plans = _published(workload, cluster, dict.fromkeys((names[0], cheapest) if any_order else names[:1]), any_order)
     for order in _orders(workload, any_order):
         if order and time.perf_counter() > stop_at:
             break
         bound_s = lower_bound(workload, cluster, order="any" if order else "captured", whole=True).seconds
         ready, in_order = _times(workload, order or workload.iteration_order())
+        if any_order:
+            plan = halves(workload, cluster, ready, in_order, cheapest)
+            plans.append(msgspec.structs.replace(plan, op_order=order))
         for tails in _tails(workload, in_order, order):
             job = Job(ready, tails, nbytes, network, bound_s)
             best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
@@ -91,15 +101,24 @@ def _published(workload: Workload, cluster: Cluster, collectives: Iterable[str],
 
     others = [scheduler for scheduler in SCHEDULERS.values() if scheduler is not legato]
     plans = [scheduler(workload, cluster, collective=name) for scheduler in others for name in collectives]
-    return [plan for plan in plans if any_order or kind_of(plan, workload) == ("captured", True)]
+    return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))]
 
 
 def _orders(workload: Workload, any_order: bool) -> list[tuple[int, ...]]:
-    """Orders of computation to plan for: the captured one, and Caramel's where plans need not be run."""
+    """Orders of computation to plan for: the captured one (empty), and others where plans need not be run.
+
+    Caramel's makes bytes ready early. Where the network has time to spare,
+    rather what is needed first should be: the gradients with the longest tails.
+    """
     if not any_order:
         return [()]
-    reordered = serialized_order(workload, update_order(workload))
-    return [(), reordered] if reordered != workload.iteration_order() else [()]
+    updates = update_order(workload)
+    tail: dict[int, float] = {}
+    for tensor, tail_s in zip(workload.tensors, heads_tails(workload, "one", "any").tail_s, strict=True):
+        tail[tensor.ready_after] = max(tail.get(tensor.ready_after, 0.0), tail_s)
+    urgent = sorted(updates, key=tail.__getitem__, reverse=True)
+    orders = [serialized_order(workload, chosen) for chosen in (updates, urgent)]
+    return [(), *dict.fromkeys(order for order in orders if order != workload.iteration_order())]
 
 
 def _times(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -147,9 +166,18 @@ def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tup
     now = 0.0
     for pieces in best.messages:
         nbytes = sum(p.nbytes for p in pieces)
-        now = max(now, *(job.ready_s[p.tensor] for p in pieces)) + job.cost(nbytes)
+        name, depth = _way(job, cluster, nbytes)
+        now = max(now, *(job.ready_s[p.tensor] for p in pieces)) + message_s(cluster, name, depth, nbytes)
         slices = tuple(Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces)
-        messages.append(Message(slices, collective=job.network.name(nbytes)))
+        messages.append(Message(slices, collective=name, depth=depth))
         for p in pieces:
             arrival_s[p.tensor] = now
     return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
+
+
+def _way(job: Job, cluster: Cluster, nbytes: int) -> tuple[str, int]:
+    """The cheapest collective for a message, and its depth, also where that is priced by a formula."""
+    if not cluster.reduce_s_per_byte or cluster.depths:
+        return job.network.way(nbytes)
+    ways = ((name, depth) for name, _ in job.network.ways for depth in range(1, MAX_DEPTH + 1))
+    return min(ways, key=lambda way: (message_s(cluster, way[0], way[1], nbytes), way[1]))

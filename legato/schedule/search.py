@@ -25,9 +25,9 @@ _PIECES = 256
 
 
 class Network(NamedTuple):
-    """The collectives a message can take, cheapest first for its size."""
+    """What a message can take: collectives by name and depth, with what they cost."""
 
-    names: tuple[str, ...]
+    ways: tuple[tuple[str, int], ...]
     alpha_s: np.ndarray[Any, np.dtype[np.float64]]
     beta_s: np.ndarray[Any, np.dtype[np.float64]]
 
@@ -38,9 +38,9 @@ class Network(NamedTuple):
             best = np.minimum(best, alpha + beta * nbytes)
         return best
 
-    def name(self, nbytes: int) -> str:
-        """The cheapest collective for a message."""
-        return self.names[int(np.argmin(self.alpha_s + self.beta_s * nbytes))]
+    def way(self, nbytes: int) -> tuple[str, int]:
+        """The cheapest collective and depth for a message."""
+        return self.ways[int(np.argmin(self.alpha_s + self.beta_s * nbytes))]
 
 
 class Job(NamedTuple):
