@@ -1,7 +1,7 @@
 """legato: plan, prove, simulate and run the gradient transfers of data-parallel training.
 
-Importing it needs no PyTorch; `legato.distribute`, `legato.capture` and
-`legato.calibrate` import it when they are first touched.
+Importing it needs no PyTorch; `legato.distribute`, `legato.parameter_servers`,
+`legato.capture` and `legato.calibrate` import it when they are first touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from legato.core.workload import Op, Tensor, Workload
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = ("calibrate", "capture", "distribute")
+_NEEDS_TORCH = ("calibrate", "capture", "distribute", "parameter_servers")
 
 __all__ = [
     "CaptureError",
@@ -41,6 +41,7 @@ __all__ = [
     "check_plan",
     "distribute",
     "identity",
+    "parameter_servers",
     "read",
     "write",
 ]

@@ -10,7 +10,7 @@ import pytest
 
 import legato
 from legato.cli import main
-from legato.schedule import SCHEDULERS
+from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +50,12 @@ def test_plan_prints_a_row_for_every_scheduler(capsys, workload):
         assert list(row) == keys
         assert row["iteration_s"] >= row["lower_bound_s"] * (1 - 1e-12)
         assert row["gap"] == pytest.approx(row["iteration_s"] / row["lower_bound_s"] - 1)
+
+
+def test_plan_on_parameter_servers(capsys, workload):
+    status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--servers", 2)
+    assert status == 0 and [row["scheduler"] for row in json.loads(out)] == list(SERVER_SCHEDULERS)
+    assert "0 parameter servers (expected at least 1" in fails(capsys, "plan", workload, "--scheduler", "tac")
 
 
 def test_plan_by_hand(capsys, workload):
@@ -166,13 +172,15 @@ def test_calibrate_under_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     legato_command = str(Path(sys.executable).with_name("legato"))
     out = subprocess.run(
-        [*torchrun, legato_command, "calibrate", "-o", path, "--json"],
+        [*torchrun, legato_command, "calibrate", "-o", path, "--collectives", "ring", "--depths", "1,2", "--json"],
         capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ).stdout  # fmt: skip
     said, cluster = json.loads(out), legato.read(path, legato.Cluster)
     assert cluster.workers == 2 and cluster.default_collective == "gloo"
     assert said["cluster"]["collectives"]["gloo"]["alpha_s"] == cluster.cost().alpha_s
-    assert len(said["samples"]) == 9 and said["worst_error"] >= said["median_error"] >= 0
+    assert list(cluster.collectives) == ["gloo", "ring"] and list(cluster.depths["ring"]) == [2]
+    assert said["cluster"]["depths"]["ring"]["2"]["alpha_s"] == cluster.cost("ring", 2).alpha_s
+    assert len(said["samples"]) == 3 * 9 and said["worst_error"] >= said["median_error"] >= 0
 
 
 def test_workload_of_a_paper_s_model(capsys, tmp_path):

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from legato.cli.options import Bandwidth, ClusterFile, Collective, Json, Latency, Reduce, Workers, cluster_from
+from legato.cli.options import (
+    Bandwidth,
+    ClusterFile,
+    Collective,
+    Json,
+    Latency,
+    Reduce,
+    Servers,
+    Workers,
+    cluster_from,
+)
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -20,6 +30,7 @@ def plan(
     scheduler: Annotated[str, typer.Option(help="A scheduler's name, several with commas, or all.")] = "all",
     cluster: ClusterFile = None,
     workers: Workers = None,
+    servers: Servers = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     reduce: Reduce = None,
@@ -33,15 +44,14 @@ def plan(
 
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
-    from legato.schedule import SCHEDULERS
     from legato.schedule.compare import best, compare
     from legato.schedule.ddp import bucket_caps
 
     if compute not in ("one", "unlimited"):
         raise InputError(f"--compute {compute!r} (expected one or unlimited)")
     mode: Literal["one", "unlimited"] = "one" if compute == "one" else "unlimited"
-    names = list(SCHEDULERS) if scheduler == "all" else scheduler.split(",")
-    machines = cluster_from(cluster, workers, bandwidth, latency, reduce, collective)
+    names = [] if scheduler == "all" else scheduler.split(",")
+    machines = cluster_from(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
     with progress("planning") as advance:
         found = compare(job, machines, names, collective=collective, compute=mode, progress=advance)
@@ -56,7 +66,8 @@ def plan(
         return
     bound = format_seconds(chosen.bound.seconds)
     cost = collective or machines.default_collective
-    print_rows(f"{job.name} on {machines.workers} workers ({cost}); no plan can be faster than {bound}", rows)
+    who = f"{machines.workers} workers" + (f" and {machines.servers} servers" if machines.servers else "")
+    print_rows(f"{job.name} on {who} ({cost}); no plan can be faster than {bound}", rows)
     for candidate in found:
         if candidate.plan.scheduler == "merge-optimal":
             caps = ", ".join(map(repr, bucket_caps(candidate.plan)))

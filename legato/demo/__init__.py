@@ -15,14 +15,14 @@ import msgspec
 from legato.core.errors import InputError
 from legato.core.files import write_text
 from legato.core.units import format_seconds
-from legato.demo.result import ModelResult
+from legato.demo.result import ModelResult, ServerResult
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.perfetto import write_perfetto
 from legato.schedule.ddp import bucket_caps
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["MODEL_NAMES", "run", "summary", "write_pictures"]
+__all__ = ["MODEL_NAMES", "run", "run_servers", "summary", "write_pictures"]
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
 
@@ -50,6 +50,19 @@ def run(
     module = ["legato.demo.worker", model, str(steps), str(folder)]
     run_workers(module, workers, folder / "workers.log", advance, bandwidth_bps)
     return msgspec.json.decode((folder / "result.json").read_bytes(), type=ModelResult)
+
+
+def run_servers(
+    model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
+) -> ServerResult:
+    """One model on parameter servers, every order of pulls in turn; arguments and errors as in `run`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror}") from None
+    module = ["legato.demo.parameter_server", model, str(steps), str(servers), str(folder)]
+    run_workers(module, workers + servers, folder / "workers.log", advance, bandwidth_bps)
+    return msgspec.json.decode((folder / "result.json").read_bytes(), type=ServerResult)
 
 
 def weights_equal(result: ModelResult) -> bool:

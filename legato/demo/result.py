@@ -11,7 +11,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["STAGES", "ModelResult"]
+__all__ = ["SERVER_STAGES", "STAGES", "ModelResult", "ServerResult", "ServerRow"]
 
 #: What there is to wait for, in order.
 STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
@@ -44,3 +44,32 @@ class ModelResult(msgspec.Struct, frozen=True):
     def speedup(self) -> float:
         """Of legato over DDP, measured."""
         return self.ddp_s / self.legato_s
+
+
+#: What there is to wait for with parameter servers.
+SERVER_STAGES = ("capture", "calibrate", "plan", "train, every order and DDP")
+
+
+class ServerRow(msgspec.Struct, frozen=True):
+    """One order of pulls in the demo. Seconds an iteration; `out_of_order` is a part of the transfers.
+
+    `predicted_s` is the simulator's, whose network is the calibrated all-reduce's.
+    """
+
+    order: str
+    iteration_s: float
+    waited_s: float
+    predicted_s: float
+    out_of_order: float
+    iterations: int
+    max_relative_difference: float
+
+
+class ServerResult(msgspec.Struct, frozen=True):
+    """The demo's part about parameter servers."""
+
+    model: str
+    workload: Workload
+    workers: int
+    servers: int
+    rows: list[ServerRow]

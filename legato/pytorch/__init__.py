@@ -3,5 +3,6 @@
 from legato.pytorch.calibrate import Calibration, calibrate
 from legato.pytorch.capture import capture
 from legato.pytorch.model import DistributedModel, distribute
+from legato.pytorch.servers import parameter_servers
 
-__all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "distribute"]
+__all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "distribute", "parameter_servers"]

@@ -1,0 +1,51 @@
+"""Which parameter server holds which bytes.
+
+*Round robin* (TensorFlow's default): whole tensors, the i-th one on server
+i mod k.
+
+*Equal*: every tensor is cut into k pieces of (nearly) the same size, so that
+every server holds, and sends, the same number of bytes at any moment. Pieces
+begin at multiples of 8 bytes, so that no element is cut; a tensor of fewer than
+8 bytes a server goes whole to the server that holds the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from legato.core.errors import InputError, unknown_name
+
+__all__ = ["PLACEMENTS", "Placement", "place"]
+
+Placement = Literal["round-robin", "equal"]
+PLACEMENTS: tuple[Placement, ...] = ("round-robin", "equal")
+
+#: No element of any dtype crosses a multiple of this.
+_ALIGN = 8
+
+
+def place(sizes: Iterable[int], servers: int, placement: Placement = "round-robin") -> list[list[tuple[int, int, int]]]:
+    """For each tensor, in the order of their creation, its pieces: (first byte, end, server).
+
+    `sizes` are in bytes. Raises `InputError` when there are no servers, or on an
+    unknown placement.
+    """
+    if servers < 1:
+        raise InputError(f"{servers} parameter servers (expected at least 1: a cluster with servers, or --servers)")
+    if placement not in PLACEMENTS:
+        raise unknown_name("placement", placement, PLACEMENTS)
+    placed = []
+    held = [0] * servers
+    for i, nbytes in enumerate(sizes):
+        if placement == "round-robin":
+            pieces = [(0, nbytes, i % servers)]
+        elif nbytes < servers * _ALIGN:
+            pieces = [(0, nbytes, min(range(servers), key=lambda s: (held[s], s)))]
+        else:
+            cuts = [nbytes * s // servers // _ALIGN * _ALIGN for s in range(servers)] + [nbytes]
+            pieces = [(cuts[s], cuts[s + 1], s) for s in range(servers)]
+        for start, stop, server in pieces:
+            held[server] += stop - start
+        placed.append(pieces)
+    return placed

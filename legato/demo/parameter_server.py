@@ -1,0 +1,149 @@
+"""What every rank of `legato demo --parameter-server` does. Started by torchrun, never by hand.
+
+Workers and servers capture and calibrate together; then each order of pulls
+trains the same model from the same start, in alternating blocks, and the
+weights are compared with DDP's.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from legato.core import files
+from legato.core.cluster import Cluster
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.demo.models import MODELS
+from legato.demo.result import SERVER_STAGES, ServerResult, ServerRow
+from legato.pytorch.agreement import broadcast_bytes
+from legato.pytorch.calibrate import calibrate
+from legato.pytorch.capture import capture
+from legato.pytorch.servers import Iteration, ServedModel, parameter_servers
+from legato.schedule.compare import compare
+from legato.testbed.launch import tell_progress
+
+SEED = 20
+BLOCK = 6  # steps of an order before the next one's turn; the first of them is not timed
+
+
+def main(model: str, steps: int, servers: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    advance = tell_progress(dist.get_rank())
+    workload, cluster = _measured(model, servers, advance)
+    orders: dict[str, Plan | str] = {"random": "random"}
+    predicted = {}
+    if dist.get_rank() == 0:
+        found = compare(workload, cluster, progress=functools.partial(advance, SERVER_STAGES[2]))
+        orders |= {c.plan.scheduler: c.plan for c in found if c.plan.scheduler != "random"}
+        predicted = {c.plan.scheduler: c.iteration_s for c in found}
+    names = broadcast_bytes(",".join(orders).encode(), dist.group.WORLD).decode().split(",")
+    for name in names[1:]:
+        mine = orders.get(name)
+        content = broadcast_bytes(files.encode(mine) if isinstance(mine, Plan) else b"", dist.group.WORLD)
+        orders[name] = files.decode(content, Plan, "the plan of rank 0")
+    record: dict[str, list[Iteration]] = {name: [] for name in names}
+    rounds = max(1, steps // BLOCK)
+    finals: dict[str, dict[str, torch.Tensor]] = {}
+    for k in range(rounds * len(names)):
+        name = names[k % len(names)]
+        trained = _train(model, servers, orders[name], seed=k)
+        if trained is not None:
+            record[name] += trained[0]
+            finals[name] = trained[1]
+        advance(SERVER_STAGES[3], k + 1, rounds * len(names))
+    reference = _under_ddp(model, servers)
+    if dist.get_rank() == 0 and reference is not None:
+        rows = [_row(name, record[name], predicted[name], _difference(reference, finals[name])) for name in names]
+        result = ServerResult(model, workload, dist.get_world_size() - servers, servers, rows)
+        files.write_text(folder / "result.json", msgspec.json.encode(result).decode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(name: str, servers: int, advance: Any) -> tuple[Workload, Cluster]:
+    torch.manual_seed(SEED)
+    training = MODELS[name]()
+    workload = capture(
+        training.model,
+        training.optimizer,
+        functools.partial(training.loss, training.model),
+        name=name,
+        batch_size=training.batch_size,
+        progress=functools.partial(advance, SERVER_STAGES[0]),
+    )
+    cluster = calibrate(progress=functools.partial(advance, SERVER_STAGES[1])).cluster
+    workers = dist.get_world_size() - servers
+    return workload, msgspec.structs.replace(cluster, workers=workers, servers=servers)
+
+
+def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
+    """A block of steps: (iterations, trained weights) on workers."""
+    torch.manual_seed(SEED)
+    training = MODELS[name]()
+
+    def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> Any:
+        torch.manual_seed(SEED + model.worker)
+        with model.measure() as record:
+            for _ in range(BLOCK + 1):
+                optimizer.zero_grad()
+                loss: Any = training.loss(model)
+                loss.backward()
+                optimizer.step()
+        return record[1:], _weights(model.module)
+
+    return parameter_servers(training.model, training.optimizer, train, servers=servers, plan=plan, seed=seed)
+
+
+def _under_ddp(name: str, servers: int) -> dict[str, torch.Tensor] | None:
+    """The same steps under DDP, on the workers."""
+    group = dist.new_group(range(dist.get_world_size() - servers))
+    torch.manual_seed(SEED)
+    training = MODELS[name]()
+    if dist.get_rank() >= dist.get_world_size() - servers:
+        return None
+    model = torch.nn.parallel.DistributedDataParallel(training.model, process_group=group)
+    torch.manual_seed(SEED + dist.get_rank())
+    for _ in range(BLOCK + 1):
+        training.optimizer.zero_grad()
+        loss: Any = training.loss(model)
+        loss.backward()
+        training.optimizer.step()
+    return _weights(training.model)
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference, relative to each parameter's largest value."""
+    return max(
+        float((one[k].double() - other[k].double()).abs().max() / one[k].double().abs().max().clamp(min=1e-30))
+        for k in one
+    )
+
+
+def _row(name: str, record: list[Iteration], predicted_s: float, difference: float) -> ServerRow:
+    transfers = sum(iteration.transfers for iteration in record)
+    return ServerRow(
+        order=name,
+        iteration_s=statistics.median(iteration.seconds for iteration in record),
+        waited_s=statistics.median(iteration.waited_s for iteration in record),
+        predicted_s=predicted_s,
+        out_of_order=sum(iteration.out_of_order for iteration in record) / max(1, transfers),
+        iterations=len(record),
+        max_relative_difference=difference,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,84 @@
+"""In which order transfers arrive: looked at while they do, without touching them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from legato.pytorch.servers.shares import Arena, Share
+
+__all__ = ["Arrivals", "out_of_order"]
+
+#: Between two looks. What arrives between them counts as in order.
+_LOOK_S = 1e-4
+
+
+class Arrivals:
+    """A thread that looks at the stamps of one receiver's values, which arrive behind the values themselves.
+
+    `previous` is (out of order, seconds from the beginning to each) of the
+    iteration before the one that is on its way.
+    """
+
+    def __init__(self, arena: Arena, shares: Sequence[Share]) -> None:
+        self._arena = arena
+        self._server = {share.index: share.server for share in shares}
+        self._begun = threading.Event()
+        self._work: tuple[int, list[int]] | None = None
+        self._order: list[int] = []
+        self._seen: list[tuple[float, list[int]]] = []
+        self._began_s = 0.0
+        self.previous: tuple[int, tuple[float, ...]] = (0, ())
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def begin(self, iteration: int, order: Sequence[int]) -> None:
+        """From now on, the values of this iteration are expected, in this order."""
+        late = out_of_order(self._order, [group for _, group in self._seen], self._server)
+        self.previous = late, tuple(at - self._began_s for at, group in self._seen for _ in group)
+        self._order, self._seen = list(order), []
+        self._began_s = time.perf_counter()
+        self._work = (iteration, list(order))
+        self._begun.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._work = None
+        self._begun.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while True:
+            self._begun.wait()
+            self._begun.clear()
+            if self._work is None:
+                return
+            iteration, left = self._work
+            seen = self._seen
+            while left and self._seen is seen and self._work is not None:
+                stamps = self._arena.stamps(left).tolist()
+                new = [index for index, stamp in zip(left, stamps, strict=True) if stamp == iteration]
+                if new:
+                    seen.append((time.perf_counter(), new))
+                    left = [index for index, stamp in zip(left, stamps, strict=True) if stamp != iteration]
+                time.sleep(_LOOK_S)
+
+
+def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:
+    """How many transfers were seen before one of the same server that stands before them in `order`.
+
+    `seen` are groups, in the order in which they were seen.
+    """
+    place = {index: k for k, index in enumerate(order)}
+    missing: dict[int, set[int]] = {}
+    for index in order:
+        missing.setdefault(server[index], set()).add(place[index])
+    late = 0
+    for group in seen:
+        for index in group:
+            missing[server[index]].discard(place[index])
+        for index in group:
+            left = missing[server[index]]
+            late += bool(left) and min(left) < place[index]
+    return late

@@ -1,0 +1,234 @@
+"""What a worker's training loop and an agent's inference loop hold in their hands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from legato.core.errors import InputError, RankError
+from legato.core.plan import Plan
+from legato.pytorch.servers.arrivals import Arrivals
+from legato.pytorch.servers.client import Client
+from legato.pytorch.servers.holdings import settings
+from legato.pytorch.servers.post import PULL, REPLY, STATE
+from legato.pytorch.servers.puller import Puller
+from legato.pytorch.servers.server import shuffled
+
+__all__ = ["AgentModel", "Iteration", "ServedModel", "serve_steps"]
+
+
+class Iteration(msgspec.Struct, frozen=True):
+    """One measured iteration of a worker or an agent: from one forward pass to the next.
+
+    `waited_s` is how long the computation stood still for parameters;
+    `transfers` of the parameters were seen to arrive, `out_of_order` of them
+    before one of the same server that should have come first; `arrivals` are
+    the seconds from the `step()` (or the pull) to each.
+    """
+
+    seconds: float
+    waited_s: float
+    transfers: int
+    out_of_order: int
+    arrivals: tuple[float, ...]
+
+
+class _Measured(nn.Module):
+    """A model on a puller, with a record of its iterations if one is wanted."""
+
+    def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
+        super().__init__()
+        self.module = module
+        self.plan = plan
+        self._puller = puller
+        self._record: list[Iteration] | None = None
+        self._since: tuple[float, float] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._record is not None:
+            self._mark()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def measure(self) -> Iterator[list[Iteration]]:
+        """Record the iterations inside, each from one forward pass to the next; the list grows as they end."""
+        puller = self._puller
+        record: list[Iteration] = []
+        self._record = record
+        self._since = None
+        puller.arrivals = Arrivals(puller.values, puller.shares)
+        try:
+            yield record
+        finally:
+            self._record = None
+            puller.arrivals.stop()
+            puller.arrivals = None
+
+    def _mark(self) -> None:
+        """A forward pass begins: one iteration is over, if there was one."""
+        now, waited, arrivals = time.perf_counter(), self._puller.waited_s, self._puller.arrivals
+        if self._since is not None and arrivals is not None and self._record is not None:
+            late, seconds = arrivals.previous
+            began, before = self._since
+            self._record.append(Iteration(now - began, waited - before, len(seconds), late, seconds))
+        self._since = now, waited
+
+
+class ServedModel(_Measured):
+    """A worker's model: its parameters come from the servers, its gradients go there.
+
+    `module` is the user's model, and `state_dict()` has the prefix `module.`,
+    as under `DistributedDataParallel`. `worker` (0 to `workers` - 1) says which
+    part of the data is this one's. Buffers stay each worker's own.
+    """
+
+    def __init__(self, module: nn.Module, client: Client, plan: Plan) -> None:
+        super().__init__(module, client, plan)
+        self._client = client
+        self.worker, self.workers = client.post.rank, client.post.layout.workers
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients of this worker alone; nothing is pushed."""
+        before, self._client.enabled = self._client.enabled, False
+        try:
+            yield
+        finally:
+            self._client.enabled = before
+
+    def flush(self) -> None:
+        """Bring every parameter up to date now, instead of when it is read."""
+        self._client.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in `nn.Module`; the servers have what they need of the gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+
+
+class AgentModel(_Measured):
+    """An inference agent's model: `pull()`, then forward passes, while training goes on elsewhere.
+
+    `training_goes_on` says whether it did at the last pull, `iteration` how many
+    updates the parameters had seen. Each parameter is of one moment; those of
+    two servers may be an update apart.
+    """
+
+    def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
+        super().__init__(module, puller, plan)
+        self.training_goes_on, self.iteration = True, 0
+        self._pulls = 0
+
+    def pull(self) -> None:
+        """Ask for all parameters; from here on, reading one waits for its own."""
+        puller = self._puller
+        puller.settle()
+        puller.tell_servers(PULL, 0)
+        ranks = [puller.post.layout.server_rank(server) for server in puller.servers]
+        replies = [puller.post.next_command(rank, "the parameters") for rank in ranks]
+        self.iteration = min(reply.iteration for reply in replies)
+        self.training_goes_on = all(json.loads(reply.content)["training"] for reply in replies)
+        puller.expect(self.iteration, puller.pulls)
+
+
+class _ServedSteps:
+    """Laid over the class of a worker's optimizer: it says when to step and how; the servers do."""
+
+    _legato_base: type[Optimizer]
+    _legato_client: Client
+    _legato_order: Callable[[int], Sequence[int]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer, client, loss = cast(Optimizer, self), self._legato_client, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        client.step(settings(optimizer), self._legato_order(client.iteration))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
+
+    def state_dict(self) -> Any:
+        """As of a single process: parameters by their number, whole, from all servers."""
+        optimizer, client = cast(Optimizer, self), self._legato_client
+        vars(optimizer)["state"] = _fetch_state(client)
+        return self._legato_base.state_dict(optimizer)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise InputError("load a checkpoint into the optimizer, on every rank, before parameter_servers() is called")
+
+    def add_param_group(self, param_group: Any) -> None:
+        raise InputError("add parameters to the optimizer before parameter_servers() is called")
+
+
+def serve_steps(optimizer: Optimizer, client: Client, pulls: Sequence[int], seed: int | None) -> None:
+    """From here on, the optimizer's steps are made by the servers."""
+
+    def order(iteration: int) -> Sequence[int]:
+        """As the servers have it."""
+        if seed is None:
+            return pulls
+        parts = [[i for i in pulls if client.by_index[i].server == server] for server in client.servers]
+        return [i for part in parts for i in shuffled(part, seed, client.post.rank, iteration)]
+
+    base = type(optimizer)
+    vars(optimizer).update(_legato_client=client, _legato_order=order)
+    overlay = type(base.__name__, (_ServedSteps, base), {"_legato_base": base, "__module__": base.__module__})
+    object.__setattr__(optimizer, "__class__", overlay)
+
+
+def release(optimizer: Optimizer) -> None:
+    """Give the optimizer its own class back."""
+    if isinstance(optimizer, _ServedSteps):
+        object.__setattr__(optimizer, "__class__", optimizer._legato_base)
+        for name in ("_legato_client", "_legato_order"):
+            vars(optimizer).pop(name)
+
+
+def _fetch_state(client: Client) -> dict[nn.Parameter, dict[str, Any]]:
+    """The optimizer's state of all servers, put together."""
+    client.settle()
+    client.tell_servers(STATE, client.iteration)
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for server in client.servers:
+        rank = client.post.layout.server_rank(server)
+        reply = client.post.next_command(rank, "the optimizer's state")
+        if reply.kind != REPLY:
+            raise RankError(f"{client.post.named(rank)}: command {reply.kind} instead of the optimizer's state")
+        block = torch.empty(reply.iteration, dtype=torch.uint8)
+        if reply.iteration:
+            work = client.post.receive(block, rank, 0, "the optimizer's state")
+            client.post.wait(work, rank, "the optimizer's state")
+        _unpack_state(client, json.loads(reply.content), block, found)
+    return found
+
+
+def _unpack_state(client: Client, listed: Any, block: Tensor, found: dict[nn.Parameter, dict[str, Any]]) -> None:
+    at = 0
+    for index, key, dtype, shape, value in listed:
+        share = client.by_index[index]
+        parameter = client.slots[share.name].parameter
+        state = found.setdefault(parameter, {})
+        if dtype is None:
+            state[key] = value
+            continue
+        kind = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        part = block[at : at + size].clone().view(kind).view(shape)
+        at += size
+        if share.whole or part.numel() != share.stop - share.start or part.dim() != 1:
+            state[key] = part.to(parameter.device) if part.dim() else part
+            continue
+        if key not in state:
+            state[key] = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
+        state[key].view(-1)[share.start : share.stop].copy_(part)

@@ -1,0 +1,108 @@
+"""Parameters that come from servers: a worker's, or an inference agent's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from legato.pytorch import gate
+from legato.pytorch.lowering import PENDING, Slot
+from legato.pytorch.servers.arrivals import Arrivals
+from legato.pytorch.servers.post import BYE, Post
+from legato.pytorch.servers.shares import Arena, Share
+
+__all__ = ["Puller", "unseen"]
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:
+        yield
+
+
+class Puller:
+    """Parameters that come from servers: where they are put, and who waits for them."""
+
+    def __init__(
+        self, post: Post, shares: Sequence[Share], pulls: Sequence[int], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.post, self.shares = post, list(shares)
+        self.by_index = {share.index: share for share in shares}
+        self.pulls = list(pulls)
+        self.slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
+        self.shares_of: dict[str, list[Share]] = {name: [] for name in parameters}
+        for share in shares:
+            self.shares_of[share.name].append(share)
+        self.values = Arena(shares)
+        self._works: dict[int, Any] = {}
+        self.arrivals: Arrivals | None = None
+        self.waited_s = 0.0
+        self.reads: list[str] = []  # parameters in the order in which they were waited for
+        self.servers = range(post.layout.servers)
+
+    def expect(self, iteration: int, order: Sequence[int]) -> None:
+        """Say where the values are to be put; from here on, reading a parameter waits for its own."""
+        for index in order:
+            share = self.by_index[index]
+            source = self.post.layout.server_rank(share.server)
+            what = f"the value of {share.label}"
+            self._works[index] = self.post.receive(self.values.message[index], source, 1 + index, what)
+        if self.arrivals is not None:
+            self.arrivals.begin(iteration, order)
+        self.reads.clear()
+        for slot in self.slots.values():
+            slot.stage = PENDING
+            gate.close(slot, self.resolve)
+
+    def resolve(self, slot: Slot) -> None:
+        """Bring one parameter up to date."""
+        if slot.stage != PENDING:
+            return
+        started = time.perf_counter()
+        for share in self.shares_of[slot.name]:
+            work = self._works.pop(share.index, None)
+            if work is not None:
+                self.post.wait(work, self.post.layout.server_rank(share.server), f"the value of {share.label}")
+        self.waited_s += time.perf_counter() - started
+        gate.open_(slot)
+        self.reads.append(slot.name)
+        with unseen():
+            self._unpack(slot)
+
+    def _unpack(self, slot: Slot) -> None:
+        parameter, shares = slot.parameter, self.shares_of[slot.name]
+        if len(shares) == 1:
+            parameter.copy_(self.values.elements[shares[0].index].view(parameter.shape))
+            return
+        flat = parameter.reshape(-1)  # a view of it, or a copy where it is not contiguous
+        for share in shares:
+            flat[share.start : share.stop].copy_(self.values.elements[share.index])
+        if flat.data_ptr() != parameter.data_ptr():
+            parameter.copy_(flat.view(parameter.shape))
+
+    def settle(self) -> None:
+        """Bring every parameter up to date, in the order in which they come."""
+        seen = dict.fromkeys(self.by_index[index].name for index in self.pulls)
+        for name in seen:
+            if self.slots[name].stage == PENDING:
+                self.resolve(self.slots[name])
+
+    def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> None:
+        """A command to all servers."""
+        for server in self.servers:
+            share = next((share for share in self.shares if share.server == server), None)
+            rank, before = self.post.layout.server_rank(server), share.label if share is not None else ""
+            self.post.command(rank, kind, iteration, content, before=before)
+
+    def leave(self) -> None:
+        """Needs nothing any more."""
+        self.settle()
+        self.tell_servers(BYE, 0)
