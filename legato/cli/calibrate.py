@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from legato.cli.options import Json
-from legato.cli.output import note, print_json, progress
+from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.units import format_bytes, format_seconds
@@ -84,7 +84,7 @@ def _show(found: object, output: Path, json: bool) -> None:
         way = s.collective if s.depth == 1 else f"{s.collective} in {s.depth} chunks"
         note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {s.error:+5.0%}  {way}")
     note(
-        f"{found.cluster.default_collective} on {found.cluster.workers} workers: {format_seconds(cost.alpha_s)} + "
-        f"{format_seconds(cost.beta_s_per_byte * 2**20)} a MiB; the fit is off by {found.median_error:.0%} "
+        f"{found.cluster.default_collective} on {found.cluster.workers} workers: {describe_cost(cost)}; "
+        f"the fit is off by {found.median_error:.0%} "
         f"(median), {found.worst_error:.0%} (worst) -> {output}"
     )

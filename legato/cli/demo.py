@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from legato.cli.options import Json
-from legato.cli.output import note, print_json, print_rows, stages
+from legato.cli.output import describe_cost, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
 from legato.core.units import format_bytes, format_seconds, parse_bandwidth
 
@@ -25,6 +26,10 @@ def demo(
             help="Run every worker in a host of its own, with links like 1Gbit. (default: one host, loopback)"
         ),
     ] = None,
+    parameter_server: Annotated[
+        bool, typer.Option("--parameter-server", help="On parameter servers (TicTac), every order of pulls in turn.")
+    ] = False,
+    servers: Annotated[int, typer.Option(help="Parameter servers, with --parameter-server.", min=1)] = 1,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder for everything it writes.")] = Path(
         "legato-demo"
     ),
@@ -42,6 +47,9 @@ def demo(
         if name not in job.MODEL_NAMES:
             raise unknown_name("model", name, job.MODEL_NAMES)
     bandwidth_bps = parse_bandwidth(bandwidth) if bandwidth else None
+    if parameter_server:
+        _on_servers(names, workers, servers, steps, output, bandwidth_bps, json)
+        return
     results = []
     for name in names:
         note(f"{name} on {workers} workers" + (f", each with a link of {bandwidth}" if bandwidth else ""))
@@ -59,6 +67,32 @@ def demo(
         raise RankError(f"the trained weights differ from DDP's: {', '.join(different)}")
 
 
+def _on_servers(
+    names: list[str], workers: int, servers: int, steps: int, output: Path, bandwidth_bps: float | None, json: bool
+) -> None:
+    from legato import demo as job
+    from legato.demo.result import SERVER_STAGES
+
+    tolerance = 0.0 if workers == 2 else job.TOLERANCE
+    shown = []
+    for name in names:
+        note(f"{name} on {workers} workers and {servers} parameter servers")
+        with stages(SERVER_STAGES) as advance:
+            result = job.run_servers(name, workers, servers, steps, output / name, advance, bandwidth_bps)
+        for row in result.rows:
+            equal = row.max_relative_difference <= tolerance
+            shown.append({"model": name, **msgspec.structs.asdict(row), "weights_equal": equal})
+            note(
+                f"{row.order:14}{format_seconds(row.iteration_s):>10} an iteration, "
+                f"{format_seconds(row.waited_s):>9} of it waited for parameters, {row.out_of_order:.1%} out of order; "
+                + ("weights those of DDP" if equal else f"weights off by {row.max_relative_difference:.1e}")
+            )
+    if json:
+        print_json(shown)
+    if not all(row["weights_equal"] for row in shown):
+        raise RankError("the trained weights differ from DDP's")
+
+
 def _show(result: object) -> None:
     from legato import demo as job
     from legato.demo.result import ModelResult
@@ -70,9 +104,8 @@ def _show(result: object) -> None:
         f"{format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f})"
     )
     note(
-        f"calibrated {cluster.default_collective}: {format_seconds(cost.alpha_s)} + "
-        f"{format_seconds(cost.beta_s_per_byte * 2**20)} a MiB, off by {result.fit_error:.0%} (median), "
-        f"{result.worst_fit_error:.0%} (worst)"
+        f"calibrated {cluster.default_collective}: {describe_cost(cost)}, off by "
+        f"{result.fit_error:.0%} (median), {result.worst_fit_error:.0%} (worst)"
     )
     bound = format_seconds(result.best["lower_bound_s"])
     print_rows(f"{workload.name}: no plan can be faster than {bound}", job.rows(result))

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from legato.core.cluster import LinearCost
 from legato.core.units import format_seconds
 
-__all__ = ["note", "print_json", "print_rows", "print_table", "progress"]
+__all__ = ["describe_cost", "note", "print_json", "print_rows", "print_table", "progress"]
 
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scheduler": ("scheduler", str),
@@ -62,6 +63,12 @@ def _console(stderr: bool) -> Console:
     # A pipe has no width; 120 columns hold every table without cutting a name.
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+
+
+def describe_cost(cost: LinearCost) -> str:
+    """In words: alpha, beta and, where there is one, the floor."""
+    line = f"{format_seconds(cost.alpha_s)} + {format_seconds(cost.beta_s_per_byte * 2**20)} a MiB"
+    return f"{line}, {format_seconds(cost.floor_s)} at least" if cost.floor_s else line
 
 
 def note(text: str) -> None:

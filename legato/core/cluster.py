@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -12,49 +12,84 @@ from legato.core.errors import InputError, unknown_name
 __all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
 
 
+#: A relative error that is none.
+_FITS = 1e-3
+
+
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds."""
+    """Time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, and never less than `floor_s`.
+
+    A backend that works on the hosts while it sends pays for that work only
+    where the network would be done sooner: that is the floor.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
+    floor_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("alpha_s", "beta_s_per_byte"):
+        for field in ("alpha_s", "beta_s_per_byte", "floor_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
 
     def cost(self, nbytes: float) -> float:
         """Seconds to send `nbytes` bytes as one message."""
-        return self.alpha_s + self.beta_s_per_byte * nbytes
+        return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
+
+    @property
+    def startup_s(self) -> float:
+        """What the smallest message costs."""
+        return max(self.floor_s, self.alpha_s)
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
         """Least squares over (bytes, seconds) samples, in *relative* error.
 
         Absolute error would let the largest size decide alone, and alpha with
-        it. Neither constant is allowed below zero. Raises `InputError` on
-        fewer than two distinct sizes or on times that are not above zero.
+        it. No constant is allowed below zero. The cost gets a floor where that
+        halves the squares. Raises `InputError` on fewer than two distinct sizes
+        or on times that are not above zero.
         """
-        points = [(float(x), float(y)) for x, y in samples]
+        points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
             raise InputError("fit: needs samples of at least two sizes")
         if not all(math.isfinite(y) and y > 0 and math.isfinite(x) and x >= 0 for x, y in points):
             raise InputError("fit: every sample needs bytes >= 0 and finite seconds > 0")
-        s0 = math.fsum(1 / y**2 for _, y in points)
-        s1 = math.fsum(x / y**2 for x, y in points)
-        s2 = math.fsum(x * x / y**2 for x, y in points)
-        t0 = math.fsum(1 / y for _, y in points)
-        t1 = math.fsum(x / y for x, y in points)
-        middle = s1 / s0  # sizes are taken from here, or those that differ little would cancel
-        spread = math.fsum(((x - middle) / y) ** 2 for x, y in points)
-        beta = math.fsum((x - middle) / y for x, y in points) / spread
-        alpha = t0 / s0 - beta * middle
-        if alpha < 0:
-            alpha, beta = 0.0, t1 / s2
-        if beta < 0:
-            alpha, beta = t0 / s0, 0.0
-        return cls(alpha, beta)
+        best = cls(*_line(points))
+        least = best._squares(points) / 2
+        if least < len(points) * _FITS**2:
+            return best
+        for k in range(2, len(points) - 1):  # the first k lie on the floor
+            if points[k][0] == points[-1][0]:
+                break
+            floor = math.fsum(1 / y for _, y in points[:k]) / math.fsum(1 / y**2 for _, y in points[:k])
+            bent = cls(*_line(points[k:]), floor)
+            if (squares := bent._squares(points)) < least:
+                best, least = bent, squares
+        return best
+
+    def _squares(self, points: Iterable[tuple[float, float]]) -> float:
+        """The sum of the squares of the relative errors."""
+        return math.fsum((self.cost(x) / y - 1) ** 2 for x, y in points)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(alpha, beta) of the straight line through (bytes, seconds) of at least two sizes."""
+    s0 = math.fsum(1 / y**2 for _, y in points)
+    s1 = math.fsum(x / y**2 for x, y in points)
+    s2 = math.fsum(x * x / y**2 for x, y in points)
+    t0 = math.fsum(1 / y for _, y in points)
+    t1 = math.fsum(x / y for x, y in points)
+    middle = s1 / s0  # sizes are taken from here, or those that differ little would cancel
+    spread = math.fsum(((x - middle) / y) ** 2 for x, y in points)
+    beta = math.fsum((x - middle) / y for x, y in points) / spread
+    alpha = t0 / s0 - beta * middle
+    if alpha < 0:
+        alpha, beta = 0.0, t1 / s2
+    if beta < 0:
+        alpha, beta = t0 / s0, 0.0
+    return alpha, beta
 
 
 def _tree(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
@@ -202,9 +237,9 @@ class Cluster(
         return measured.get(max((d for d in measured if d <= depth), default=1), self.collectives[name])
 
     def least_costs(self) -> list[LinearCost]:
-        """Costs, below the least of which no message is, whatever its collective and depth.
+        """Straight lines, below the least of which no message is, whatever its collective and depth.
 
-        Chunks can hide a reduction behind the transfer, and nothing else: a
+        Floors are left out. Chunks can hide a reduction behind the transfer, and nothing else: a
         derived collective that has a depth is also listed as if it were free.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
@@ -212,4 +247,4 @@ class Cluster(
             terms = self.latency_s, 8 / self.bandwidth_bps, 0.0
             hidden = (name for name in PIPELINED if name in self.collectives and name not in self.depths)
             costs += [LinearCost(*COLLECTIVES[name](self.workers, *terms)) for name in hidden]
-        return costs
+        return [LinearCost(cost.alpha_s, cost.beta_s_per_byte) for cost in costs]

@@ -24,11 +24,17 @@ __all__ = ["batches", "threshold_bytes"]
 def threshold_bytes(cost: LinearCost) -> float:
     """The least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
-    0 where startup is free, infinite where only startup costs.
+    0 where startup is free, infinite where only startup costs. With a floor
+    that f(x) lies on, 0.8 is passed at (1.6 floor - alpha) / (2 beta).
     """
-    if cost.alpha_s == 0:
+    if cost.startup_s == 0:
         return 0.0
-    return 1.5 * cost.alpha_s / cost.beta_s_per_byte if cost.beta_s_per_byte > 0 else math.inf
+    if cost.beta_s_per_byte == 0:
+        return math.inf
+    above = 1.5 * cost.alpha_s / cost.beta_s_per_byte
+    if cost.alpha_s + cost.beta_s_per_byte * above >= cost.floor_s:
+        return above
+    return (1.6 * cost.floor_s - cost.alpha_s) / (2 * cost.beta_s_per_byte)
 
 
 def batches(ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:

@@ -27,7 +27,7 @@ def halves(
 ) -> Plan:
     """A plan for gradients that are ready, and followed by computation, at these seconds; by tensor."""
     cost = cluster.cost(collective)
-    half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2)
+    half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
 
     def merged(near_s: Sequence[float], kind: Kind) -> list[Message]:
         order = sorted(range(len(near_s)), key=near_s.__getitem__)

@@ -31,7 +31,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import msgspec
-import numpy as np
 
 from legato.core.cluster import Cluster
 from legato.core.plan import Message, Plan, Slice
@@ -74,8 +73,7 @@ def legato(
     stop_at = time.perf_counter() + budget_s
     names = tuple(cluster.collectives) if collective is None else (known_collective(cluster, collective),)
     ways = tuple((name, depth) for name in names for depth in (1, *cluster.depths.get(name, ())))
-    costs = [cluster.cost(*way) for way in ways]
-    network = Network(ways, np.array([c.alpha_s for c in costs]), np.array([c.beta_s_per_byte for c in costs]))
+    network = Network(ways, tuple(cluster.cost(*way) for way in ways))
     nbytes = [tensor.nbytes for tensor in workload.tensors]
     cheapest, _ = network.way(sum(nbytes))
     plans = _published(workload, cluster, dict.fromkeys((names[0], cheapest) if any_order else names[:1]), any_order)

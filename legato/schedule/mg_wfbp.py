@@ -36,7 +36,7 @@ def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = No
     groups: list[list[int]] = []
     start, nbytes = 0.0, 0  # of the group at the end: when the network could begin it, and what it holds
     for t in order:
-        if groups and ready[t] - start < cost.alpha_s:
+        if groups and ready[t] - start < cost.startup_s:
             groups[-1].append(t)
             start, nbytes = max(start, ready[t]), nbytes + workload.tensors[t].nbytes
         else:

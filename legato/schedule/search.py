@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from legato.core.cluster import LinearCost
 from legato.schedule.grouping import group
 from legato.schedule.jackson import jackson
 from legato.schedule.refill import ALIGNMENT, Piece, Refilled, refill
@@ -25,22 +26,23 @@ _PIECES = 256
 
 
 class Network(NamedTuple):
-    """What a message can take: collectives by name and depth, with what they cost."""
+    """The ways a message can take, each a collective and a depth, and what it costs there."""
 
     ways: tuple[tuple[str, int], ...]
-    alpha_s: np.ndarray[Any, np.dtype[np.float64]]
-    beta_s: np.ndarray[Any, np.dtype[np.float64]]
+    costs: tuple[LinearCost, ...]
 
     def cost(self, nbytes: Any) -> Any:
-        """Seconds of messages by their bytes, whatever the shape."""
-        best = self.alpha_s[0] + self.beta_s[0] * nbytes
-        for alpha, beta in zip(self.alpha_s[1:], self.beta_s[1:], strict=True):
-            best = np.minimum(best, alpha + beta * nbytes)
+        """Seconds of messages by their bytes, whatever the shape: the cheapest way for each."""
+        best: Any = np.inf
+        for cost in self.costs:
+            seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
+            best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
         return best
 
     def way(self, nbytes: int) -> tuple[str, int]:
         """The cheapest collective and depth for a message."""
-        return self.ways[int(np.argmin(self.alpha_s + self.beta_s * nbytes))]
+        seconds = [cost.cost(nbytes) for cost in self.costs]
+        return self.ways[seconds.index(min(seconds))]
 
 
 class Job(NamedTuple):
@@ -107,7 +109,8 @@ def _in_turns(pieces: Sequence[Piece], job: Job, stop_at: float, best: Refilled 
 
 def _cut(pieces: Sequence[Piece], job: Job) -> list[Piece]:
     """Pieces of a length that leaves a choice where to divide, and none that an alpha makes pointless."""
-    alpha, beta = float(job.network.alpha_s.min()), float(job.network.beta_s.max())
+    alpha = min(cost.startup_s for cost in job.network.costs)
+    beta = max(cost.beta_s_per_byte for cost in job.network.costs)
     least = alpha / beta / 2 if beta > 0 else np.inf
     longest = int(max(sum(job.nbytes) / _PIECES, min(least, sum(job.nbytes)), ALIGNMENT)) // ALIGNMENT * ALIGNMENT
     return [

@@ -118,6 +118,23 @@ def test_the_fit_by_hand():
     assert (fit.alpha_s, fit.beta_s_per_byte) == pytest.approx((8 / 9, 1 / 3))
 
 
+@given(st.floats(1e-3, 1e-2), st.floats(1e-9, 1e-7), st.floats(0, 1e-4))
+def test_a_floor_is_found(floor, beta, alpha):
+    """Sizes from far below the floor to far above it; noise of one per cent, alternating."""
+    true = LinearCost(alpha, beta, floor)
+    sizes = [floor / beta * 4.0**k for k in range(-4, 4)]
+    fit = LinearCost.fit((x, true.cost(x) * (1.01 if k % 2 else 0.99)) for k, x in enumerate(sizes))
+    assert fit.floor_s > 0
+    for x in sizes:
+        assert fit.cost(x) == pytest.approx(true.cost(x), rel=0.1)
+
+
+def test_a_cost_with_a_floor_by_hand():
+    cost = LinearCost(1.0, 2.0, 8.0)
+    assert [cost.cost(n) for n in (0, 3, 3.5, 4)] == [8.0, 8.0, 8.0, 9.0]
+    assert (cost.startup_s, LinearCost(3.0, 1.0, 2.0).startup_s) == (8.0, 3.0)
+
+
 def test_no_term_of_the_fit_is_below_zero():
     # Steeper than a line through zero: alpha is 0, beta = sum(x/y) / sum(x^2/y^2).
     fit = LinearCost.fit([(1, 1.0), (2, 4.0)])
