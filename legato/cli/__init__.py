@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 import legato
-from legato.cli import calibrate, capture, demo, import_, plan, rehearse, report, reproduce, simulate, workload
+from legato.cli import calibrate, capture, demo, import_, plan, rehearse, report, reproduce, simulate, sweep, workload
 from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "main"]
@@ -49,9 +49,10 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
+app.command("simulate")(simulate.simulate)
 app.command("trace")(report.trace)
 app.command("reproduce")(reproduce.reproduce)
-app.command("simulate")(simulate.simulate)
+app.command("sweep")(sweep.sweep)
 app.command("verify")(rehearse.verify)
 app.command("workload")(workload.workload)
 

@@ -4,36 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import msgspec
 import typer
 
 from legato.cli.options import Json
 from legato.cli.output import note, print_json
 from legato.core import files
+from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
+#: What is faster by less is as fast.
+_SAME = 1.005
+
 Timelines = Annotated[list[Path], typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")]
 
 
 def report(
-    timelines: Timelines,
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="T.json...", help="Timelines, predicted or measured; their workload and cluster too."),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
     json: Json = False,
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file.
 
-    Example: [bold]legato report predicted.json measured.json -o report.html[/]
+    With a workload and a cluster (what [bold]legato rehearse -o DIR[/] writes) the page also says what to do.
+
+    Example: [bold]legato report DIR/*.json -o report.html[/]
     """
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    found = tuple(files.read(path, Timeline) for path in timelines)
-    write_report(output, Report((ModelReport(name=found[0].name, timelines=found),)))
-    _say("report", output, len(found), json)
+    found = [(path, files.read(path, _kind(path))) for path in inputs]
+    timelines = tuple(value for _, value in found if isinstance(value, Timeline))
+    workload = _one(found, Workload)
+    cluster = _one(found, Cluster)
+    if not timelines and workload is None:
+        raise InputError("nothing to draw (expected a timeline, or a workload)")
+    name = workload.name if workload is not None else timelines[0].name
+    advice, plans = _advice(workload, cluster) if workload is not None and cluster is not None else ("", ())
+    write_report(output, Report((ModelReport(name, workload, cluster, (), _paired(timelines), advice, plans),)))
+    _say("report", output, len(timelines), json)
+
+
+def _kind(path: Path) -> type[Timeline] | type[Workload] | type[Cluster]:
+    """Which of the three a file says it is; a timeline, where it says nothing that is known."""
+    kinds = {kind.__struct_config__.tag: kind for kind in (Workload, Cluster)}
+    try:
+        return kinds.get(msgspec.json.decode(path.read_bytes(), type=_Header).format, Timeline)
+    except (OSError, ValueError, RecursionError):
+        return Timeline  # reading it as one says what is wrong
+
+
+class _Header(msgspec.Struct):
+    format: str
+
+
+Noun = TypeVar("Noun", Workload, Cluster)
+
+
+def _one(found: list[tuple[Path, Timeline | Workload | Cluster]], kind: type[Noun]) -> Noun | None:
+    of_kind = [(path, value) for path, value in found if isinstance(value, kind)]
+    if len(of_kind) > 1:
+        raise InputError(f"{of_kind[0][0]} and {of_kind[1][0]}: two {kind.__name__.lower()}s (expected one at most)")
+    return of_kind[0][1] if of_kind else None
+
+
+def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
+    """Timelines of one name together, the predicted before the measured."""
+    names = list(dict.fromkeys(timeline.name for timeline in timelines))
+    return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
+
+
+def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
+    """What to do, in plain words and by prediction, and the plans that it is about."""
+    from legato.schedule.compare import best, compare
+    from legato.schedule.ddp import bucket_caps
+
+    ddp, merged, ours = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
+    chosen, plans = best([ddp, merged, ours]), (ddp.plan, merged.plan, ours.plan)
+    if ddp.iteration_s <= chosen.iteration_s * _SAME:
+        return f"Stay with DDP: no plan is predicted to be more than {_SAME - 1:.1%} faster.", plans
+    caps = ", ".join(map(repr, bucket_caps(merged.plan)))
+    speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / merged.iteration_s
+    with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if stock > _SAME else ""
+    return f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}.", plans
 
 
 def trace(
@@ -41,7 +102,9 @@ def trace(
     timelines: Annotated[
         list[Path] | None, typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")
     ] = None,
-    workload: Annotated[Path | None, typer.Option(metavar="W.json", help="Their workload: for .et and .csv.")] = None,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="W.json", help="Their workload: it says where gradients come from.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Their plan: for .et.")] = None,
     workers: Annotated[
         int | None, typer.Option(help=".et: write NAME.0.et and so on, one a worker. .csv: how many send.", min=1)
@@ -67,10 +130,10 @@ def trace(
         _refuse(output, {"--plan": plan, "a timeline": paths or None})
         _write_sends(output, workload, workers, servers)
     else:
-        _refuse(output, {"--workload": workload, "--plan": plan, "--workers": workers, "--servers": servers})
+        _refuse(output, {"--plan": plan, "--workers": workers, "--servers": servers})
         if not found:
             raise InputError("no timelines given (expected one T.json or more)")
-        write_perfetto(output, found)
+        write_perfetto(output, found, None if workload is None else files.read(workload, Workload))
     _say("trace", output, len(found), json)
 
 

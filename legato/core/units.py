@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from legato.core.errors import InputError
 
 __all__ = [
+    "format_bandwidth",
     "format_bytes",
     "format_seconds",
     "parse_bandwidth",
@@ -87,3 +88,11 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_bandwidth(bps: float) -> str:
+    """Three significant digits and the unit that fits: `2.5 Gbit/s`."""
+    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bps >= scale:
+            return f"{bps / scale:.3g} {unit}"
+    return f"{bps:.3g} bit/s"

@@ -11,7 +11,7 @@ Colours are names with an `@`; the page's script puts in the theme's.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ __all__ = ["Bar", "axis", "coalesce", "draw_timelines", "label", "layout"]
 #: The finest that is drawn, as a share of the time axis: a third of a pixel; a whole one where timelines are many.
 _FINEST, _COARSEST, _MANY = 1 / 3000, 1 / 1000, 12
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_MOST_FOUND = 5000  # spans of a row that the page can search
 _KINDS = {"backward": "backward", "forward": "forward", "optimizer": "optimizer", "message": "messages"}
 _HEIGHT = 118  # pixels a timeline
 _ROWS = {"compute": 1.62, "network": 2.62}  # centre of a lane below its timeline's upper edge; a timeline is 3.4 high
@@ -113,7 +114,7 @@ def layout(**more: Any) -> dict[str, Any]:
 
 
 def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Timelines of a workload on one time axis: {"data", "layout"} for plotly.
+    """Timelines of a workload on one time axis: {"data", "layout"} for plotly, and {"spans"} for the page's search.
 
     Each has a lane for compute, its idle gaps hatched, and one for the
     network; a dashed line is the lower bound, a solid one the iteration's end.
@@ -136,7 +137,8 @@ def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
         if timeline.lower_bound_s:
             _add_line(lines[1], timeline.lower_bound_s, i, scale)
     data += [line for line in lines if line["x"]]
-    return {"data": data, "layout": _layout(timelines, unit, first / scale, longest / scale)}
+    shape = _layout(timelines, unit, first / scale, longest / scale)
+    return {"data": data, "layout": shape, "spans": _index(timelines, scale)}
 
 
 def _own(timeline: Timeline) -> list[Span]:
@@ -165,20 +167,40 @@ def _add_bar(trace: dict[str, Any], y: float, height: float, span: tuple[float, 
 
 
 def _add_spans(traces: dict[str, dict[str, Any]], timeline: Timeline, i: int, scale: float, finest_s: float) -> None:
-    for lane, top in _ROWS.items():
-        placed = stack([s for s in _own(timeline) if (s.kind == "message") == (lane == "network")])
-        rows = 1 + max((row for row, _ in placed), default=0)
-        lines: dict[int, list[Span]] = {}
-        for row, span in placed:
-            lines.setdefault(row, []).append(span)
-        for row, spans in lines.items():
-            y = -i * _PITCH - top + _LANE * ((rows - 1) / 2 - row) / rows
+    for lane in _ROWS:
+        for y, height, spans in _places(timeline, i, lane):
             for k, bar in enumerate(coalesce(spans, finest_s)):
                 times = (bar.start_s / scale, bar.end_s / scale)
                 trace = traces[bar.kind]
-                _add_bar(trace, y, _LANE / rows * (0.94 if rows > 1 else 1), times, _hover(bar))
+                _add_bar(trace, y, height, times, _hover(bar))
                 # Two shades in turn keep neighbours apart without a border, which would hide narrow bars.
                 trace["marker"]["color"].append(f"@{bar.kind}{'-2' if k % 2 else ''}")
+
+
+def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
+    """Every span that can be searched for, however short: its name's number, start, end, centre and height."""
+    numbers: dict[str, int] = {}
+    found = []
+    for i, timeline in enumerate(timelines):
+        for lane in _ROWS:
+            for y, height, row in _places(timeline, i, lane):
+                for span in row[:_MOST_FOUND]:
+                    number = numbers.setdefault(span.name, len(numbers))
+                    times = round(span.start_s / scale, 4), round(span.end_s / scale, 4)
+                    found.append([number, *times, round(y, 2), round(height, 2)])
+    return {"names": list(numbers), "at": found}
+
+
+def _places(timeline: Timeline, i: int, lane: str) -> Iterator[tuple[float, float, list[Span]]]:
+    """(centre, height, spans) of the rows that a lane of timeline `i` needs for spans that lie over one another."""
+    placed = stack([s for s in _own(timeline) if (s.kind == "message") == (lane == "network")])
+    lines: dict[int, list[Span]] = {}
+    for row, span in placed:
+        lines.setdefault(row, []).append(span)
+    rows = len(lines)
+    for row, spans in lines.items():
+        y = -i * _PITCH - _ROWS[lane] + _LANE * ((rows - 1) / 2 - row) / rows
+        yield y, _LANE / rows * (0.94 if rows > 1 else 1), spans
 
 
 def _hover(bar: Bar) -> list[str]:

@@ -20,10 +20,12 @@ from urllib.parse import quote
 from legato.core.files import write_text
 from legato.report.model import Report
 from legato.report.sections import overview, section
+from legato.report.sweep_section import sweep_sections
 
 __all__ = ["render", "write_report"]
 
 _SUBTITLE = "Where an iteration's time goes, and how near its schedule is to the best there can be"
+_SWEEP_SUBTITLE = "What an iteration takes on other networks, with other schedulers"
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 <path d="M4 14C9 4.5 23 4.5 28 14" fill="none" stroke="#5d7186" stroke-width="3" stroke-linecap="round"/>
 <rect x="3" y="18" width="9" height="10" fill="#e08a1e"/><rect x="12" y="18" width="9" height="10" fill="#1b8a77"/>
@@ -38,18 +40,21 @@ def render(report: Report) -> str:
 
     figures: dict[str, Any] = {}
     sections = [section(model, number, figures) for number, model in enumerate(report.models)]
+    sweeps = sweep_sections(report.sweep, figures)
+    names = [model.name for model in report.models] or ["sweep of " + ", ".join(part["name"] for part in sweeps)]
     plotly_js = plotly.offline.get_plotlyjs()
     script = _asset("page.js")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(_asset("page.html")).render(
-        title=f"legato: {report.title or ', '.join(model.name for model in report.models)}",
-        subtitle=report.title or _SUBTITLE,
+        title=f"legato: {report.title or ', '.join(names)}",
+        subtitle=report.title or (_SUBTITLE if report.models else _SWEEP_SUBTITLE),
         icon="data:image/svg+xml," + quote(_ICON.replace("\n", "")),
         policy=_policy(plotly_js, script),
         style=Markup(_asset("page.css")),
         sections=sections,
+        sweeps=sweeps,
         overview=overview(report.models),
         footer=_versions(),
         figures=Markup(_json(figures)),

@@ -8,10 +8,11 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["ModelReport", "Report", "SchedulerRow"]
+__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow"]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,12 +44,40 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 raise InputError(f"{field}: {getattr(self, field)} (expected a finite number)")
 
 
+class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One cell of a sweep; its JSON is what `legato sweep --json` prints.
+
+    `speedup` is over the sweep's first fabric and scheduler on the same
+    machines. What a cell could not give is None; where it gave nothing, `error`
+    says why. Seconds, and bits per second.
+    """
+
+    workload: str
+    fabric: str
+    scheduler: str
+    fidelity: str
+    workers: int
+    servers: int
+    bandwidth_bps: float
+    latency_s: float
+    iteration_s: float | None = None
+    speedup: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    overlap: float | None = None
+    utilization: float | None = None
+    num_messages: int | None = None
+    wall_s: float | None = None
+    error: str | None = None
+
+
 class ModelReport(msgspec.Struct, frozen=True):
     """What there is to show about one workload; what is missing is left out of the page.
 
     `timelines` are predicted and measured ones in any number, drawn in this
     order; a predicted and a measured one of the same name belong together.
-    `advice` is one plain sentence.
+    `advice` is one plain sentence; `plans`, by their schedulers' names, say
+    which tensors are in the timelines' messages.
     """
 
     name: str
@@ -57,6 +86,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     rows: tuple[SchedulerRow, ...] = ()
     timelines: tuple[Timeline, ...] = ()
     advice: str = ""
+    plans: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.workload or self.rows or self.timelines):
@@ -64,11 +94,12 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One page: a title and a section for every workload."""
+    """One page: a title, a section for every workload, and the plots of a sweep."""
 
-    models: tuple[ModelReport, ...]
+    models: tuple[ModelReport, ...] = ()
     title: str = ""
+    sweep: tuple[SweepRow, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.models:
+        if not (self.models or self.sweep):
             raise InputError("report: no workload (expected at least one)")

@@ -14,13 +14,65 @@
     return Object.fromEntries(Object.entries(node).map(([k, child]) => [k, themed(child, style, k)]));
   }
 
+  // What a search found in a timeline: outlines on top of everything else.
+  const found = new Map();
+  function marks(div, style) {
+    const hits = found.get(div);
+    if (!hits || !hits.length) return [];
+    const column = (i) => hits.map((hit) => hit[i]);
+    return [{
+      type: "bar", orientation: "h", hoverinfo: "skip", showlegend: false, base: column(1), y: column(3), width: column(4),
+      x: hits.map((hit) => hit[2] - hit[1]),
+      marker: { color: "rgba(0,0,0,0)", line: { color: style.getPropertyValue("--found").trim(), width: 2 } },
+    }];
+  }
+
+  function search(box) {
+    const div = box.querySelector(".plot"), input = box.querySelector("input"), { names, at } = figures[div.dataset.figure].spans;
+    let next = 0;
+    input.addEventListener("input", () => {
+      const wanted = input.value.trim().toLowerCase(), hit = names.map((name) => name.toLowerCase().includes(wanted));
+      const hits = wanted ? at.filter((span) => hit[span[0]]) : [];
+      found.set(div, hits);
+      next = 0;
+      const different = new Set(hits.map((span) => span[0])).size;
+      box.querySelector("output").textContent = !wanted ? "" : !hits.length ? "nothing of this name"
+        : `${hits.length} found, ${different} different ${different === 1 ? "name" : "names"}; Enter goes to the next`;
+      draw();
+    });
+    input.addEventListener("keydown", (event) => {
+      const hits = found.get(div) || [];
+      if (event.key !== "Enter" || !hits.length) return;
+      const [number, start, end] = hits[next % hits.length], middle = (start + end) / 2;
+      const all = figures[div.dataset.figure].layout.xaxis.range;
+      const half = Math.max((end - start) * 2, (all[1] - all[0]) / 60);
+      box.querySelector("output").textContent = `${(next % hits.length) + 1} of ${hits.length}: ${names[number]}`;
+      next += 1;
+      Plotly.relayout(div, { "xaxis.range": [middle - half, middle + half] });
+    });
+  }
+
+  function filter(box) {
+    const rows = [...box.querySelectorAll("tbody tr")], output = box.querySelector("output");
+    box.querySelector("input").addEventListener("input", (event) => {
+      const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      for (const row of rows) {
+        const text = row.textContent.toLowerCase();
+        row.hidden = !words.every((word) => text.includes(word));
+        shown += !row.hidden;
+      }
+      output.textContent = words.length ? `${shown} of ${rows.length}` : "";
+    });
+  }
+
   function draw() {
     const style = getComputedStyle(document.documentElement);
     for (const div of document.querySelectorAll("[data-figure]")) {
       const { data, layout } = themed(figures[div.dataset.figure], style, "");
-      Plotly.react(div, data, layout, {
+      Plotly.react(div, [...data, ...marks(div, style)], layout, {
         responsive: true, displaylogo: false, doubleClick: "reset",
-        displayModeBar: div.dataset.figure.startsWith("timelines") ? "hover" : false,
+        displayModeBar: /^(timelines|sweep)/.test(div.dataset.figure) ? "hover" : false,
         modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
       });
     }
@@ -45,6 +97,8 @@
   for (const button of document.querySelectorAll("table.sortable th button")) {
     button.addEventListener("click", () => sort(button));
   }
+  for (const box of document.querySelectorAll(".finder")) search(box);
+  for (const box of document.querySelectorAll("[data-filter]")) filter(box);
   draw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 })();

@@ -1,7 +1,9 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
 The format is "Trace Event Format" (JSON object form): `X` are complete events,
-`M` name and sort the rows, `i` mark one moment. Times are microseconds.
+`M` name and sort the rows, `i` mark one moment, `s` and `f` are the two ends of
+an arrow ("flow"): from a gradient's op to its message, and from a message to the
+op that stood idle for it. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 from legato.core.files import write_text
 from legato.core.timeline import Span, Timeline
+from legato.core.workload import Workload
+from legato.report.flows import flows
 from legato.report.lanes import stack
 
 __all__ = ["to_perfetto", "write_perfetto"]
@@ -26,22 +30,26 @@ _COLOURS = {
 }
 
 
-def to_perfetto(timelines: Sequence[Timeline]) -> str:
+def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None) -> str:
     """The timelines as one trace: a process each, in it a thread for every worker and lane.
+
+    Their workload, where it is given, says which op a message's gradient comes from.
 
     Spans of a lane that overlap (several messages in flight) go to threads of
     their own, because the viewers only nest the events of one thread.
     """
-    events = [event for pid, timeline in enumerate(timelines, 1) for event in _process(pid, timeline)]
+    events = [event for pid, timeline in enumerate(timelines, 1) for event in _process(pid, timeline, workload)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": "legato"}})
 
 
-def write_perfetto(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
+def write_perfetto(
+    path: str | os.PathLike[str], timelines: Sequence[Timeline], workload: Workload | None = None
+) -> None:
     """Write `to_perfetto` to a file, whole or not at all. Raises `FileError`."""
-    write_text(path, to_perfetto(timelines))
+    write_text(path, to_perfetto(timelines, workload))
 
 
-def _process(pid: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterator[dict[str, Any]]:
     yield _metadata(pid, 0, "process_name", name=f"{timeline.name} ({timeline.source})")
     yield _metadata(pid, 0, "process_sort_index", sort_index=pid)
     marks = {"end of iteration": timeline.iteration_s, "lower bound": timeline.lower_bound_s}
@@ -49,6 +57,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         if at_s is not None:
             yield {"ph": "i", "s": "p", "pid": pid, "tid": 0, "name": name, "cat": "mark", "ts": _ns(at_s) / 1000}
     tid = 0
+    thread: dict[int, int] = {}  # id of a span -> its thread
     for (worker, lane), spans in _lanes(timeline.spans):
         rows: dict[int, list[Span]] = {}
         for row, span in stack(spans):
@@ -58,7 +67,18 @@ def _process(pid: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             name = f"worker {worker} {lane}" + (f" ({row + 1})" if row else "")
             yield _metadata(pid, tid, "thread_name", name=name)
             yield _metadata(pid, tid, "thread_sort_index", sort_index=tid)
+            thread |= dict.fromkeys(map(id, rows[row]), tid)
             yield from (_complete(pid, tid, span) for span in rows[row])
+    for number, (start, end) in enumerate(flows(timeline, workload)):
+        # An arrow starts in the first span and ends at the start of the second, each on its own thread.
+        arrow = {"pid": pid, "cat": "flow", "name": "waits for", "id": pid << 32 | number}
+        yield {"ph": "s", "tid": thread[id(start)], "ts": _inside(start), **arrow}
+        yield {"ph": "f", "bp": "e", "tid": thread[id(end)], "ts": _ns(end.start_s) / 1000, **arrow}
+
+
+def _inside(span: Span) -> float:
+    """Its last nanosecond, in which viewers still see the span."""
+    return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 
 def _lanes(spans: Iterable[Span]) -> list[tuple[tuple[int, str], list[Span]]]:

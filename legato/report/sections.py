@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from legato.core.cluster import Cluster
+from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.core.units import format_bytes, format_seconds
+from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
+from legato.report.cells import factor, heads, table_cell
+from legato.report.costs import cost_sentence, costs
 from legato.report.drawing import draw_timelines
 from legato.report.model import ModelReport
 from legato.report.shapes import draw_op_times, draw_readiness, draw_tensor_sizes
-from legato.report.summary import Entry, best_of, entries, headline, in_one_unit, own_worker, percent
-from legato.report.waits import waits
+from legato.report.summary import Entry, best_of, entries, headline, in_one_unit, percent
 
 __all__ = ["overview", "section"]
 
@@ -32,7 +34,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "table": _scheduler_table(table) if table else None,
         "timelines": "",
         "worker_note": "",
-        "waits": _waits(model.timelines),
+        "waits": _waits(model.timelines, model.plans),
         "workload": _workload(model.workload, model.cluster, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
     }
@@ -55,28 +57,14 @@ def overview(models: Sequence[ModelReport]) -> dict[str, Any]:
         seconds = best.iteration_s if best else None
         speedup = ddp.iteration_s / seconds if ddp and seconds else None
         cells = [
-            _cell(model.name, model.name, href=f"#workload-{number}"),
-            _cell(best.scheduler if best else "", best.scheduler if best else None),
-            _cell(in_one_unit([seconds])[0], seconds),
-            _cell(_factor(speedup), speedup),
-            _cell(percent(best.gap) if best else "", best.gap if best else None),
+            table_cell(model.name, model.name, href=f"#workload-{number}"),
+            table_cell(best.scheduler if best else "", best.scheduler if best else None),
+            table_cell(in_one_unit([seconds])[0], seconds),
+            table_cell(factor(speedup), speedup),
+            table_cell(percent(best.gap) if best else "", best.gap if best else None),
         ]
         rows.append({"cells": cells, "best": False})
-    return {"heads": _heads(["workload", "fastest", "iteration", "speedup over DDP", "above bound"]), "rows": rows}
-
-
-def _heads(
-    names: Sequence[str], ordered: int | None = None, help: dict[str, str] | None = None
-) -> list[dict[str, Any]]:
-    return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
-
-
-def _cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
-    return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
-
-
-def _factor(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}×"
+    return {"heads": heads(["workload", "fastest", "iteration", "speedup over DDP", "above bound"]), "rows": rows}
 
 
 _HELP = {
@@ -107,31 +95,34 @@ def _scheduler_table(table: list[Entry]) -> dict[str, Any]:
     names += ["over DDP", "above bound", "overlap", "computing", "messages", "planning"]
     rows: list[dict[str, Any]] = []
     for i, e in enumerate(table):
-        cells = [_cell(e.scheduler, e.scheduler), _cell(times[i], e.predicted_s, bar=_share(e.predicted_s, longest))]
+        cells = [
+            table_cell(e.scheduler, e.scheduler),
+            table_cell(times[i], e.predicted_s, bar=_share(e.predicted_s, longest)),
+        ]
         if any_measured:
             off = e.predicted_s / e.measured_s - 1 if e.predicted_s is not None and e.measured_s else None
-            cells.append(_cell(times[len(table) + i], e.measured_s, bar=_share(e.measured_s, longest)))
+            cells.append(table_cell(times[len(table) + i], e.measured_s, bar=_share(e.measured_s, longest)))
             cells.append(
-                _cell(
+                table_cell(
                     ("+" if off > 0 else "") + percent(off) if off is not None else "",
                     abs(off) if off is not None else None,
                 )
             )
         speedup = _speedup(ddp, e)
         cells += [
-            _cell(_factor(speedup), speedup),
-            _cell(percent(e.gap), e.gap),
-            _cell(percent(e.overlap), e.overlap),
-            _cell(percent(e.utilization), e.utilization),
-            _cell(f"{e.num_messages:,}" if e.num_messages is not None else "", e.num_messages),
-            _cell(format_seconds(e.plan_s) if e.plan_s is not None else "", e.plan_s),
+            table_cell(factor(speedup), speedup),
+            table_cell(percent(e.gap), e.gap),
+            table_cell(percent(e.overlap), e.overlap),
+            table_cell(percent(e.utilization), e.utilization),
+            table_cell(f"{e.num_messages:,}" if e.num_messages is not None else "", e.num_messages),
+            table_cell(format_seconds(e.plan_s) if e.plan_s is not None else "", e.plan_s),
         ]
         rows.append({"cells": cells, "best": e is best})
     drop = {i for i in range(1, len(names)) if all(row["cells"][i]["sort"] == "" for row in rows)}
     for row in rows:
         row["cells"] = [cell for i, cell in enumerate(row["cells"]) if i not in drop]
     names = [name for i, name in enumerate(names) if i not in drop]
-    return {"heads": _heads(names, names.index(column) if column in names else None, _HELP), "rows": rows}
+    return {"heads": heads(names, names.index(column) if column in names else None, _HELP), "rows": rows}
 
 
 def _speedup(ddp: Entry | None, e: Entry) -> float | None:
@@ -154,7 +145,7 @@ def _facts(model: ModelReport) -> str:
     if model.cluster:
         facts.append(_count(model.cluster.workers, "worker"))
         if model.cluster.bandwidth_bps:
-            facts.append(_rate(model.cluster.bandwidth_bps))
+            facts.append(format_bandwidth(model.cluster.bandwidth_bps))
         facts.append(model.cluster.default_collective)
     return " · ".join(facts)
 
@@ -163,28 +154,21 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _rate(bps: float) -> str:
-    unit, scale = next(
-        ((u, s) for u, s in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bps >= s), ("bit/s", 1)
-    )
-    return f"{bps / scale:.3g} {unit}"
-
-
-def _waits(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """A list of the dearest messages for every timeline, with bars of one scale."""
-    found = [(t, waits(t, own_worker(t))) for t in timelines]
-    dearest = max((w.seconds for _, ws in found for w in ws), default=0.0)
+def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """A list of the dearest tensors or messages for every timeline, with bars of one scale."""
+    found = [(t, *costs(t, plans)) for t in timelines]
+    dearest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
     parts = []
-    for timeline, costs in found:
-        idle = sum(w.seconds for w in costs)
-        rest = costs[_MOST_WAITS:]
+    for timeline, dear, tensors in found:
+        idle = sum(w.seconds for w in dear)
+        rest = dear[_MOST_WAITS:]
         lines = [
             {
                 "name": "no message in flight" if w.message is None else w.message,
                 "cost": format_seconds(w.seconds),
                 "bar": _share(w.seconds, dearest),
             }
-            for w in costs[:_MOST_WAITS]
+            for w in dear[:_MOST_WAITS]
         ]
         share = idle / timeline.iteration_s if timeline.iteration_s else 0.0
         summary = f"idle {format_seconds(idle)} of {format_seconds(timeline.iteration_s)} ({percent(share)})"
@@ -192,7 +176,8 @@ def _waits(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             {
                 "name": timeline.name,
                 "source": timeline.source,
-                "summary": summary if costs else "never idle",
+                "summary": summary if dear else "never idle",
+                "sentence": cost_sentence(dear, tensors),
                 "lines": lines,
                 "rest": f"and {format_seconds(sum(w.seconds for w in rest))} for {_count(len(rest), 'other')}"
                 if rest
@@ -258,7 +243,7 @@ def _cluster(cluster: Cluster, workload: Workload | None) -> dict[str, Any]:
     if cluster.servers:
         tiles.append(_tile("parameter servers", f"{cluster.servers:,}"))
     if cluster.bandwidth_bps is not None:
-        tiles.append(_tile("link", _rate(cluster.bandwidth_bps), "each way"))
+        tiles.append(_tile("link", format_bandwidth(cluster.bandwidth_bps), "each way"))
     if cluster.latency_s is not None:
         tiles.append(_tile("latency", format_seconds(cluster.latency_s), "a hop"))
     if cluster.reduce_s_per_byte:
@@ -273,16 +258,16 @@ def _cluster(cluster: Cluster, workload: Workload | None) -> dict[str, Any]:
         beta = cost.beta_s_per_byte
         even = cost.alpha_s / beta if beta else None
         cells = [
-            _cell(name, name),
-            _cell(format_seconds(cost.alpha_s), cost.alpha_s),
-            _cell(format_seconds(beta * 2**20), beta),
-            _cell(_rate(8 / beta) if beta else "", 8 / beta if beta else None),
-            _cell(format_bytes(even) if even is not None else "", even),
+            table_cell(name, name),
+            table_cell(format_seconds(cost.alpha_s), cost.alpha_s),
+            table_cell(format_seconds(beta * 2**20), beta),
+            table_cell(format_bandwidth(8 / beta) if beta else "", 8 / beta if beta else None),
+            table_cell(format_bytes(even) if even is not None else "", even),
         ]
         if workload:
-            cells.append(_cell(format_seconds(cost.cost(workload.nbytes)), cost.cost(workload.nbytes)))
+            cells.append(table_cell(format_seconds(cost.cost(workload.nbytes)), cost.cost(workload.nbytes)))
         rows.append({"cells": cells, "best": False})
     if workload:
         names.append("all gradients at once")
     help = {"worth merging below": "a message of this size spends half of its time in alpha"}
-    return {"tiles": tiles, "table": {"heads": _heads(names, help=help), "rows": rows}}
+    return {"tiles": tiles, "table": {"heads": heads(names, help=help), "rows": rows}}

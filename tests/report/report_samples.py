@@ -7,7 +7,7 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
-from legato.report.model import ModelReport, Report, SchedulerRow
+from legato.report.model import ModelReport, Report, SchedulerRow, SweepRow
 
 CLUSTER = Cluster.derive(8, 10e9, 30e-6)
 
@@ -141,3 +141,27 @@ def evil_report():
     rows = (SchedulerRow(EVIL, 4e-3, 3e-3, 1 / 3, 0.0, 0.75, 1, None),)
     one = ModelReport(EVIL, workload, cluster, rows, (timeline,), EVIL)
     return Report((one, one), EVIL)
+
+
+def sweep_rows(workers=(4, 8), links=(1e9, 1e10), fabrics=("parameter-server", "ring"), name="toy"):
+    """The parameter server takes as many times as long as there are workers; a ring, as long as for one."""
+    found = []
+    for fabric in fabrics:
+        for bps in links:
+            for n in workers:
+                seconds = 1e9 / bps * (n if fabric == fabrics[0] else 1)
+                more = {"iteration_s": seconds, "speedup": n * 1e9 / bps / seconds, "utilization": 0.5}
+                found.append(
+                    SweepRow(
+                        workload=name,
+                        fabric=fabric,
+                        scheduler="plain",
+                        fidelity="flow",
+                        workers=n,
+                        servers=0,
+                        bandwidth_bps=bps,
+                        latency_s=0.0,
+                        **more,
+                    )
+                )
+    return found

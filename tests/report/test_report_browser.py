@@ -7,7 +7,7 @@ import subprocess
 from urllib.parse import unquote
 
 import pytest
-from report_samples import EVIL, evil_report, model
+from report_samples import EVIL, evil_report, model, sweep_rows
 
 from legato.report.html import write_report
 from legato.report.model import Report
@@ -105,9 +105,31 @@ ZOOM = """(() => {
 })()"""
 
 
+SEARCH = """(() => {
+  const box = document.querySelector(".finder"), input = box.querySelector("input"), div = box.querySelector(".plot");
+  const said = () => box.querySelector("output").textContent, seen = {};
+  const type = (text) => { input.value = text; input.dispatchEvent(new Event("input")); };
+  const enter = () => input.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+  type("CONV7.weight");
+  seen.found = said();
+  seen.marked = div.data[div.data.length - 1].x.length;
+  enter();
+  seen.first = said();
+  seen.range = div.layout.xaxis.range;
+  seen.span = [div.data[div.data.length - 1].base[0], div.data[div.data.length - 1].x[0]];
+  enter();
+  seen.second = said();
+  type("no such op");
+  seen.nothing = said();
+  type("");
+  seen.traces = div.data.length;
+  return seen;
+})()"""
+
+
 @pytest.fixture(scope="module")
 def answers(report, tmp_path_factory):
-    script = f"({{sort: {SORT}, layout: {LAYOUT}, zoom: {ZOOM}}})"
+    script = f"({{sort: {SORT}, layout: {LAYOUT}, zoom: {ZOOM}, search: {SEARCH}}})"
     return ask(report, script, tmp_path_factory.mktemp("profile"))
 
 
@@ -158,3 +180,44 @@ def test_names_stay_text_in_the_browser(tmp_path):
     assert answer["title"] == f"legato: {EVIL}" and answer["heading"] == EVIL
     assert answer["scripts"] == 4 and answer["injected"] == 0
     assert any("waits for </script><script>alert(1)</script>" in text for text in answer["drawn"])
+
+
+def test_a_search_marks_what_it_finds_and_enter_goes_there(answers):
+    seen = answers["search"]
+    assert seen["found"] == "3 found, 1 different name; Enter goes to the next"
+    assert seen["marked"] == 3 and seen["traces"] == len(answers["zoom"]["names"])
+    start, length = seen["span"]
+    assert seen["range"][0] < start and start + length < seen["range"][1]
+    assert seen["first"] == "1 of 3: conv7.weight" and seen["second"] == "2 of 3: conv7.weight"
+    assert seen["nothing"] == "nothing of this name"
+
+
+SWEEP = """(() => {
+  const box = document.querySelector("[data-filter]"), input = box.querySelector("input");
+  const rows = () => [...box.querySelectorAll("tbody tr")].filter((row) => row.getClientRects().length);
+  const button = (name) => [...box.querySelectorAll("th button")].find((b) => b.textContent === name);
+  const seen = {all: rows().length};
+  input.value = "RING 10 gbit";
+  input.dispatchEvent(new Event("input"));
+  seen.some = rows().map((row) => row.cells[0].textContent.trim());
+  seen.said = box.querySelector("output").textContent;
+  button("workers").click();
+  button("workers").click();
+  seen.sorted = rows().map((row) => Number(row.cells[2].dataset.sort));
+  const div = document.querySelector(".plot.panels");
+  Plotly.relayout(div, {"xaxis.range": [0.7, 0.8]});
+  seen.zoomed = div.layout.xaxis.range;
+  seen.lines = div.querySelectorAll(".scatterlayer .trace").length;
+  seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  return seen;
+})()"""
+
+
+@pytest.mark.parametrize("width", [1280, 600])
+def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width):
+    write_report(tmp_path / "sweep.html", Report(sweep=tuple(sweep_rows())))
+    assert browse(tmp_path / "sweep.html", tmp_path / "profile", width)[1] == []
+    seen = ask(tmp_path / "sweep.html", SWEEP, tmp_path / "profile", width)
+    assert seen["all"] == 8 and seen["some"] == ["ring", "ring"] and seen["said"] == "2 of 8"
+    assert seen["sorted"] == [8, 4] and seen["zoomed"] == [0.7, 0.8] and seen["lines"] == 4
+    assert seen["wide"] <= 0

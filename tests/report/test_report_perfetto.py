@@ -38,7 +38,7 @@ def threads(found):
 def test_every_event_has_what_the_format_requires():
     of = timelines(cnn(5))
     found = events(*of)
-    assert {e["ph"] for e in found} == {"M", "X", "i"}
+    assert {e["ph"] for e in found} == {"M", "X", "i", "s", "f"}
     for event in found:
         assert {"ph", "pid", "tid", "name"} <= event.keys()
         if event["ph"] == "X":

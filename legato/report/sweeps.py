@@ -1,0 +1,254 @@
+"""The plots of a sweep: a line a fabric and scheduler, a panel a set of machines, as in the papers' figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from legato.core.units import format_bandwidth, format_seconds
+from legato.report.drawing import axis, label, layout
+from legato.report.model import SweepRow
+
+__all__ = ["AXES", "draw_sweep", "sweep_headline", "varying"]
+
+#: What a plot can have along its x axis: the field, its title, and how a value is written.
+AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "workers": ("workers", lambda value: f"{value:,}"),
+    "bandwidth_bps": ("bandwidth of a link", lambda value: format_bandwidth(value).removesuffix("/s")),
+    "latency_s": ("latency", format_seconds),
+}
+_COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
+_SAME = 1.0005  # what takes longer by less is as fast
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "pentagon", "hexagon")
+_PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
+
+Key = tuple[Any, ...]
+
+
+def varying(rows: Sequence[SweepRow]) -> list[str]:
+    """The axes along which the rows differ."""
+    return [name for name in AXES if len({getattr(row, name) for row in rows}) > 1]
+
+
+def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
+    """What is the fastest, and on how many of the sets of machines, as pieces of (text, bold?)."""
+    every: dict[Key, dict[Key, SweepRow]] = {}  # machines -> line -> row
+    for row in rows:
+        if row.iteration_s is not None:
+            every.setdefault((row.workers, row.bandwidth_bps, row.latency_s), {})[_series(row)] = row
+    if not every:
+        return [("No cell gave a result.", False)]
+    wins: dict[Key, list[SweepRow]] = {}
+    for found in every.values():
+        fastest_s = min(row.iteration_s or 0.0 for row in found.values())
+        for key, row in found.items():
+            if (row.iteration_s or 0.0) <= fastest_s * _SAME:
+                wins.setdefault(key, []).append(row)
+    names = _names(rows)
+    first = max(wins, key=lambda key: (len(wins[key]), sum(row.speedup or 0.0 for row in wins[key])))
+    won, gain = len(wins[first]), max(row.speedup or 1.0 for row in wins[first])
+    where = "everywhere" if won == len(every) else f"on {won} of {len(every)} sets of machines"
+    words = [(names[first], True), (f" is the fastest {where}" if len(names) > 1 else " is alone", False)]
+    if gain > 1.005 and first != _series(rows[0]):
+        words += [(", up to ", False), (f"{gain:.3g}× faster than {names[_series(rows[0])]}", True)]
+    return [*words, (".", False)]
+
+
+def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:
+    """{"data", "layout"} of `y` ("iteration_s" or "speedup") over the axis `x`, or, where it is "", as bars."""
+    rows = [row for row in rows if getattr(row, y) is not None]
+    others = [name for name in varying(rows) if name != x]
+    panels = _spread(sorted({_at(row, others) for row in rows}), _MOST_PANELS)
+    data: list[dict[str, Any]] = []
+    for number, panel in enumerate(panels):
+        inside = [row for row in rows if _at(row, others) == panel]
+        data += _bars(inside, y) if not x else _lines(inside, rows, x, y, number)
+    return {"data": data, "layout": _layout(rows, panels, others, x, y)}
+
+
+def _at(row: SweepRow, axes: Sequence[str]) -> Key:
+    return tuple(getattr(row, name) for name in axes)
+
+
+def _spread(values: list[Key], most: int) -> list[Key]:
+    """At most so many of the values, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _series(row: SweepRow) -> Key:
+    return row.fabric, row.scheduler, row.servers
+
+
+def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
+    """What the lines are called: only what tells them apart."""
+    keys = list(dict.fromkeys(map(_series, rows)))
+    differs = [len({key[i] for key in keys if key[i]}) > 1 for i in range(3)]
+    if not any(differs):
+        return {key: key[0] for key in keys}
+    names = {}
+    for key in keys:
+        parts = [key[0]] * differs[0] + [key[1]] * differs[1] + [f"{key[2]} servers"] * (differs[2] and key[2] > 0)
+        names[key] = ", ".join(parts)
+    return names
+
+
+def _look(key: Key, rows: Sequence[SweepRow]) -> dict[str, Any]:
+    """Colour by fabric and dashes by scheduler where both differ, colour alone where one does."""
+    every = [list(dict.fromkeys(v for row in rows if (v := _series(row)[i]))) for i in range(3)]
+    at = [every[i].index(key[i]) if key[i] else 0 for i in range(3)]
+    main, second = (at[0], at[1] + at[2]) if len(every[0]) > 1 else (at[1] if len(every[1]) > 1 else at[2], 0)
+    colour = f"@series-{main % _COLOURS}"
+    return {
+        "line": {"color": colour, "width": 2, "dash": _DASHES[second % len(_DASHES)]},
+        "marker": {"color": colour, "size": 7, "symbol": _SYMBOLS[(main + main // _COLOURS) % len(_SYMBOLS)]},
+    }
+
+
+def _scale(y: str) -> float:
+    return 1e-3 if y == "iteration_s" else 1.0
+
+
+def _hover(row: SweepRow, name: str) -> list[str]:
+    machines = f"{row.workers:,} workers · {format_bandwidth(row.bandwidth_bps)}"
+    speedup = f" · {row.speedup:.2f}×" if row.speedup is not None else ""
+    return [label(name), f"{format_seconds(row.iteration_s or 0.0)}{speedup}", machines]
+
+
+_HOVER = "<b>%{customdata[0]}</b><br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>"
+
+
+def _lines(inside: Sequence[SweepRow], rows: Sequence[SweepRow], x: str, y: str, number: int) -> list[dict[str, Any]]:
+    names, traces = _names(rows), []
+    for key in dict.fromkeys(map(_series, rows)):
+        points = sorted((row for row in inside if _series(row) == key), key=lambda row: getattr(row, x))
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": label(names[key], 40),
+                "legendgroup": names[key],
+                "showlegend": number == 0,
+                "xaxis": _axis_name("x", number),
+                "yaxis": _axis_name("y", number),
+                "x": [getattr(row, x) for row in points],
+                "y": [getattr(row, y) / _scale(y) for row in points],
+                "customdata": [_hover(row, names[key]) for row in points],
+                "hovertemplate": _HOVER,
+                **_look(key, rows),
+            }
+        )
+    return traces
+
+
+def _bars(inside: Sequence[SweepRow], y: str) -> list[dict[str, Any]]:
+    names = _names(inside)
+    return [
+        {
+            "type": "bar",
+            "x": [label(names[_series(row)], 40) for row in inside],
+            "y": [getattr(row, y) / _scale(y) for row in inside],
+            "customdata": [_hover(row, names[_series(row)]) for row in inside],
+            "hovertemplate": _HOVER,
+            "marker": {"color": "@series-0", "line": {"width": 0}},
+        }
+    ]
+
+
+def _axis_name(letter: str, number: int) -> str:
+    return letter + (str(number + 1) if number else "")
+
+
+def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[str], x: str, y: str) -> dict[str, Any]:
+    across = 2 if len(panels) == 4 else min(_ACROSS, len(panels)) or 1
+    down = math.ceil(len(panels) / across) or 1
+    named = len(_names(rows)) > 1 and bool(x)
+    height = _PANEL * down + _GAP_Y * (down - 1)
+    gap_y = _GAP_Y / height
+    width, tall = (1 - _GAP_X * (across - 1)) / across, (1 - gap_y * (down - 1)) / down
+    axes: dict[str, Any] = {}
+    notes = []
+    for number, panel in enumerate(panels):
+        column, row = number % across, number // across
+        left, top = column * (width + _GAP_X), 1 - row * (tall + gap_y)
+        axes[_axis_name("xaxis", number)] = _x_axis(rows, x) | {
+            "domain": [round(left, 5), round(left + width, 5)],
+            "anchor": _axis_name("y", number),
+        }
+        axes[_axis_name("yaxis", number)] = _y_axis(rows, y, titled=column == 0) | {
+            "domain": [round(top - tall, 5), round(top, 5)],
+            "anchor": _axis_name("x", number),
+            **({"matches": "y", "showticklabels": column == 0} if number else {}),
+        }
+        text = " · ".join(_said(name, value) for name, value in zip(others, panel, strict=True))
+        notes.append(_note(label(text), left + width / 2, top))
+    legend = {"orientation": "h", "x": 0, "y": 1 + _TOP / height, "yanchor": "bottom", "font": {"color": "@soft"}}
+    margin = {"l": 74, "r": 18, "t": _TOP + 34 if named else _TOP, "b": 52}
+    return layout(
+        height=height + margin["t"] + margin["b"] + 18 * named * (len(_names(rows)) // 6),
+        margin=margin,
+        legend=legend,
+        annotations=[note for note in notes if note["text"]],
+        dragmode="zoom",
+        **axes,
+    )
+
+
+def _said(name: str, value: Any) -> str:
+    text = AXES[name][1](value)
+    return {"workers": f"{text} workers", "latency_s": f"latency {text}"}.get(name, text)
+
+
+def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
+    if not x:
+        return axis(showgrid=False)
+    title, write = AXES[x]
+    values = sorted({getattr(row, x) for row in rows})
+    ticks = values if len(values) <= 6 else [value for (value,) in _spread([(v,) for v in values], 6)]
+    return axis(
+        title={"text": title, "font": {"color": "@soft", "size": 12}, "standoff": 6},
+        type="log" if values[0] > 0 else "linear",
+        tickvals=ticks,
+        ticktext=[write(value) for value in ticks],
+        tickangle=0,
+        minor={"ticks": ""},
+    )
+
+
+def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]:
+    values = [getattr(row, y) for row in rows if getattr(row, y) > 0]
+    wide = bool(values) and max(values) > 12 * min(values)
+    write = format_seconds if y == "iteration_s" else lambda value: f"{value:.3g}×"
+    title = "iteration time" if y == "iteration_s" else "speedup"
+    ticks = _ticks(min(values), max(values)) if wide else []
+    return axis(
+        title={"text": title if titled else "", "font": {"color": "@soft", "size": 12}, "standoff": 6},
+        type="log" if wide else "linear",
+        rangemode="normal" if wide or y == "speedup" else "tozero",
+        **({"tickvals": [v / _scale(y) for v in ticks], "ticktext": list(map(write, ticks))} if wide else {}),
+        **({} if wide else {"ticksuffix": " ms" if y == "iteration_s" else "×"}),
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10 and so on from below `low` to above `high`; only the tens where those are many."""
+    digits = (1, 2, 5) if high < 300 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [float(f"{digit}e{power}") for power in powers for digit in digits]
+
+
+def _note(text: str, x: float, y: float) -> dict[str, Any]:
+    return {
+        "text": text,
+        "x": x,
+        "xref": "paper",
+        "xanchor": "center",
+        "y": y,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "font": {"size": 12.5, "color": "@soft"},
+    }

@@ -1,0 +1,110 @@
+"""One cell: plan, simulate, and say how it went."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
+from legato.core.errors import LegatoError
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule import schedule
+from legato.schedule.bound import kind_of, lower_bound
+from legato.simulate import collective
+from legato.simulate.flow import FABRICS, plain_plan, simulate_flow
+from legato.simulate.flow.fabrics import Fabric
+from legato.sweep.grid import PLAIN, Cell
+
+__all__ = ["Outcome", "cluster_of", "fabric_of", "run_cell"]
+
+#: How planners price the fabrics that have no formula of their own.
+_PRICED_AS = {"butterfly": "recursive-doubling"}
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a cell gave; `error` says why it gave nothing. Seconds.
+
+    `lower_bound_s` is proven for plans of this kind, at collective fidelity
+    only. `final` is False where another attempt might end otherwise.
+    """
+
+    wall_s: float
+    iteration_s: float | None = None
+    lower_bound_s: float | None = None
+    overlap: float | None = None
+    utilization: float | None = None
+    num_messages: int | None = None
+    error: str | None = None
+    final: bool = True
+
+
+def run_cell(cell: Cell, workload: Workload) -> Outcome:
+    """Never raises on what a cell does: a night's work is not lost to one cell."""
+    start = time.perf_counter()
+    try:
+        found = _collective(cell, workload) if cell.fidelity == "collective" else _flow(cell, workload)
+    except LegatoError as error:
+        return Outcome(time.perf_counter() - start, error=" ".join(str(error).split()))
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Outcome(time.perf_counter() - start, error=text, final=False)
+    return Outcome(time.perf_counter() - start, **found)
+
+
+def fabric_of(cell: Cell) -> Fabric:
+    """The cell's fabric, with its servers, or with hosts that its workers fill."""
+    usual: Any = FABRICS[cell.fabric]
+    if cell.servers:
+        usual = dataclasses.replace(usual, servers=cell.servers)
+    if cell.fabric == "hierarchical":
+        usual = dataclasses.replace(usual, group=math.gcd(usual.group, cell.workers))
+    found: Fabric = usual
+    return found
+
+
+def cluster_of(cell: Cell) -> Cluster:
+    """The cell's machines as planners see them: one collective, or pushes and pulls."""
+    priced = _PRICED_AS.get(cell.fabric, cell.fabric if cell.fabric in COLLECTIVES else "ring")
+    return Cluster.derive(
+        cell.workers,
+        cell.bandwidth_bps,
+        cell.latency_s,
+        reduce_s_per_byte=cell.reduce_s_per_byte,
+        collectives=[PARAMETER_SERVER if cell.servers else priced],
+        servers=cell.servers,
+    )
+
+
+def _plan(cell: Cell, workload: Workload) -> Plan:
+    if cell.scheduler == PLAIN:
+        return plain_plan(workload, fabric_of(cell))
+    return schedule(cell.scheduler, workload, cluster_of(cell))
+
+
+def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
+    plan, cluster = _plan(cell, workload), cluster_of(cell)
+    order, whole = kind_of(plan, workload)
+    timeline = collective.simulate(workload, plan, cluster)
+    return {
+        "iteration_s": timeline.iteration_s,
+        "lower_bound_s": lower_bound(workload, cluster, order=order, whole=whole).seconds,
+        "overlap": timeline.overlap,
+        "utilization": timeline.utilization,
+        "num_messages": len(plan.messages),
+    }
+
+
+def _flow(cell: Cell, workload: Workload) -> dict[str, Any]:
+    plan = _plan(cell, workload)
+    result = simulate_flow(workload, plan, fabric_of(cell), cell.network, keep_transfers=False)
+    return {
+        "iteration_s": result.iteration_s,
+        "overlap": result.overlap,
+        "utilization": result.utilization,
+        "num_messages": len(plan.messages),
+    }

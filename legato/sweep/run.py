@@ -1,0 +1,103 @@
+"""Run the cells of a grid that are not done yet, and put the rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from legato.core import files
+from legato.core.workload import Workload
+from legato.report.model import SweepRow
+from legato.sweep.cell import Outcome, run_cell
+from legato.sweep.grid import Cell, Grid
+from legato.sweep.journal import Journal
+from legato.sweep.parallel import in_parallel
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    grid: Grid,
+    *,
+    journal: Journal | None = None,
+    jobs: int | None = None,
+    backend: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[SweepRow]:
+    """A row a cell, in the grid's order.
+
+    Cells that the journal has are not run again, and those that are run are
+    kept in it, each as soon as it is done. `jobs` cores (None: all), of this
+    machine or of a `backend` (`legato.sweep.parallel`). `progress(done, total)`
+    is called as cells finish. Raises `InputError` where the backend cannot be
+    used; a cell that fails is a row with an error.
+    """
+    cells = grid.cells()
+    by_id = {files.identity(job): job for job in grid.workloads}
+    done = {} if journal is None else journal.done
+    todo = [cell for cell in cells if cell.key not in done]
+    finished = len(cells) - len(todo)
+    if progress:
+        progress(finished, len(cells))
+    work = [(cell, by_id[cell.workload_id]) for cell in todo]
+    with closing(in_parallel(_run, work, jobs, backend)) as results:
+        for key, outcome in results:
+            if journal is None:
+                done[key] = outcome
+            else:
+                journal.add(key, outcome)
+            finished += 1
+            if progress:
+                progress(finished, len(cells))
+    return _rows(grid, cells, done)
+
+
+def _run(work: tuple[Cell, Workload]) -> tuple[str, Outcome]:
+    cell, workload = work
+    return cell.key, run_cell(cell, workload)
+
+
+def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[SweepRow]:
+    label = _labels(grid)
+    found = [(cell, done[cell.key]) for cell in cells]
+    first = cells[0].fabric, cells[0].scheduler
+    base = {_machines(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
+    rows = []
+    for cell, out in found:
+        # Without servers of its own, a cell is compared with the first number of them, if the baseline has any.
+        base_s = base.get(_machines(cell)) or base.get(_machines(cell, cells[0].servers))
+        rows.append(
+            SweepRow(
+                workload=label[cell.workload_id],
+                fabric=cell.fabric,
+                scheduler=cell.scheduler,
+                fidelity=cell.fidelity,
+                workers=cell.workers,
+                servers=cell.servers,
+                bandwidth_bps=cell.bandwidth_bps,
+                latency_s=cell.latency_s,
+                iteration_s=out.iteration_s,
+                speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
+                lower_bound_s=out.lower_bound_s,
+                gap=out.iteration_s / out.lower_bound_s - 1 if out.iteration_s and out.lower_bound_s else None,
+                overlap=out.overlap,
+                utilization=out.utilization,
+                num_messages=out.num_messages,
+                wall_s=out.wall_s,
+                error=out.error,
+            )
+        )
+    return rows
+
+
+def _machines(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
+    """What a cell and its baseline have in common."""
+    count = cell.servers if servers is None else servers
+    return cell.workload_id, cell.workers, count, cell.bandwidth_bps, cell.latency_s
+
+
+def _labels(grid: Grid) -> dict[str, str]:
+    """Workloads' names by their ids, told apart where several have the same."""
+    names = {files.identity(job): job.name for job in grid.workloads}
+    every = list(names.values())
+    return {job: name if every.count(name) == 1 else f"{name} ({job[:6]})" for job, name in names.items()}

@@ -1,0 +1,100 @@
+"""`legato report` and `legato trace` on what other commands write."""
+
+import json
+
+import pytest
+
+import legato
+from legato.cli import main
+from legato.schedule import schedule
+from legato.simulate.collective import simulate
+
+
+def run(capsys, *arguments):
+    """Exit status, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What `legato rehearse -o DIR` writes: a workload, a cluster, predicted and measured timelines."""
+    layers = 8
+    ops = [legato.Op(f"f{i}", "forward", 0.01, (i - 1,) if i else ()) for i in range(layers)]
+    ops += [legato.Op(f"b{i}", "backward", 0.02, (layers + k - 1,) if k else ()) for k, i in enumerate(range(8)[::-1])]
+    tensors = [legato.Tensor(f"w{i}", 4_000_000, 2 * layers - 1 - i, (i,)) for i in range(layers)]
+    job = legato.Workload("chain", tuple(ops), tuple(tensors))
+    cluster = legato.Cluster.derive(8, 1e9, 1e-4, collectives=["ring"])
+    legato.write(tmp_path / "workload.json", job)
+    legato.write(tmp_path / "cluster.json", cluster)
+    for name in ("ddp", "legato"):
+        predicted = simulate(job, schedule(name, job, cluster), cluster)
+        measured = legato.Timeline(name, "measured", predicted.iteration_s * 1.02, predicted.spans)
+        legato.write(tmp_path / f"{name}.measured.json", measured)
+        legato.write(tmp_path / f"{name}.predicted.json", predicted)
+    return tmp_path
+
+
+def test_a_folder_of_a_rehearsal_becomes_a_page_that_says_what_to_do(capsys, folder):
+    files = sorted(folder.glob("*.json"))
+    status, out, _ = run(capsys, "report", *files, "-o", folder / "r.html", "--json")
+    assert status == 0 and json.loads(out)["timelines"] == 4
+    page = (folder / "r.html").read_text()
+    assert "Use this plan: legato, 1." in page and "The workload" in page and "The cluster" in page
+    assert "tensors cost you" in page  # what is in the messages is known from the plan
+    at = [
+        page.index(f"<h4><span>{name}</span> <small>{kind}")
+        for name in ("ddp", "legato")
+        for kind in ("predicted", "measured")
+    ]
+    assert at == sorted(at)
+
+
+def test_stock_ddp_gets_its_buckets(capsys, tmp_path):
+    """Two large tensors that DDP puts into one bucket: apart, the first is sent during the second's backward op."""
+    ops = (
+        legato.Op("f", "forward", 0.001),
+        legato.Op("b1", "backward", 0.01, (0,)),
+        legato.Op("b0", "backward", 0.05, (1,)),
+    )
+    tensors = (legato.Tensor("w1", 1_000_000, 1), legato.Tensor("w0", 5_000_000, 2, (0,)))
+    legato.write(tmp_path / "w.json", legato.Workload("two", ops, tensors))
+    legato.write(tmp_path / "c.json", legato.Cluster.derive(8, 1e9, 1e-4, collectives=["ring"]))
+    run(capsys, "report", tmp_path / "w.json", tmp_path / "c.json", "-o", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "or with stock DDP: bucket_cap_mb_list=[0.95367431640625, 4.76837158203125]: 1." in page
+
+
+def test_where_nothing_helps_it_says_so(capsys, tmp_path):
+    ops = (legato.Op("f", "forward", 1.0), legato.Op("b", "backward", 1.0, (0,)))
+    legato.write(tmp_path / "w.json", legato.Workload("one", ops, (legato.Tensor("w", 1000, 1, (0,)),)))
+    legato.write(tmp_path / "c.json", legato.Cluster.derive(2, 1e9, 0.0))
+    run(capsys, "report", tmp_path / "w.json", tmp_path / "c.json", "-o", tmp_path / "r.html")
+    assert "Stay with DDP: no plan is predicted to be more than 0.5% faster." in (tmp_path / "r.html").read_text()
+
+
+def test_a_trace_has_arrows_from_gradients_where_the_workload_is_known(capsys, folder):
+    trace, timeline = folder / "t.json", folder / "legato.predicted.json"
+    counts = []
+    for more in ((), ("--workload", folder / "workload.json")):
+        assert run(capsys, "trace", timeline, *more, "-o", trace)[0] == 0
+        counts.append(sum(event["ph"] == "s" for event in json.loads(trace.read_text())["traceEvents"]))
+    assert 0 < counts[0] < counts[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["cluster.json"], "nothing to draw"),
+        (["workload.json", "workload.json"], "two workloads"),
+        (["nothing.json"], "nothing.json: cannot read"),
+        (["broken.json"], "broken.json: not JSON"),
+    ],
+)
+def test_wrong_input_gets_one_line(capsys, folder, names, words):
+    (folder / "broken.json").write_text("{")
+    status, out, err = run(capsys, "report", *(folder / name for name in names), "-o", folder / "r.html")
+    assert (status, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1 and words in err

@@ -1,0 +1,124 @@
+"""`legato sweep`: what it prints and writes, how it refuses, and what Ctrl-C leaves."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+import legato
+from legato.cli import main
+
+
+def run(capsys, *arguments):
+    """Exit status, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+@pytest.fixture
+def workload(tmp_path):
+    path = tmp_path / "w.json"
+    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
+    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
+    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
+    return path
+
+
+GRID = ("--bandwidth", "500Mbit,1,10Gbit", "--workers", "2,4", "--fabric", "ring,parameter-server", "--jobs", 1)
+
+
+def test_a_grid_by_hand(capsys, workload):
+    """A ring of two: each half of both tensors crosses a link twice, after 20 ms, and 10 ms of forward pass follow."""
+    status, out, _ = run(capsys, "sweep", workload, *GRID, "--json")
+    rows = json.loads(out)
+    assert status == 0 and len(rows) == 12
+    assert [row["bandwidth_bps"] for row in rows[:6:2]] == [5e8, 1e9, 1e10]
+    ring = [row for row in rows if row["fabric"] == "ring" and row["workers"] == 2]
+    for row in ring:
+        assert row["iteration_s"] == pytest.approx(0.02 + 5_000_000 * 8 / row["bandwidth_bps"] + 0.01)
+        assert row["speedup"] == 1
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tmp_path, suffix):
+    output, report = tmp_path / f"s.{suffix}", tmp_path / "s.html"
+    status, out, err = run(capsys, "sweep", workload, *GRID, "-o", output, "--report", report)
+    assert status == 0 and "12 rows" in err and "parameter-server" in out
+    rows = pq.read_table(output).to_pylist() if suffix == "parquet" else list(csv.DictReader(output.open()))
+    assert len(rows) == 12 and "<html" in report.read_text()
+    before = output.with_name(f"s.{suffix}.cells.jsonl").read_bytes()
+    _, _, err = run(capsys, "sweep", workload, *GRID, "-o", output)
+    assert "12 finished cells" in err and output.with_name(f"s.{suffix}.cells.jsonl").read_bytes() == before
+    _, _, err = run(capsys, "sweep", workload, *GRID, "-o", output, "--fresh")
+    assert "finished cells" not in err
+
+
+def test_what_failed_is_said(capsys, workload):
+    status, out, err = run(capsys, "sweep", workload, "--scheduler", "plain,tac", "--jobs", 1)
+    assert status == 0 and "failed" in out
+    assert "1 failed (tac on ring): 0 parameter servers" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--bandwidth", "1,x"), "'x' is not a bandwidth"),
+        (("--bandwidth", "1,2"), "'2' is not a bandwidth"),
+        (("--workers", "4,,8"), "--workers '4,,8': ''"),
+        (("--workers", "-1"), "--workers '-1'"),
+        (("--workers", "4x"), "--workers '4x'"),
+        (("--fabric", "rings"), "did you mean 'ring'"),
+        (("--fidelity", "packet"), "unknown fidelity 'packet'"),
+        (("--scheduler", ""), "unknown scheduler ''"),
+        (("-o", "x.xlsx"), "expected .parquet, .csv, .html"),
+        (("-o", "/no/such/x.csv"), "no such directory"),
+        (("--report", "x.csv"), "expected .html"),
+        (("--backend", "spark://x"), "expected dask://host:port, or ray"),
+        (("--backend", "dask://127.0.0.1:1"), "no Dask scheduler answers"),
+    ],
+)
+def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, words):
+    monkeypatch.setattr("legato.sweep.parallel._CONNECT_S", 0.5)
+    status, out, err = run(capsys, "sweep", workload, *arguments)
+    assert (status, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1 and words in err
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_it_and_keeps_what_is_finished(tmp_path):
+    ops = [legato.Op(f"f{i}", "forward", 1e-4) for i in range(200)]
+    ops += [legato.Op(f"b{i}", "backward", 1e-4, (i,)) for i in range(200)]
+    tensors = [legato.Tensor(f"w{i}", 10_000, 200 + i, (i,)) for i in range(200)]
+    legato.write(tmp_path / "w.json", legato.Workload("chain", tuple(ops), tuple(tensors)))
+    workers = ",".join(str(n) for n in range(2, 200))
+    command = [
+        sys.executable,
+        "-m",
+        "legato.cli",
+        "sweep",
+        "w.json",
+        "--fabric",
+        "parameter-server,tree",
+        "--jobs",
+        "2",
+    ]
+    command += ["--workers", workers, "-o", "s.csv"]
+    sweep = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    kept = tmp_path / "s.csv.cells.jsonl"
+    while sweep.poll() is None and not (kept.exists() and kept.read_bytes().count(b"\n") > 3):
+        time.sleep(0.05)
+    os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does: the workers too
+    _, err = sweep.communicate(timeout=60)
+    lines = kept.read_bytes().splitlines()
+    assert sweep.returncode == 130 and "Traceback" not in err
+    assert "finished cells are kept in s.csv.cells.jsonl" in err
+    assert 4 <= len(lines) < 397 and not (tmp_path / "s.csv").exists()
+    assert all(json.loads(line) for line in lines)

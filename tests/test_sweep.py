@@ -1,0 +1,228 @@
+"""Grids: which cells they have, that they resume, that every backend gives the same, and what the files hold."""
+
+import csv
+import dataclasses
+import json
+import sys
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+
+from legato.core.cluster import Cluster
+from legato.core.errors import FileError, InputError
+from legato.core.workload import Op, Tensor, Workload
+from legato.schedule.compare import compare
+from legato.simulate.flow import FABRICS, Network, simulate_flow
+from legato.sweep import Grid, sweep, write_rows
+from legato.sweep.journal import Journal, journal_of
+from legato.sweep.parallel import in_parallel
+
+
+def job(name="toy", layers=3):
+    ops = [Op(f"f{i}", "forward", 0.01, (i - 1,) if i else ()) for i in range(layers)]
+    ops += [Op(f"b{i}", "backward", 0.02, (layers + k - 1,) if k else ()) for k, i in enumerate(range(layers)[::-1])]
+    tensors = [Tensor(f"w{i}", 1_000_000 * (i + 1), 2 * layers - 1 - i, (i,)) for i in range(layers)]
+    return Workload(name, tuple(ops), tuple(tensors))
+
+
+JOB = job()
+GRID = Grid(
+    workloads=(JOB,), fabrics=("parameter-server", "ring"), workers=(2, 4), bandwidths_bps=(1e9, 10e9), servers=(1, 2)
+)
+
+
+def timeless(rows):
+    """Rows without the time that the machine needed."""
+    return [msgspec.structs.replace(row, wall_s=None) for row in rows]
+
+
+def test_a_grid_is_every_combination_once():
+    cells = GRID.cells()
+    assert len(cells) == (2 + 1) * 2 * 2  # servers are an axis of the fabrics that have some
+    assert len({cell.key for cell in cells}) == len(cells)
+    assert {cell.servers for cell in cells if cell.fabric == "ring"} == {0}
+    twice = msgspec.structs.replace(GRID, workloads=(JOB, job()), workers=(2, 4, 2))
+    assert twice.cells() == cells
+
+
+def test_the_key_is_the_content():
+    (cell, *_) = GRID.cells()
+    for field in cell.__struct_fields__:
+        value = getattr(cell, field)
+        other = value + "x" if isinstance(value, str) else value + 1
+        assert msgspec.structs.replace(cell, **{field: other}).key != cell.key, field
+
+
+def test_all_means_the_schedulers_made_for_a_fabric():
+    grid = Grid(workloads=(JOB,), fabrics=("ring", "parameter-server"), schedulers=("all",), fidelity="collective")
+    found = {(cell.fabric, cell.scheduler) for cell in grid.cells()}
+    assert {("ring", "legato"), ("parameter-server", "tac")} <= found and ("ring", "tac") not in found
+
+
+def test_flow_cells_are_what_the_simulator_says():
+    for row in sweep(GRID, jobs=1):
+        fabric = FABRICS[row.fabric]
+        fabric = dataclasses.replace(fabric, servers=row.servers) if row.servers else fabric
+        network = Network(workers=row.workers, bandwidth_bps=row.bandwidth_bps)
+        expected = simulate_flow(JOB, None, fabric, network)
+        assert (row.iteration_s, row.utilization) == (expected.iteration_s, expected.utilization)
+        assert row.error is None and row.gap is None
+
+
+def test_collective_cells_are_what_plan_says():
+    names = ("ddp", "mg-wfbp", "legato")
+    grid = Grid(workloads=(JOB,), schedulers=names, fidelity="collective", workers=(4,), latencies_s=(1e-4,))
+    rows = sweep(grid, jobs=1)
+    expected = compare(JOB, Cluster.derive(4, 10e9, 1e-4, collectives=["ring"]), names)
+    assert [row.iteration_s for row in rows] == [one.iteration_s for one in expected]
+    assert [row.gap for row in rows] == pytest.approx([one.gap for one in expected], abs=1e-12)
+
+
+def test_speedup_is_over_the_first_fabric_on_the_same_machines():
+    rows = sweep(GRID, jobs=1)
+    for row in rows:
+        (base,) = [
+            other
+            for other in rows
+            if (other.fabric, other.workers, other.bandwidth_bps)
+            == ("parameter-server", row.workers, row.bandwidth_bps)
+            and other.servers == (row.servers or 1)
+        ]
+        assert row.speedup == base.iteration_s / row.iteration_s
+
+
+def test_a_cell_that_fails_is_a_row():
+    grid = Grid(workloads=(JOB,), schedulers=("tac", "plain"), workers=(2,))
+    bad, good = sweep(grid, jobs=1)
+    assert "servers" in bad.error and bad.iteration_s is None and bad.speedup is None
+    assert good.error is None and good.iteration_s > 0
+
+
+def test_a_bug_in_a_cell_is_a_row_too_and_is_tried_again(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise ZeroDivisionError("no such luck")
+
+    grid = Grid(workloads=(JOB,), workers=(2,))
+    with monkeypatch.context() as patch, Journal(tmp_path / "j") as journal:
+        patch.setattr("legato.sweep.cell.simulate_flow", broken)
+        assert sweep(grid, journal=journal, jobs=1)[0].error == "ZeroDivisionError: no such luck"
+    with Journal(tmp_path / "j") as journal:
+        assert sweep(grid, journal=journal, jobs=1)[0].error is None
+
+
+def test_an_interrupted_sweep_goes_on(tmp_path):
+    path, seen = tmp_path / "j", []
+
+    def stop(done, total):
+        seen.append((done, total))
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Journal(path) as journal:
+        sweep(GRID, journal=journal, jobs=1, progress=stop)
+    path.write_bytes(path.read_bytes()[:-7])  # the last line is torn
+    seen.clear()
+    with Journal(path) as journal:
+        assert len(journal.done) == 4
+        rows = sweep(GRID, journal=journal, jobs=1, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 12) for done in range(4, 13)]
+    assert timeless(rows) == timeless(sweep(GRID, jobs=1))
+    with Journal(path) as journal:  # the torn line is in the middle now
+        seen.clear()
+        sweep(GRID, journal=journal, jobs=1, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(12, 12)]
+
+
+def test_journals_are_told_from_other_files(tmp_path):
+    for content in (b"", b'{"form'):
+        (tmp_path / "j").write_bytes(content)
+        with Journal(tmp_path / "j") as journal:
+            assert journal.done == {}
+    (tmp_path / "notes").write_bytes(b"buy milk\n")
+    with pytest.raises(FileError, match="no record of a sweep"):
+        Journal(tmp_path / "notes")
+    assert (tmp_path / "notes").read_bytes() == b"buy milk\n"
+    with Journal(tmp_path / "j"), pytest.raises(FileError, match="another sweep"):
+        Journal(tmp_path / "j")
+    with pytest.raises(FileError, match="directory"):
+        Journal(tmp_path)
+
+
+@pytest.mark.processes
+def test_processes_give_what_one_gives():
+    assert timeless(sweep(GRID, jobs=2)) == timeless(sweep(GRID, jobs=1))
+
+
+@pytest.mark.processes
+def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None, protocol="tcp"
+    ) as dask:
+        backend = dask.scheduler_address.replace("tcp://", "dask://")
+        with Journal(tmp_path / "j") as journal:
+            rows = sweep(GRID, journal=journal, backend=backend)
+            assert len(journal.done) == len(rows) == 12
+    assert timeless(rows) == timeless(sweep(GRID, jobs=1))
+
+
+def test_backends_that_hand_results_over_in_rounds():
+    """As Ray's, which is made like joblib's own "multiprocessing"."""
+    import joblib
+
+    with joblib.parallel_config(backend="multiprocessing"):
+        assert sorted(in_parallel(abs, range(-20, 0), jobs=2)) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("spark", "expected dask://host:port, or ray"),
+        ("dask", "expected dask://host:port, or ray"),
+        ("dask://nowhere", "expected dask://host:port, or ray"),
+    ],
+)
+def test_wrong_backends(backend, words):
+    with pytest.raises(InputError, match=words):
+        sweep(GRID, backend=backend)
+
+
+def test_a_backend_that_is_not_installed(monkeypatch):
+    for name, module in (("ray", "ray.util.joblib"), ("dask://127.0.0.1:8786", "distributed")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(InputError, match="not installed: pip install"):
+            sweep(GRID, backend=name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fabrics": ("rings",)}, "did you mean 'ring'"),
+        ({"fabrics": ("butterfly",), "fidelity": "collective"}, "collective fidelity"),
+        ({"schedulers": ("legatto",)}, "did you mean 'legato'"),
+        ({"workers": (0,)}, "workers: 0"),
+        ({"workers": ()}, "workers: none"),
+        ({"servers": (0,)}, "servers: 0"),
+        ({"bandwidths_bps": (-1.0,)}, "bandwidth_bps: -1"),
+        ({"jitter": 0.1, "fidelity": "collective"}, "jitter: 0.1"),
+        ({"workers": tuple(range(1, 10**5)), "bandwidths_bps": tuple(map(float, range(1, 100)))}, "cells"),
+    ],
+)
+def test_wrong_grids(changed, words):
+    with pytest.raises(InputError, match=words):
+        msgspec.structs.replace(GRID, **changed)
+
+
+def test_files_hold_the_rows(tmp_path):
+    rows = sweep(Grid(workloads=(job('a,"b'), job()), schedulers=("plain", "tac"), workers=(2,)), jobs=1)
+    write_rows(tmp_path / "s.parquet", rows)
+    write_rows(tmp_path / "s.csv", rows)
+    built = [msgspec.structs.asdict(row) for row in rows]
+    assert pq.read_table(tmp_path / "s.parquet").to_pylist() == built
+    with open(tmp_path / "s.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert read == [{key: "" if value is None else str(value) for key, value in row.items()} for row in built]
+    assert journal_of(tmp_path / "s.csv").name == "s.csv.cells.jsonl"
+    assert json.loads(msgspec.json.encode(rows)) == built
