@@ -84,7 +84,9 @@ def summarize(cells: list[dict[str, Any]]) -> None:
     if ours:
         speedups = [row["speedup_over_ddp"] for row in ours]
         above = [row["measured_s"] / row["lower_bound_s"] - 1 for row in ours]
-        print(f"legato over ddp: {min(speedups):.2f}x to {max(speedups):.2f}x; {max(above):.1%} above the bound at most")
+        print(
+            f"legato over ddp: {min(speedups):.2f}x to {max(speedups):.2f}x; {max(above):.1%} above the bound at most"
+        )
 
 
 def errors(rows: Iterable[dict[str, Any]]) -> str:

@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from strategies import workloads
 
 from legato.core.errors import InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.testbed import accelerator
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
-from strategies import workloads
 
 NAMES = ("embed.weight", "head/bias", "embed")  # one of them the beginning of another, with a dot and a slash
 WORKLOAD = Workload(
@@ -84,7 +84,7 @@ def test_an_iteration_takes_its_computation_and_gradients_come_in_order(workload
     until, ends = forward, {}
     for i in workload.phase_ops("backward"):
         ends[i] = until = until + workload.ops[i].duration_s
-    assert dict((name, at) for at, name in seen) == {t.name: ends[t.ready_after] for t in workload.tensors}
+    assert {name: at for at, name in seen} == {t.name: ends[t.ready_after] for t in workload.tensors}
     optimizer.step()
     read = {r for t in workload.tensors for r in t.readers}
     updates = workload.phase_ops("optimizer")
@@ -197,8 +197,8 @@ def test_what_is_there_already_costs_nothing(host):
 
 
 def test_the_device_never_runs_ahead_of_real_time():
-    clock = Clock()
     start = time.perf_counter()
+    clock = Clock()
     for _ in range(20):
         clock.run(0.001)
     assert time.perf_counter() - start >= 0.02

@@ -12,8 +12,8 @@ import pytest
 
 import legato
 from legato.core.errors import RankError
-from legato.testbed.launch import run_workers
 from legato.testbed.hosts import available
+from legato.testbed.launch import run_workers
 
 WHY_NOT = available()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
