@@ -1,6 +1,6 @@
 """Every scheduler on the grid of models, bandwidths, workers and collectives: who wins where, and how near the bound.
 
-    python benchmarks/schedulers.py [--quick] [-o grid.json]
+    python benchmarks/schedulers.py [--quick] [-o grid.json] [--picture grid.svg]
 
 Per cell: the bound, our gap to it, the best of the others and its gap, DDP's gap, and our planning time.
 """
@@ -14,7 +14,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from grid_picture import draw
 
 from legato.core.cluster import Cluster
 from legato.core.workload import Workload
@@ -89,8 +92,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="three models only")
     parser.add_argument("-o", "--output", help="write all cells to this JSON file")
+    parser.add_argument("--picture", help="draw all cells to this SVG file")
+    parser.add_argument("--of", metavar="GRID.JSON", help="only draw, what -o has written")
     options = parser.parse_args()
-    cells = []
+    if options.of:
+        Path(options.picture).write_text(draw(json.loads(Path(options.of).read_text())), encoding="utf-8")
+        return
+    cells: list[dict[str, Any]] = []
     for (name, gigabits, workers, label), found in grid(options.quick):
         cells.append({"model": name, "gigabits": gigabits, "workers": workers, "collective": label, **found})
         print(
@@ -101,8 +109,9 @@ def main() -> None:
         )
     summarise(cells)
     if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(cells, file)
+        Path(options.output).write_text(json.dumps(cells), encoding="utf-8")
+    if options.picture:
+        Path(options.picture).write_text(draw(cells), encoding="utf-8")
     if any(c["over_best_other"] < 1 - 1e-9 for c in cells):
         sys.exit("legato was slower than another scheduler")
 

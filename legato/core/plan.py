@@ -106,19 +106,21 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
     """Raise `PlanError` unless the messages carry every byte of `sizes` (tensor name to bytes) as they must."""
     covered: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for i, message in enumerate(plan.messages):
+        spans = covered.setdefault(message.kind, {})
         for piece in message.slices:
             size = sizes.get(piece.tensor)
             if size is None:
                 raise PlanError(f"messages[{i}]: the workload has no tensor {piece.tensor!r} (a plan for another one?)")
             if piece.stop > size:
                 raise PlanError(f"messages[{i}]: byte {piece.stop} of {piece.tensor!r}, which has only {size}")
-            covered.setdefault(message.kind, {}).setdefault(piece.tensor, []).append((piece.start, piece.stop))
+            spans.setdefault(piece.tensor, []).append((piece.start, piece.stop))
+    aggregated = [covered[kind] for kind in _AGGREGATE if kind in covered]
     for tensor, size in sizes.items():
-        pieces = [(*span, kind) for kind in _AGGREGATE for span in covered.get(kind, {}).get(tensor, ())]
-        _check_cover(tensor, size, [(a, b) for a, b, _ in pieces])
-        for kind, second in _DISTRIBUTE.items():
-            first = _union((a, b) for a, b, k in pieces if k == kind)
-            if first != _union(covered.get(second, {}).get(tensor, ())):
+        _check_cover(tensor, size, [span for spans in aggregated for span in spans.get(tensor, ())])
+    for kind, second in _DISTRIBUTE.items():
+        first, handed = covered.get(kind, {}), covered.get(second, {})
+        for tensor in dict.fromkeys([*first, *handed]):
+            if _union(first.get(tensor, ())) != _union(handed.get(tensor, ())):
                 raise PlanError(f"{tensor!r}: what {kind} aggregates is not what {second} hands out")
 
 

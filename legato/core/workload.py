@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from typing import Literal
 
 import msgspec
@@ -128,7 +129,9 @@ class Workload(
 
     def phase_ops(self, phase: Phase) -> list[int]:
         """Ids of the ops of a phase, in execution order."""
-        return [i for i, op in enumerate(self.ops) if op.phase == phase]
+        place = _ORDER[phase]
+        begin = bisect_left(self.ops, place, key=lambda op: _ORDER[op.phase])
+        return list(range(begin, bisect_right(self.ops, place, lo=begin, key=lambda op: _ORDER[op.phase])))
 
     def iteration_order(self) -> tuple[int, ...]:
         """Ids of all ops in the order in which one steady-state iteration runs them.
@@ -138,18 +141,18 @@ class Workload(
         reads a parameter it updates, and after the forward pass if none does.
         """
         first_use: dict[int, int] = {}
+        forward, updates = self.phase_ops("forward"), self.phase_ops("optimizer")
         for tensor in self.tensors:
-            forward = [r for r in tensor.readers if self.ops[r].phase == "forward"]
-            for r in tensor.readers:
-                if self.ops[r].phase == "optimizer":
-                    first_use[r] = min(first_use.get(r, len(self.ops)), *forward, len(self.ops))
-        updates = self.phase_ops("optimizer")
+            applied = [r for r in tensor.readers if r >= len(self.ops) - len(updates)]
+            use = min((r for r in tensor.readers if r < len(forward)), default=len(self.ops)) if applied else 0
+            for r in applied:
+                first_use[r] = min(first_use.get(r, use), use)
         # An optimizer op that another one depends on is needed as early as that one.
         for i in reversed(updates):
             for dep in self.ops[i].deps:
                 if self.ops[dep].phase == "optimizer":
                     first_use[dep] = min(first_use.get(dep, len(self.ops)), first_use.get(i, len(self.ops)))
-        keyed = [((i, 1), i) for i in self.phase_ops("forward")]
+        keyed = [((i, 1), i) for i in forward]
         keyed += [((first_use.get(i, len(self.ops)), 0), i) for i in updates]
         keyed.sort()
         return (*self.phase_ops("backward"), *(i for _, i in keyed))

@@ -14,6 +14,7 @@ of the first stage. Everything else follows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from legato.simulate.flow import Network, simulate_flow
 from legato.simulate.flow.fabrics import fabric
 from legato.simulate.pipelining import pipelined_s
 
-__all__ = ["HOROVOD_BPS", "PAPER", "SHUFFLE_BPS"]
+__all__ = ["HOROVOD_BPS", "MODELS", "PAPER", "SHUFFLE_BPS", "STAGES", "WORKERS", "stages", "without"]
 
 HOROVOD_BPS = 2.67e9
 SHUFFLE_BPS = 3.19e9
@@ -37,17 +38,17 @@ _BANDWIDTH_BPS, _LATENCY_S = 10e9, 100e-6
 #: For the depth (Fig. 13): adding up takes as long as the two transfers, where pipelining gains most.
 _REDUCE_S_PER_BYTE = 2 * 8 / _BANDWIDTH_BPS
 #: Section 6: parameters, MiB.
-_MODELS = {
+MODELS = {
     "alexnet-v2": (16, 191.9),
     "inception-v3": (196, 103.5),
     "resnet-v1-50": (108, 97.4),
     "resnet-v2-152": (363, 229.5),
     "vgg-16": (32, 527.8),
 }
-_WORKERS = (8, 16)
+WORKERS = (8, 16)
 _HOROVOD = {"fusion_threshold_bytes": 64 * 2**20, "cycle_time_s": 5e-3}
 #: Section 6.2, Fig. 11: utilization on Inception-v3 with 8 workers, and what each part adds.
-_STAGES = {"Horovod": 0.68, "adaptive all-reduce": 0.82, "+ batching": 0.86, "+ transfer boundaries": 0.92}
+STAGES = {"Horovod": 0.68, "adaptive all-reduce": 0.82, "+ batching": 0.86, "+ transfer boundaries": 0.92}
 _SYSTEMS = ("Caramel", "Horovod", "PS = workers", "PS = workers/2")
 
 
@@ -79,7 +80,7 @@ def _run(model: str, system: str, workers: int) -> _Run:
     return _collective(job, "caramel", cluster, {})
 
 
-def _collective(job: Workload, scheduler: str, cluster: Cluster, options: dict[str, float]) -> _Run:
+def _collective(job: Workload, scheduler: str, cluster: Cluster, options: Mapping[str, float]) -> _Run:
     line = simulate(job, schedule(scheduler, job, cluster, **options), cluster)
     return _Run(line.iteration_s, line.overlap, line.communication_s)
 
@@ -91,7 +92,7 @@ def _utilization(model: str, system: str, workers: int) -> float:
 def _models() -> Part:
     """Section 6: the five models."""
     cells = []
-    for model, (count, mib) in _MODELS.items():
+    for model, (count, mib) in MODELS.items():
         network = zoo.network(model)
         cells.append(Cell("Section 6", model, "parameters", count, len(network.trainable)))
         cells.append(Cell("Section 6", model, "size (MiB)", mib, network.nbytes / 2**20))
@@ -101,8 +102,8 @@ def _models() -> Part:
 def _iteration_times() -> Part:
     """Fig. 8."""
     cells, gains = [], {}
-    for model in _MODELS:
-        for n in _WORKERS:
+    for model in MODELS:
+        for n in WORKERS:
             ours = _run(model, "Caramel", n).iteration_s
             others = {system: _run(model, system, n).iteration_s for system in _SYSTEMS[1:]}
             gains[model, n] = others["Horovod"] / ours
@@ -116,15 +117,15 @@ def _iteration_times() -> Part:
 
 def _utilizations() -> Part:
     """Fig. 9."""
-    shares = {(model, n): _utilization(model, "Caramel", n) for model in _MODELS for n in _WORKERS}
+    shares = {(model, n): _utilization(model, "Caramel", n) for model in MODELS for n in WORKERS}
     gain = max(share / _utilization(model, "Horovod", n) for (model, n), share in shares.items())
     cells = (
         Cell("Fig. 9", "five models", "greatest gain in utilization over Horovod", 3.5, gain),
         claim("Fig. 9", "five models, 8 and 16 workers", "at least 70%", [share >= 0.7 for share in shares.values()]),
     )
     figures = []
-    for n in _WORKERS:
-        curves = {system: (list(_MODELS), [_utilization(model, system, n) for model in _MODELS]) for system in _SYSTEMS}
+    for n in WORKERS:
+        curves = {system: (list(MODELS), [_utilization(model, system, n) for model in MODELS]) for system in _SYSTEMS}
         figures.append(Figure("Fig. 9", f"GPU utilization on {n} workers", "model", "share", curves))
     return Part(cells, tuple(figures))
 
@@ -137,17 +138,17 @@ def _bars(label: str, title: str, unit: str, field: str) -> tuple[Figure, ...]:
             "model",
             unit,
             {
-                system: (list(_MODELS), [getattr(_run(model, system, n), field) for model in _MODELS])
+                system: (list(MODELS), [getattr(_run(model, system, n), field) for model in MODELS])
                 for system in _SYSTEMS
             },
         )
-        for n in _WORKERS
+        for n in WORKERS
     )
 
 
 def _overlap() -> Part:
     """Fig. 10: overlap coefficient and communication."""
-    runs = [{system: _run(model, system, n) for system in _SYSTEMS} for model in _MODELS for n in _WORKERS]
+    runs = [{system: _run(model, system, n) for system in _SYSTEMS} for model in MODELS for n in WORKERS]
     cheaper = [run["Caramel"].communication_s < run["Horovod"].communication_s for run in runs]
     better = [run["Caramel"].overlap > run["Horovod"].overlap for run in runs]
     saved = max(1 - run["Caramel"].communication_s / run["Horovod"].communication_s for run in runs)
@@ -160,35 +161,45 @@ def _overlap() -> Part:
     return Part(cells, _bars("Fig. 10", "Overlap coefficient", "alpha", "overlap"))
 
 
-def _stages(model: str, bandwidth_bps: float) -> list[float]:
+def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
+    """Utilization by stage of Fig. 11, from Horovod to all of Caramel."""
     job = _job(model)
-    cluster = Cluster.derive(8, bandwidth_bps, _LATENCY_S, collectives=["shuffle"])
-    found = [_utilization(model, "Horovod", 8)]
+    cluster = Cluster.derive(workers, bandwidth_bps, _LATENCY_S, collectives=["shuffle"])
+    found = [_utilization(model, "Horovod", workers)]
     for batching, rest in ((False, False), (True, False), (True, True)):
-        plan = schedule("caramel", job, cluster, batching=batching, serialization=rest, scheduling=rest)
-        found.append(job.compute_s / simulate(job, plan, cluster).iteration_s)
+        options = {"batching": batching, "serialization": rest, "scheduling": rest}
+        found.append(job.compute_s / _collective(job, "caramel", cluster, options).iteration_s)
     return found
+
+
+def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
+    """Utilization with these parts switched off, where adding up takes as long as Fig. 13 assumes."""
+    job, off = _job(model), dict.fromkeys(parts, False)
+    cluster = Cluster.derive(
+        workers, bandwidth_bps, _LATENCY_S, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE
+    )
+    return job.compute_s / _collective(job, "caramel", cluster, off).iteration_s
 
 
 def _one_model() -> Part:
     """Fig. 11."""
     cells = []
     for mode, bandwidth in (("10 Gbps", _BANDWIDTH_BPS), ("fitted", SHUFFLE_BPS)):
-        for (stage, share), ours in zip(_STAGES.items(), _stages("inception-v3", bandwidth), strict=True):
+        for (stage, share), ours in zip(STAGES.items(), stages("inception-v3", 8, bandwidth), strict=True):
             cells.append(Cell("Fig. 11", f"inception-v3, {stage}", f"utilization, {mode}", share, ours))
-    curves = {"published": (list(_STAGES), list(_STAGES.values()))}
-    curves["ours"] = (list(_STAGES), _stages("inception-v3", SHUFFLE_BPS))
+    curves = {"published": (list(STAGES), list(STAGES.values()))}
+    curves["ours"] = (list(STAGES), stages("inception-v3", 8, SHUFFLE_BPS))
     return Part(tuple(cells), (Figure("Fig. 11", "Inception-v3 on 8 workers", "stage", "utilization", curves),))
 
 
 def _all_models() -> Part:
     """Fig. 12."""
     cells, curves = [], {}
-    for model in _MODELS:
-        shares = _stages(model, SHUFFLE_BPS)
+    for model in MODELS:
+        shares = stages(model, 8, SHUFFLE_BPS)
         grows = [a <= b + 1e-3 for a, b in pairwise(shares)]
         cells.append(claim("Fig. 12", model, "each part adds to utilization", grows))
-        curves[model] = (list(_STAGES), shares)
+        curves[model] = (list(STAGES), shares)
     return Part(tuple(cells), (Figure("Fig. 12", "Parts of Caramel, 8 workers", "stage", "utilization", curves),))
 
 

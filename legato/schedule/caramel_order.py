@@ -27,8 +27,6 @@ Deviations:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from math import lcm
 
 from legato.core.workload import Workload
 from legato.simulate.period import Period
@@ -39,30 +37,61 @@ __all__ = ["control_dependencies", "serialized_order", "update_order"]
 def update_order(workload: Workload) -> list[int]:
     """Stage 1: the backward ops that produce gradients, in the order in which to run them.
 
-    Ops that the same updates need are taken together, as one part: a choice
-    completes whole parts, and the time left is kept up to date part by part.
-    Times are exact (whole numbers of a small enough unit), so nothing drifts.
+    An update never comes before one that it depends on, which needs less. So it
+    is weighed only when all of those have been made, by what is left to compute
+    for it; until then it is kept with one that it waits for. Times are exact
+    (whole numbers of a small enough unit), so nothing drifts.
     """
+    waits, duration = Period(workload).waits, _whole_durations(workload)
     updates = sorted({tensor.ready_after for tensor in workload.tensors})
-    parts = _parts(workload, updates)
-    needs: list[list[int]] = [[] for _ in updates]
-    left = [0] * len(updates)
-    for p, (members, duration) in enumerate(parts):
-        for k in members:
-            needs[k].append(p)
-            left[k] += duration
-    order, waiting, done = [], dict.fromkeys(range(len(updates))), [False] * len(parts)
-    while waiting:
-        chosen = min(waiting, key=left.__getitem__)  # the first of equals: captured first
-        del waiting[chosen]
-        order.append(updates[chosen])
-        for p in needs[chosen]:
-            if not done[p]:
-                done[p] = True
-                members, duration = parts[p]
-                for k in members:
-                    left[k] -= duration
+    undone = set(workload.phase_ops("backward"))
+    pending = set(updates)
+    behind: dict[int, list[int]] = {}  # by update: those that wait for it
+    left: dict[int, int] = {}  # of the updates that wait for none
+    needed_by: dict[int, list[int]] = {}  # by op: those of them that need it
+    order: list[int] = []
+    fresh = updates
+    while len(order) < len(updates):
+        for update in fresh:
+            block, other = _until_update(update, waits, undone, pending)
+            if other is not None:
+                behind.setdefault(other, []).append(update)
+                continue
+            left[update] = sum(duration[op] for op in block)
+            for op in block:
+                needed_by.setdefault(op, []).append(update)
+        chosen = min(left, key=lambda update: (left[update], update))  # of equals, the one captured first
+        order.append(chosen)
+        for op in _until_update(chosen, waits, undone, pending)[0]:
+            undone.remove(op)
+            for update in needed_by[op]:
+                left[update] -= duration[op]
+        pending.remove(chosen)
+        del left[chosen]
+        fresh = behind.pop(chosen, [])
     return order
+
+
+def _until_update(
+    update: int, waits: list[list[int]], undone: set[int], pending: set[int]
+) -> tuple[list[int], int | None]:
+    """The undone ops that an update needs, itself among them, or another update that it waits for."""
+    block, found = [update], {update}
+    for op in block:  # grows
+        for dep in waits[op]:
+            if dep in undone and dep not in found:
+                if dep in pending:
+                    return [], dep
+                found.add(dep)
+                block.append(dep)
+    return block, None
+
+
+def _whole_durations(workload: Workload) -> list[int]:
+    """Durations as whole multiples of a unit that they all share."""
+    exact = [op.duration_s.as_integer_ratio() for op in workload.ops]
+    unit = max(denominator for _, denominator in exact)  # a power of two, like all of them
+    return [numerator * (unit // denominator) for numerator, denominator in exact]
 
 
 def control_dependencies(workload: Workload, updates: Sequence[int]) -> list[tuple[int, int]]:
@@ -108,27 +137,3 @@ def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
                 reached += waits[op]
         blocks.append(sorted(block))
     return [*blocks, sorted(unexecuted)]
-
-
-def _parts(workload: Workload, updates: Sequence[int]) -> list[tuple[list[int], int]]:
-    """(indices of the updates, duration) for every set of updates that some ops are needed by, and by no others.
-
-    Sets are bits while they are found. Durations are whole multiples of a unit that they all share.
-    """
-    waits = Period(workload).waits
-    needed_by = [0] * len(workload.ops)
-    for k, op in enumerate(updates):
-        needed_by[op] = 1 << k
-    ops = workload.phase_ops("backward")
-    for op in reversed(ops):
-        for dep in waits[op]:
-            needed_by[dep] |= needed_by[op]
-    exact = [Fraction(workload.ops[op].duration_s) for op in ops]
-    unit = lcm(*{duration.denominator for duration in exact})
-    durations: dict[int, int] = {}
-    for op, duration in zip(ops, exact, strict=True):
-        whole = duration.numerator * (unit // duration.denominator)
-        durations[needed_by[op]] = durations.get(needed_by[op], 0) + whole
-    return [
-        ([k for k, bit in enumerate(f"{bits:b}"[::-1]) if bit == "1"], duration) for bits, duration in durations.items()
-    ]

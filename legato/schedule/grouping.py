@@ -20,6 +20,7 @@ really take. O(n^2) a try, a row of it at a time in numpy.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -47,11 +48,13 @@ def group(
     at_least_s: float,
     at_most_s: float,
     precision: float = 1e-4,
+    stop_at: float = np.inf,
 ) -> Grouping | None:
     """The best messages for this order of pieces, or None if none takes less than `at_most_s`.
 
     `at_least_s` is a lower bound of the answer; the answer is within the
-    relative `precision` of the best there is.
+    relative `precision` of the best there is, unless `stop_at` (`perf_counter`)
+    comes first.
     """
     ready, tail = np.asarray(ready_s, dtype=float), np.asarray(tail_s, dtype=float)
     sent = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
@@ -70,7 +73,7 @@ def group(
             if best is None or seconds < best.seconds:
                 best = Grouping(seconds, messages)
             high = min(high, seconds)
-        if high - low <= precision * high:
+        if high - low <= precision * high or time.perf_counter() > stop_at:
             return best
         limit = (low + high) / 2
 
@@ -91,12 +94,12 @@ def _within(
         np.maximum(longest_tail[at], tail[j - 1], out=longest_tail[at])
         end = np.maximum(finish[at], latest_ready[at]) + cost(sent[j] - sent[at])
         in_time = end <= limit - longest_tail[at]
-        if not in_time.any():
+        earliest = int(in_time.argmax())
+        if not in_time[earliest]:
             return None
-        end[~in_time] = np.inf
-        k = int(np.argmin(end))
+        k = int(np.where(in_time, end, np.inf).argmin())
         finish[j], split[j] = end[k], first + k
-        first += int(np.argmax(in_time))
+        first += earliest
     messages, stop = [], n
     while stop:
         messages.append((int(split[stop]), stop))

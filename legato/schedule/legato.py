@@ -26,6 +26,7 @@ Deviation from nobody: this one is ours. Units: seconds and bytes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -44,7 +45,7 @@ from legato.schedule.heads_tails import heads_tails
 from legato.schedule.refill import Refilled
 from legato.schedule.search import Job, Network, search
 from legato.schedule.updates import busy_order
-from legato.simulate.collective import iteration_time
+from legato.simulate.collective import iteration_times
 from legato.simulate.pipelining import message_s
 
 __all__ = ["legato"]
@@ -72,11 +73,12 @@ def legato(
     """
     stop_at = time.perf_counter() + budget_s
     names = tuple(cluster.collectives) if collective is None else (known_collective(cluster, collective),)
-    ways = tuple((name, depth) for name in names for depth in (1, *cluster.depths.get(name, ())))
-    network = Network(ways, tuple(cluster.cost(*way) for way in ways))
+    network = _network(cluster, names)
     nbytes = [tensor.nbytes for tensor in workload.tensors]
     cheapest, _ = network.way(sum(nbytes))
-    plans = _published(workload, cluster, dict.fromkeys((names[0], cheapest) if any_order else names[:1]), any_order)
+    fastest = _Fastest(workload, cluster)
+    for name in dict.fromkeys((names[0], cheapest) if any_order else names[:1]):
+        fastest.among(_published(workload, cluster, name, any_order))
     for order in _orders(workload, any_order):
         if order and time.perf_counter() > stop_at:
             break
@@ -84,21 +86,52 @@ def legato(
         ready, in_order = _times(workload, order or workload.iteration_order())
         if any_order:
             plan = halves(workload, cluster, ready, in_order, cheapest)
-            plans.append(msgspec.structs.replace(plan, op_order=order))
+            fastest.among([msgspec.structs.replace(plan, op_order=order)])
         for tails in _tails(workload, in_order, order):
-            job = Job(ready, tails, nbytes, network, bound_s)
-            best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
-            plans += _plans(best, job, workload, cluster, order)
-    fastest = min(plans, key=lambda plan: (iteration_time(workload, plan, cluster), len(plan.messages)))
-    return msgspec.structs.replace(fastest, scheduler="legato")
+            if fastest.seconds > bound_s * (1 + gap):
+                job = Job(ready, tails, nbytes, network, bound_s)
+                best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
+                fastest.among(_plans(best, job, workload, cluster, order))
+    assert fastest.plan is not None
+    return msgspec.structs.replace(fastest.plan, scheduler="legato")
 
 
-def _published(workload: Workload, cluster: Cluster, collectives: Iterable[str], any_order: bool) -> list[Plan]:
+class _Fastest:
+    """The fastest plan seen so far; of equals, the one with the fewest messages."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self.plan: Plan | None = None
+        self.seconds = math.inf
+
+    def among(self, plans: Sequence[Plan]) -> None:
+        for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
+            shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
+            if seconds < self.seconds or (seconds == self.seconds and shorter):
+                self.plan, self.seconds = plan, seconds
+
+
+def _network(cluster: Cluster, names: Iterable[str]) -> Network:
+    """The ways to send a message, but for those that another one beats at every size, whatever their depth."""
+    ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
+    terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
+
+    def beaten(k: int) -> bool:
+        return any(
+            all(x <= y for x, y in zip(other, terms[k], strict=True)) and (other != terms[k] or i < k)
+            for i, other in enumerate(terms)
+        )
+
+    kept = [way for k, way in enumerate(ways) if _priced_by_depth(cluster) or not beaten(k)]
+    return Network(tuple(kept), tuple(cluster.cost(*way) for way in kept))
+
+
+def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
     """What all other schedulers make of it; only what the runtime carries out as predicted, unless `any_order`."""
     from legato.schedule import SCHEDULERS  # they stand beside us in the registry
 
     others = [scheduler for scheduler in SCHEDULERS.values() if scheduler is not legato]
-    plans = [scheduler(workload, cluster, collective=name) for scheduler in others for name in collectives]
+    plans = [scheduler(workload, cluster, collective=collective) for scheduler in others]
     return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))]
 
 
@@ -175,7 +208,12 @@ def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tup
 
 def _way(job: Job, cluster: Cluster, nbytes: int) -> tuple[str, int]:
     """The cheapest collective for a message, and its depth, also where that is priced by a formula."""
-    if not cluster.reduce_s_per_byte or cluster.depths:
+    if not _priced_by_depth(cluster):
         return job.network.way(nbytes)
     ways = ((name, depth) for name, _ in job.network.ways for depth in range(1, MAX_DEPTH + 1))
     return min(ways, key=lambda way: (message_s(cluster, way[0], way[1], nbytes), way[1]))
+
+
+def _priced_by_depth(cluster: Cluster) -> bool:
+    """Whether a formula says what chunks cost, rather than a measurement."""
+    return cluster.reduce_s_per_byte > 0 and not cluster.depths

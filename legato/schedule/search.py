@@ -63,21 +63,26 @@ class Job(NamedTuple):
 
 def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:
     """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) are up."""
-    return _improve(_best_start(job, stop_at), job, gap, rounds, stop_at, random.Random(seed))
+    enough_s = job.bound_s * (1 + gap)
+    return _improve(_best_start(job, enough_s, stop_at), job, enough_s, rounds, stop_at, random.Random(seed))
 
 
-def _best_start(job: Job, stop_at: float) -> Refilled:
-    """The best of several starts, each brought to where the two steps change nothing any more."""
+def _best_start(job: Job, enough_s: float, stop_at: float) -> Refilled:
+    """The best of several starts, each brought to where the two steps change nothing any more, or the first enough."""
     total = sum(job.nbytes)
     starts = []
     for count in (1, 2, 4, 8, 16, 32, 64, 128):
         sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
         starts.append(job.deal([size for size in sizes if size]))
+        if time.perf_counter() > stop_at:
+            break
     in_ready_order = [Piece(t, 0, job.nbytes[t]) for t in sorted(range(len(job.nbytes)), key=job.ready_s.__getitem__)]
     for pieces in (_jackson_pieces(job), in_ready_order):
-        if time.perf_counter() < stop_at:
+        if time.perf_counter() < stop_at and min(starts, key=_rank).seconds > enough_s:
             starts.append(_in_turns(_cut(pieces, job), job, stop_at))
     best = min(starts, key=_rank)
+    if best.seconds <= enough_s:
+        return best
     return _in_turns([piece for message in best.messages for piece in message], job, stop_at, best)
 
 
@@ -95,6 +100,7 @@ def _in_turns(pieces: Sequence[Piece], job: Job, stop_at: float, best: Refilled 
             job.network.cost,
             at_least_s=job.bound_s,
             at_most_s=np.inf if best is None else best.seconds,
+            stop_at=stop_at,
         )
         if found is None:
             assert best is not None
@@ -138,10 +144,10 @@ def _jackson_pieces(job: Job) -> list[Piece]:
     return pieces
 
 
-def _improve(best: Refilled, job: Job, gap: float, rounds: int, stop_at: float, rng: random.Random) -> Refilled:
+def _improve(best: Refilled, job: Job, enough_s: float, rounds: int, stop_at: float, rng: random.Random) -> Refilled:
     """Change one or two sizes at random and deal anew, as long as there is something to win."""
     for _ in range(rounds):
-        if best.seconds <= job.bound_s * (1 + gap) or time.perf_counter() > stop_at:
+        if best.seconds <= enough_s or time.perf_counter() > stop_at:
             break
         sizes = _changed([sum(piece.nbytes for piece in message) for message in best.messages], rng)
         dealt = job.deal(sizes)

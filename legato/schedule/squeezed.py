@@ -9,7 +9,8 @@ sets for which it proves most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
@@ -50,28 +51,33 @@ def squeezed(
     best = None
     for near, order in zip(prover.ends, prover.orders, strict=True):
         starts = [k for k, t in enumerate(order) if k == 0 or near[t] > near[order[k - 1]]]
-        found = _highest([tuple(sorted(order[k:])) for k in starts], prover)
+        found = _highest(len(starts), lambda k, order=order, starts=starts: prover(order[starts[k] :]))  # type: ignore[misc]
         if found is not None and found.seconds > beat_s:
             best, beat_s = found, found.seconds
     return best
 
 
-def _highest(sets: Sequence[tuple[int, ...]], prover: _Prover) -> Squeezed | None:
-    """Every so many sets, then closer and closer around the best."""
-    step = -(-len(sets) // _SETS)
-    tried = {k: prover(sets[k]) for k in range(0, len(sets), step)}
+def _highest(count: int, proves: Callable[[int], Squeezed]) -> Squeezed:
+    """Every so many of the sets, then closer and closer around the best."""
+    step = -(-count // _SETS)
+    tried = {k: proves(k) for k in range(0, count, step)}
     while True:
         top = max(tried, key=lambda k: tried[k].seconds)
         if step == 1:
             return tried[top]
         step = -(-step // 2)
         for k in (top - step, top + step):
-            if 0 <= k < len(sets) and k not in tried:
-                tried[k] = prover(sets[k])
+            if 0 <= k < count and k not in tried:
+                tried[k] = proves(k)
 
 
 class _Prover:
-    """What a set proves; no more than an estimate from above where that is not worth knowing."""
+    """What a set proves; no more than an estimate from above where that is not worth knowing.
+
+    What can be sent of the others before the least head h of a set: they have
+    smaller heads, as all before the first of the set in order of head have. So
+    one `Window` over all tensors serves all sets, and one from the other end.
+    """
 
     def __init__(
         self,
@@ -83,28 +89,28 @@ class _Prover:
         detours: Detours | None,
     ) -> None:
         self.nbytes, self.line, self.beat_s, self.detours = nbytes, line, beat_s, detours
-        self.fee = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+        fee = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
         self.ends = known.head_s, known.tail_s
         self.orders = [sorted(range(len(nbytes)), key=near.__getitem__) for near in self.ends]
+        self.windows = [
+            Window.of([near[t] for t in order], [nbytes[t] for t in order], fee)
+            for near, order in zip(self.ends, self.orders, strict=True)
+        ]
         self.total = sum(nbytes)
 
-    def __call__(self, tensors: tuple[int, ...]) -> Squeezed:
+    def __call__(self, tensors: Sequence[int]) -> Squeezed:
         first, last = (min(near[t] for t in tensors) for near in self.ends)
-        own, inside = sum(self.nbytes[t] for t in tensors), set(tensors)
+        own = sum(self.nbytes[t] for t in tensors)
         work = self.line.beta_s_per_byte * (self.total - own)
+        inside = set(tensors) if self.detours else set[int]()
         detour = self.detours.least_s(inside, 0.0) if self.detours else 0.0
         if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # with all of the others between
-            return Squeezed(-1.0, tensors, first, last)
-        before, after = (self._outside(end, inside, until) for end, until in enumerate((first, last)))
+            return Squeezed(-1.0, (), first, last)
+        before, after = (
+            window.carried(until, of=bisect_left(window.near_s, until))
+            for window, until in zip(self.windows, (first, last), strict=True)
+        )
         if self.detours:
             detour = self.detours.least_s(inside, after)
         begin = max(first, first + work - before - after, detour)
-        return Squeezed(begin + self.line.cost(own) + last, tensors, first, last)
-
-    def _outside(self, end: int, inside: set[int], until_s: float) -> float:
-        """The most work for other tensors that can be done by then, from the start of the period or from its end."""
-        near = self.ends[end]
-        others = [t for t in self.orders[end] if t not in inside]
-        if not others:
-            return 0.0
-        return Window.of([near[t] for t in others], [self.nbytes[t] for t in others], self.fee).carried(until_s)
+        return Squeezed(begin + self.line.cost(own) + last, tuple(sorted(tensors)), first, last)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
@@ -38,12 +39,15 @@ class Window(NamedTuple):
     def _start(self, j: int) -> float:
         """Least of (start - work before it) for a message that ends with bytes of tensor j."""
         ready = self.near_s[j]
-        return min(max(f, ready) - work for f, work in zip(self.finish_s[: j + 1], self.work_s, strict=False))
+        i = bisect_right(self.finish_s, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is the best
+        start = ready - self.work_s[i - 1] if i else inf
+        return start if i > j else min(start, self.finish_s[i] - self.work_s[i])
 
-    def carried(self, until_s: float) -> float:
-        """The most seconds of work (beta times bytes) that can be done by then."""
-        j = bisect_right(self.finish_s, until_s) - 1
-        if j == len(self.near_s):
+    def carried(self, until_s: float, *, of: int | None = None) -> float:
+        """The most seconds of work (beta times bytes) that can be done by then, of the first so many tensors."""
+        last = len(self.near_s) if of is None else of
+        j = bisect_right(self.finish_s, until_s, hi=last + 1) - 1
+        if j == last:
             return self.work_s[j]
         return max(self.work_s[j], min(until_s - self.alpha_s - self._start(j), self.work_s[j + 1]))
 

@@ -19,6 +19,7 @@ All workers do the same at the same time: spans are those of worker 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from legato.core.cluster import Cluster
@@ -29,7 +30,7 @@ from legato.core.workload import Workload
 from legato.simulate.period import Compute, Period, check_compute
 from legato.simulate.pipelining import message_s
 
-__all__ = ["iteration_time", "simulate"]
+__all__ = ["iteration_time", "iteration_times", "simulate"]
 
 _UNKNOWN = -1.0
 _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
@@ -77,10 +78,20 @@ def simulate(
 
 def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
     """Seconds of `simulate(...).iteration_s`, without building the spans. Raises what `simulate` raises."""
+    return iteration_times(workload, [plan], cluster, compute=compute)[0]
+
+
+def iteration_times(
+    workload: Workload, plans: Iterable[Plan], cluster: Cluster, *, compute: Compute = "one"
+) -> list[float]:
+    """`iteration_time` of several plans, which share what is known of the workload."""
     period = Period(workload)
-    done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute)
-    done.run()
-    return done.iteration_s
+    times = []
+    for plan in plans:
+        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute)
+        done.run()
+        times.append(done.iteration_s)
+    return times
 
 
 def _label(message: Message) -> str:
@@ -125,7 +136,7 @@ class _Pass:
     def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute) -> None:
         self.period, self.plan, self.wires = period, plan, wires
         self.one_stream = compute == "one"
-        self.order = (plan.op_order or period.workload.iteration_order()) if self.one_stream else period.topological
+        self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
         self.backward = [op.phase == "backward" for op in period.workload.ops]
         self.op_start = [0.0] * len(self.order)
         self.op_end = [_UNKNOWN] * len(self.order)

@@ -35,10 +35,10 @@ class Period:
     starts; `reads[op]`: the tensors that must have arrived before it starts;
     `ready_op[tensor]`: the op that produces the gradient; `tensor_id[name]`;
     `topological`: backward, optimizer, forward, an order in which everything
-    stands after what it waits for.
+    stands after what it waits for; `captured`: `Workload.iteration_order()`.
     """
 
-    __slots__ = ("duration_s", "reads", "ready_op", "tensor_id", "topological", "waits", "workload")
+    __slots__ = ("captured", "duration_s", "reads", "ready_op", "tensor_id", "topological", "waits", "workload")
 
     def __init__(self, workload: Workload) -> None:
         ops = workload.ops
@@ -62,3 +62,4 @@ class Period:
                     self.waits[reader] += updates
         phases: tuple[Phase, ...] = ("backward", "optimizer", "forward")
         self.topological = [i for phase in phases for i in workload.phase_ops(phase)]
+        self.captured = workload.iteration_order()
