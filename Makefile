@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -23,5 +23,14 @@ lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
 	$(BIN)/ruff check --fix legato tests examples benchmarks
 
+# The site, in docs/_build; a warning is an error.
+docs: install
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+	@echo docs/_build/index.html
+
+# Links, anchors, file names and command lines of every page.
+linkcheck: install
+	$(BIN)/pytest tests/test_docs.py -k "links or exist or site"
+
 clean:
-	rm -rf .venv legato-demo
+	rm -rf .venv legato-demo docs/_build

@@ -36,14 +36,14 @@ COLLECTIVES = {"ring": ["ring"], "halving-doubling": ["halving-doubling"], "best
 LATENCY_S = 30e-6
 
 
-def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
-    """One cell of the grid."""
+def cell(job: Workload, cluster: Cluster, budget_s: float) -> dict[str, Any]:
+    """One cell of the grid; `budget_s` is legato's."""
     seconds = {}
     planning = {}
     plans = {}
     for name in SCHEDULERS:
         start = time.perf_counter()
-        options = {"any_order": True} if name == "legato" else {}
+        options = {"any_order": True, "budget_s": budget_s} if name == "legato" else {}
         plan = plans[name] = schedule(name, job, cluster, **options)
         planning[name] = time.perf_counter() - start
         seconds[name] = iteration_time(job, plan, cluster)
@@ -63,13 +63,13 @@ def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def grid(quick: bool) -> Iterator[tuple[tuple[str, int, int, str], dict[str, Any]]]:
+def grid(quick: bool, budget_s: float) -> Iterator[tuple[tuple[str, int, int, str], dict[str, Any]]]:
     models = MODELS[:3] if quick else MODELS
     for name in models:
         job = model(name)
         for gigabits, workers, label in itertools.product(GIGABITS, WORKERS, COLLECTIVES):
             cluster = Cluster.derive(workers, gigabits * 1e9, LATENCY_S, collectives=COLLECTIVES[label])
-            yield (name, gigabits, workers, label), cell(job, cluster)
+            yield (name, gigabits, workers, label), cell(job, cluster, budget_s)
 
 
 def summarise(cells: list[dict[str, Any]]) -> None:
@@ -91,6 +91,7 @@ def summarise(cells: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="three models only")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds that legato may take for a cell")
     parser.add_argument("-o", "--output", help="write all cells to this JSON file")
     parser.add_argument("--picture", help="draw all cells to this SVG file")
     parser.add_argument("--of", metavar="GRID.JSON", help="only draw, what -o has written")
@@ -99,7 +100,7 @@ def main() -> None:
         Path(options.picture).write_text(draw(json.loads(Path(options.of).read_text())), encoding="utf-8")
         return
     cells: list[dict[str, Any]] = []
-    for (name, gigabits, workers, label), found in grid(options.quick):
+    for (name, gigabits, workers, label), found in grid(options.quick, options.budget):
         cells.append({"model": name, "gigabits": gigabits, "workers": workers, "collective": label, **found})
         print(
             f"{name:14} {gigabits:4} Gbit {workers:4} {label:16} gap {found['gap']:7.2%}  "

@@ -20,7 +20,6 @@ FLOORS = {
     "schedule": 2,
     "testbed": 3,
     "papers": 3,
-    "verify": 3,
     "sweep": 3,
     "demo": 4,
     "auto": 4,

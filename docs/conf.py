@@ -1,0 +1,44 @@
+"""How the documentation is built: `make docs`."""
+
+import legato
+
+project = "legato"
+author = "the legato authors"
+copyright = "the legato authors"
+release = version = legato.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"legato {release}"
+html_copy_source = False
+
+myst_heading_anchors = 3
+
+# Docstrings are prose: a name in backticks is code, an indented block stands as it is.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+
+
+def _as_prose(app, what, name, obj, options, lines):
+    """Our docstrings leave out the `::` before an indented block and the blank line before a list."""
+    found, literal = [], False
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("    ") and not before.strip() and not literal:
+            found += ["::", ""]
+            literal = True
+        elif line.strip() and not line.startswith(" "):
+            literal = False
+        if line.startswith("- ") and before.strip() and not before.startswith(("- ", "  ")):
+            found.append("")
+        found.append(line)
+    lines[:] = found
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _as_prose)
