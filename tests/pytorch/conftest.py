@@ -3,19 +3,34 @@ import importlib.util
 import pytest
 from ranks import Ranks
 
+#: Tasks after which worker processes are replaced.
+TASKS = 25
+
 
 @pytest.fixture(scope="session")
-def two_ranks():
+def pair():
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
+def trio():
     ranks = Ranks(3)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def two_ranks(pair):
+    pair.renew(TASKS)
+    return pair
+
+
+@pytest.fixture
+def three_ranks(trio):
+    trio.renew(TASKS)
+    return trio
 
 
 # The planner's tests run without PyTorch; these need it.

@@ -40,13 +40,16 @@ class Ranks:
     """`size` processes with a process group between them."""
 
     def __init__(self, size, backend="gloo"):
+        self.size, self._backend = size, backend
+        self._start()
+
+    def _start(self):
         context = multiprocessing.get_context("spawn")
         port = free_port()
-        self.size = size
-        self._pipes, self._processes = [], []
-        for rank in range(size):
+        self._pipes, self._processes, self._tasks = [], [], 0
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, backend, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, port, self._backend, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -58,6 +61,7 @@ class Ranks:
 
     def begin(self, function, *args):
         """Start `function(*args)` on every rank."""
+        self._tasks += 1
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, args))
 
@@ -82,6 +86,12 @@ class Ranks:
         outcomes = self.outcomes(function, *args)
         assert not any(ok for ok, _ in outcomes), outcomes
         return [text.splitlines()[0] for _, text in outcomes]
+
+    def renew(self, after):
+        """Take new processes if these have done more tasks: each leaves some threads of its groups behind."""
+        if self._tasks > after:
+            self.close()
+            self._start()
 
     def close(self, force=False):
         """End all processes; with `force`, without asking them."""
