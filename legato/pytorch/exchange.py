@@ -19,13 +19,11 @@ and 0 on the others; only where the sum is 0 was it absent everywhere, and then
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
@@ -169,7 +167,7 @@ class Exchange:
 
     def _issue(self, wire: Wire) -> None:
         self._wait_for_buffer(wire)
-        with _unseen():
+        with gate.unseen():
             for piece in wire.pieces:
                 slot = piece.slot
                 if slot.has_grad:
@@ -253,7 +251,7 @@ class Exchange:
     def _deliver(self, slot: Slot) -> None:
         for wire in slot.wires:
             self._wait(wire)
-        with _unseen():
+        with gate.unseen():
             if not slot.has_grad:
                 if not any(piece.flag is not None and piece.flag.item() > 0 for piece in slot.pieces):
                     return
@@ -285,14 +283,6 @@ class Exchange:
         self.watch.flight.note("message came in", self.passes, wire.index, wire.label)
         if self.tracer:
             self.tracer.switch(resume)
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:
-        yield
 
 
 def _grad(slot: Slot) -> Tensor:

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from legato.pytorch.lowering import IDLE, PENDING, SENT, Slot
 
-__all__ = ["GatedParameter", "close", "open_"]
+__all__ = ["GatedParameter", "close", "open_", "unseen"]
 
 _GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 _METADATA: frozenset[Any] = frozenset(
@@ -97,3 +99,11 @@ def open_(slot: Slot) -> None:
     slot.update = None
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:
+        yield

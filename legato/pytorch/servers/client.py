@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from legato.core.errors import RankError
+from legato.pytorch import gate
 from legato.pytorch.lowering import Slot
 from legato.pytorch.servers.post import GRADIENTS, STEP, Post
-from legato.pytorch.servers.puller import Puller, unseen
+from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.shares import Arena, Share
 
 __all__ = ["Client"]
@@ -105,7 +106,7 @@ class Client(Puller):
     def _push(self, share: Share) -> None:
         gradient = self.slots[share.name].parameter.grad
         elements, stamp = self._gradients.elements[share.index], self._gradients.stamp[share.index]
-        with unseen():
+        with gate.unseen():
             if gradient is None:
                 elements.zero_()
             elif gradient.layout != torch.strided:

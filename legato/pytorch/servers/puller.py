@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from legato.pytorch import gate
 from legato.pytorch.lowering import PENDING, Slot
@@ -17,15 +14,7 @@ from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.post import BYE, Post
 from legato.pytorch.servers.shares import Arena, Share
 
-__all__ = ["Puller", "unseen"]
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:
-        yield
+__all__ = ["Puller"]
 
 
 class Puller:
@@ -74,7 +63,7 @@ class Puller:
         self.waited_s += time.perf_counter() - started
         gate.open_(slot)
         self.reads.append(slot.name)
-        with unseen():
+        with gate.unseen():
             self._unpack(slot)
 
     def _unpack(self, slot: Slot) -> None:
