@@ -86,13 +86,18 @@ class Timeline(
     @property
     def overlap(self) -> float:
         """Overlap coefficient alpha = (N + C - T) / min(N, C); 0 where nothing can overlap."""
-        n, c = self.communication_s, self.computation_s
-        return (n + c - self.iteration_s) / min(n, c) if min(n, c) > 0 else 0.0
+        return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
 
     @property
     def utilization(self) -> float:
         """U = C / T."""
         return self.computation_s / self.iteration_s if self.iteration_s > 0 else 1.0
+
+
+def overlap_coefficient(communication_s: float, computation_s: float, iteration_s: float) -> float:
+    """alpha = (N + C - T) / min(N, C), of times in seconds (TicTac, section 3.2); 0 where nothing can overlap."""
+    least = min(communication_s, computation_s)
+    return (communication_s + computation_s - iteration_s) / least if least > 0 else 0.0
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

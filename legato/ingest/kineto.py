@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from legato.core.errors import FileError, InputError
-from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
 from legato.ingest.assemble import assemble
 from legato.ingest.kineto_events import Trace, read_trace
 from legato.ingest.kineto_gradients import gradients
@@ -147,7 +147,6 @@ def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
     union = _length(merge_intervals(computing + carrying))
     host = math.fsum(o.duration_s + o.gap_s for o in ops)
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
-    least = min(n, c)
     return RankMeasure(
         rank=rank,
         step=step.window.name,
@@ -158,7 +157,7 @@ def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
         idle_s=max(t - union, 0.0),
         exposed_comm_s=union - c,
         rho=n / c if c > 0 else 0.0,
-        overlap=(n + c - t) / least if least > 0 else 0.0,
+        overlap=overlap_coefficient(n, c, t),
         utilization=c / t if t > 0 else 1.0,
         host_overlap=hidden / min(n, host) if min(n, host) > 0 else 0.0,
     )

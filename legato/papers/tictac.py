@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from legato import zoo
 from legato.core.cluster import PARAMETER_SERVER, Cluster
 from legato.core.plan import Plan
+from legato.core.timeline import overlap_coefficient
 from legato.core.workload import Workload
 from legato.papers.result import Cell, Figure, Paper, Part, claim
 from legato.schedule import schedule
@@ -92,8 +93,7 @@ def _simulate(
     compute_s = sum(op.duration_s for op in job.ops if op.phase == "forward") * float(network.slowdown(1)[0, 0])
     # Pulls are all asked for at the start: the network takes until the last byte is in.
     network_s = float(done.received_s[0].max())
-    overlap = (network_s + compute_s - inference_s) / min(network_s, compute_s)
-    return done.iteration_s, inference_s, overlap
+    return done.iteration_s, inference_s, overlap_coefficient(network_s, compute_s, inference_s)
 
 
 def _gain(kind: str, model: str, batch: float, workers: int, servers: int, scheduler: str = "tic") -> float:

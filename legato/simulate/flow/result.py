@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from legato.core.errors import InputError
 from legato.core.plan import Plan
-from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
 from legato.simulate.flow.compute import Stream
 
@@ -162,8 +162,7 @@ class FlowResult:
     @property
     def overlap(self) -> float:
         """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 where nothing can overlap."""
-        n, c = self.communication_s, self.computation_s
-        return (n + c - self.iteration_s) / min(n, c) if min(n, c) > 0 else 0.0
+        return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
 
     @property
     def utilization(self) -> float:
