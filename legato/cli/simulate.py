@@ -158,15 +158,7 @@ def _planner(
             return plan
         from legato.schedule import schedule
 
-        cluster = Cluster.derive(
-            network.workers,
-            network.bandwidth_bps,
-            network.latency_s,
-            reduce_s_per_byte=network.reduce_s_per_byte,
-            collectives=[name if name in COLLECTIVES else "ring"],
-            servers=fabric.servers,
-        )
-        return schedule(scheduler, job, cluster)
+        return schedule(scheduler, job, network.cluster(name, fabric.servers))
 
     return planned
 

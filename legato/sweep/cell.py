@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import LegatoError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
@@ -20,10 +19,7 @@ from legato.simulate.flow import FABRICS, plain_plan, simulate_flow
 from legato.simulate.flow.fabrics import Fabric
 from legato.sweep.grid import PLAIN, Cell
 
-__all__ = ["Outcome", "cluster_of", "fabric_of", "run_cell"]
-
-#: How planners price the fabrics that have no formula of their own.
-_PRICED_AS = {"butterfly": "recursive-doubling"}
+__all__ = ["Outcome", "fabric_of", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,27 +63,14 @@ def fabric_of(cell: Cell) -> Fabric:
     return found
 
 
-def cluster_of(cell: Cell) -> Cluster:
-    """The cell's machines as planners see them: one collective, or pushes and pulls."""
-    priced = _PRICED_AS.get(cell.fabric, cell.fabric if cell.fabric in COLLECTIVES else "ring")
-    return Cluster.derive(
-        cell.workers,
-        cell.bandwidth_bps,
-        cell.latency_s,
-        reduce_s_per_byte=cell.reduce_s_per_byte,
-        collectives=[PARAMETER_SERVER if cell.servers else priced],
-        servers=cell.servers,
-    )
-
-
 def _plan(cell: Cell, workload: Workload) -> Plan:
     if cell.scheduler == PLAIN:
         return plain_plan(workload, fabric_of(cell))
-    return schedule(cell.scheduler, workload, cluster_of(cell))
+    return schedule(cell.scheduler, workload, cell.network.cluster(cell.fabric, cell.servers))
 
 
 def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
-    plan, cluster = _plan(cell, workload), cluster_of(cell)
+    plan, cluster = _plan(cell, workload), cell.network.cluster(cell.fabric, cell.servers)
     order, whole = kind_of(plan, workload)
     timeline = collective.simulate(workload, plan, cluster)
     return {

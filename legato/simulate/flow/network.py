@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError, unknown_name
 
 __all__ = ["SHARING", "Network", "Sharing"]
@@ -17,6 +18,8 @@ __all__ = ["SHARING", "Network", "Sharing"]
 Sharing = Literal["fifo", "fair"]
 SHARING: tuple[Sharing, ...] = ("fifo", "fair")
 _MOST_WORKERS = 2**20
+#: Fabrics that cost what a collective of another name does.
+_PRICED_AS = {"butterfly": "recursive-doubling"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,18 @@ class Network:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
+
+    def cluster(self, fabric: str, servers: int = 0) -> Cluster:
+        """These machines as planners see them: one collective, the fabric's own or the nearest; or pushes and pulls."""
+        own = _PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
+        return Cluster.derive(
+            self.workers,
+            self.bandwidth_bps,
+            self.latency_s,
+            reduce_s_per_byte=self.reduce_s_per_byte,
+            collectives=[PARAMETER_SERVER if servers else own],
+            servers=servers,
+        )
 
     @property
     def s_per_byte(self) -> float:
