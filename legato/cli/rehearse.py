@@ -69,7 +69,6 @@ def verify(
     scheduler: Scheduler = "all",
     iterations: Iterations = 20,
     ratio: Ratio = None,
-    backend: Annotated[str, typer.Option(help="Of torch.distributed; gloo, for the accelerator is emulated.")] = "gloo",
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -92,7 +91,7 @@ def verify(
 
     task = _task(workload, scheduler, iterations, ratio, cluster, output)
     torch.set_num_threads(1)
-    dist.init_process_group(backend)
+    dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
         if dist.get_rank() == 0:
             with stages(STAGES) as advance:

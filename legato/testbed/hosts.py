@@ -18,7 +18,8 @@ its size. So segments are half a millisecond long, up to those 64 KiB, and a
 bucket holds two of them, or a millisecond: 125 KB at 1 Gbit. On two cores that
 carries 95.6% of 1, 2 and 5 Gbit in payload (headers leave 95.6%), and with both
 cores busy 95, 93 and 90%. Segments of an eighth of a millisecond carry 94, 91
-and 84% then, and take ten times the CPU when four hosts all send.
+and 84% then, and ten times the time in soft interrupts (3.7 s instead of 0.3 s
+of a run of 9 s) when four hosts all send.
 
 [Note: leaving] A namespace's name holds its owner's process id and start time.
 Leaving the context removes everything, on success, error and Ctrl-C alike. An

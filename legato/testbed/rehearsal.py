@@ -54,6 +54,9 @@ class Task(msgspec.Struct, frozen=True):
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)
+        for tensor in self.workload.tensors:
+            if tensor.nbytes % 2:
+                raise InputError(f"{tensor.name!r}: {tensor.nbytes} bytes (expected an even number to rehearse with)")
         if len(set(self.schedulers)) < len(self.schedulers):
             raise InputError("schedulers: one of them twice")
         if self.iterations < 1:
