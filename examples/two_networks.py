@@ -1,6 +1,6 @@
 """No PyTorch, no GPU: what would twice the bandwidth do for a job? A workload by hand, planned on two networks.
 
-    python examples/two_networks.py
+python examples/two_networks.py
 """
 
 import legato

@@ -52,31 +52,15 @@ def import_(
     only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
     only_step = {"--step": step, "--timeline": timeline}
     with progress("reading") as advance:
-        if format == "kineto":
+        if format in ("kineto", "execution-trace"):
+            from legato.ingest.execution_trace import import_execution_traces
             from legato.ingest.kineto import import_kineto
 
             _refuse(format, only_send)
-            found = import_kineto(
-                traces,
-                name=name,
-                step=step,
-                rank=rank,
-                keep_idle=idle == "keep",
-                batch_size=batch_size,
-                progress=advance,
-            )
-        elif format == "execution-trace":
-            from legato.ingest.execution_trace import import_execution_traces
-
-            _refuse(format, only_send)
-            found = import_execution_traces(
-                traces,
-                name=name,
-                step=step,
-                rank=rank,
-                keep_idle=idle == "keep",
-                batch_size=batch_size,
-                progress=advance,
+            read = import_kineto if format == "kineto" else import_execution_traces
+            keep_idle = idle == "keep"
+            found = read(
+                traces, name=name, step=step, rank=rank, keep_idle=keep_idle, batch_size=batch_size, progress=advance
             )
         elif format == "chakra":
             from legato.ingest.chakra import import_chakra

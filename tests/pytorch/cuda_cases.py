@@ -60,9 +60,7 @@ def captured(name, device="cuda"):
         return F.cross_entropy(model(x), y)
 
     order = []
-    hooks = [
-        p.register_post_accumulate_grad_hook(lambda _, n=n: order.append(n)) for n, p in model.named_parameters()
-    ]
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, n=n: order.append(n)) for n, p in model.named_parameters()]
     loss().backward()
     for hook in hooks:
         hook.remove()
