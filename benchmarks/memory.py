@@ -1,6 +1,6 @@
-"""Peak memory of a training step on two ranks: DistributedDataParallel with gradient_as_bucket_view=True, and legato.
+"""Peak memory of a training step on two ranks: DistributedDataParallel and legato, with gradient_as_bucket_view or not.
 
-    python benchmarks/memory.py [--layers 24] [--width 1024]
+    python benchmarks/memory.py [--layers 24] [--width 1024] [--mmap-threshold 1000000]
 
 The model is a stack of linear layers with few activations, so that parameters,
 gradients, messages and optimizer state are nearly all there is: the worst case
@@ -39,7 +39,18 @@ def merged(model: nn.Module) -> Plan:
     return Plan("merged", default_buckets(model).messages, forward_overlap=True)
 
 
-KINDS = {"ddp": None, "ddp, views": None, "per tensor": per_tensor, "merged": merged, "no overlap": default_buckets}
+def cut(model: nn.Module) -> Plan:
+    """Every tensor in four messages."""
+    messages = []
+    for n, p in reversed(trained_parameters(model).items()):
+        nbytes, elements = p.numel() * p.element_size(), p.numel()
+        ends = [elements * i // 4 * p.element_size() for i in range(5)]
+        messages += [Message((Slice(n, a, b),)) for a, b in zip(ends, ends[1:], strict=False) if a < b <= nbytes]
+    return Plan("cut", tuple(messages), forward_overlap=True)
+
+
+PLANS = {"per tensor": per_tensor, "merged": merged, "cut": cut, "no overlap": default_buckets}
+KINDS = [f"{name}{views}" for name in ("ddp", *PLANS) for views in ("", ", views")]
 
 
 def resident_bytes() -> int:
@@ -55,10 +66,12 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
     before = resident_bytes()
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    if KINDS[kind] is None:
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=kind == "ddp, views")
+    name, _, views = kind.partition(", ")
+    if name == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bool(views))
     else:
-        wrapped, optimizer = distribute(model, optimizer, KINDS[kind](model))
+        plan = PLANS[name](model)
+        wrapped, optimizer = distribute(model, optimizer, plan, gradient_as_bucket_view=bool(views))
     x = torch.randn(4, width)
 
     def step() -> None:
@@ -94,13 +107,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument(
+        "--mmap-threshold",
+        type=int,
+        help="bytes; glibc's own grows with what was freed, and leaves holes; a fixed one shows what is really held",
+    )
     options = parser.parse_args()
+    if options.mmap_threshold is not None:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(options.mmap_threshold)
     found = {kind: measured(kind, options.layers, options.width) for kind in KINDS}
     parameters, reference = found["ddp, views"]
     print(f"parameters: {parameters / 2**20:.0f} MiB")
     for kind, (_, peak) in found.items():
         times, more = peak / parameters, peak / reference - 1
-        print(f"{kind:12} {peak / 2**20:8.1f} MiB   {times:.2f} times the parameters   {more:+.1%}")
+        print(f"{kind:17} {peak / 2**20:8.1f} MiB   {times:.2f} times the parameters   {more:+.1%}")
 
 
 if __name__ == "__main__":

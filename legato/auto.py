@@ -45,6 +45,8 @@ def distribute(
     *,
     process_group: Any = None,
     broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = False,
+    replan: str | None = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Any]:
@@ -53,7 +55,10 @@ def distribute(
     `plan` is `"auto"` (see the note in `legato.auto`), a `Plan`, or the path of
     a plan file. Returns the wrapped model and the same optimizer object; use
     both as before. Start the script with torchrun and call
-    `torch.distributed.init_process_group` first. `debug` asks for checks at run
+    `torch.distributed.init_process_group` first. `broadcast_buffers` and
+    `gradient_as_bucket_view` are DDP's. When computation or communication goes
+    at another pace than in the first steps under the plan, rank 0 logs it, and
+    with `replan="auto"` all ranks plan anew. `debug` asks for checks at run
     time (`legato.pytorch.checks`); `flight_dir` is where the record of the last
     messages goes when something fails (`legato.pytorch.flight`).
 
@@ -68,6 +73,7 @@ def distribute(
         default_buckets(model) if automatic else plan,
         process_group=process_group,
         broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=gradient_as_bucket_view,
         debug=debug,
         flight_dir=flight_dir,
     )

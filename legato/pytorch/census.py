@@ -2,8 +2,9 @@
 
 [Note: census] A parameter that is added, unfrozen, or put in another's place
 after the model was distributed would be trained on each rank by itself, and
-nothing would look wrong (so it is in DDP). Looking at every module's own
-dictionaries before a forward pass costs some tens of microseconds.
+nothing would look wrong (so it is in DDP). So would one that is cast or moved,
+for autograd forgets the hooks on it. Looking at every module's own dictionaries
+and at every parameter before a forward pass costs some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -28,11 +29,21 @@ class Census:
         tables: list[dict[str, Any]] = [t for m in self._modules for t in (m._modules, m._parameters)]
         self._tables = [(table, list(table.values())) for table in tables if table]
         self._empty = [table for table in tables if not table]
+        self._kinds = [(name, p, p.dtype, p.device) for name, p in module.named_parameters()]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._optimized = any(type(m).__module__.startswith("torch._dynamo") for m in self._modules)
 
     def changed(self) -> bool:
-        """Whether a module or parameter is another one now, or a frozen parameter is not frozen any more."""
+        """Whether a module or parameter is another one now, or a frozen parameter is not frozen any more.
+
+        Raises `RankError` if a parameter was cast or moved.
+        """
+        for name, p, dtype, device in self._kinds:
+            if p.dtype is not dtype or p.device != device:
+                raise RankError(
+                    f"{name}: {p.dtype} on {p.device}, and was {dtype} on {device}; "
+                    "move and cast the model before it is distributed"
+                )
         for table, before in self._tables:
             if len(table) != len(before):
                 return True

@@ -27,7 +27,7 @@ from legato.core.errors import RankError
 from legato.pytorch.exchange import Exchange
 from legato.pytorch.lowering import PENDING, SENT
 
-__all__ = ["Update", "defer_steps", "release"]
+__all__ = ["Update", "defer_steps", "rebind", "release"]
 
 #: Their step mixes parameters, calls its closure more than once, or takes what is not sent.
 _WHOLE = ("LBFGS", "SparseAdam")
@@ -95,7 +95,9 @@ def _set_to_none(parameter: nn.Parameter) -> None:
 
 def _set_to_zero(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
-        parameter.grad.detach_().zero_()
+        if parameter.grad.grad_fn is not None:
+            parameter.grad.detach_()
+        parameter.grad.requires_grad_(False).zero_()
 
 
 def _plain_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
@@ -224,10 +226,10 @@ def defer_steps(optimizer: Optimizer, exchange: Exchange) -> None:
     vars(optimizer)["_legato_exchange"] = exchange
     overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
-    _rebind(optimizer, base, overlay)
+    rebind(optimizer, base, overlay)
 
 
-def _rebind(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
+def rebind(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
     """A scheduler made earlier has bound the optimizer's `step` of then, to count its calls: bind the new one so."""
     bound = vars(optimizer).get("step")
     if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
@@ -248,4 +250,4 @@ def release(optimizer: Optimizer) -> None:
         optimizer._settle()
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
         vars(optimizer).pop("_legato_exchange", None)
-        _rebind(optimizer, type(optimizer), type(optimizer))
+        rebind(optimizer, type(optimizer), type(optimizer))

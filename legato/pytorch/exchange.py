@@ -14,6 +14,11 @@ and never its place.
 has one extra element in its first message, 1 on the ranks that had a gradient
 and 0 on the others; only where the sum is 0 was it absent everywhere, and then
 `.grad` stays as it was (None), as it does in one process.
+
+[Note: lent gradients] With `gradient_as_bucket_view` a gradient is given up for
+its place in the messages as soon as it has been copied there, as in DDP. That
+place is the user's `.grad` where one message holds all of it; where a plan cuts
+it, there is none until it is put together again.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from torch import Tensor, nn
 from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch import gate
+from legato.pytorch.accumulators import Accumulator
 from legato.pytorch.checks import Checks
 from legato.pytorch.link import Link
 from legato.pytorch.lowering import IDLE, PENDING, SENT, Piece, Slot, Wire, lower
@@ -49,12 +55,14 @@ class Exchange:
         link: Link,
         watch: Watch,
         checks: Checks | None = None,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self.plan = plan
         self.group = group
         self._link = link
         self.watch = watch
         self._checks = checks
+        self._lends = gradient_as_bucket_view
         for i, message in enumerate(plan.messages):
             link.check(message, f"messages[{i}]")
         self.slots, self.wires = lower(plan, parameters, group.size())
@@ -67,11 +75,10 @@ class Exchange:
         self.in_backward = False
         self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
         self.next = 0  # the message whose turn it is
-        self._hooks = [self._watch(slot) for slot in self.slots]
+        self._accumulators = [self._watch(slot) for slot in self.slots]
 
-    def _watch(self, slot: Slot) -> Any:
-        parameter: Any = slot.parameter
-        return parameter.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(slot))
+    def _watch(self, slot: Slot) -> Accumulator:
+        return Accumulator(slot.parameter, lambda: self._gradient_comes(slot), lambda: self._gradient_ready(slot))
 
     @property
     def overlaps_forward(self) -> bool:
@@ -81,8 +88,8 @@ class Exchange:
     def close(self) -> None:
         """Bring everything up to date and let go of the parameters."""
         self.settle()
-        for hook in self._hooks:
-            hook.remove()
+        for accumulator in self._accumulators:
+            accumulator.remove()
 
     def begin_forward(self) -> None:
         """A forward pass starts: gradients that nobody used yet are brought in, for the next ones to add to."""
@@ -98,26 +105,24 @@ class Exchange:
 
     # ---- backward: gradients out -------------------------------------------------
 
-    def _gradient_ready(self, slot: Slot) -> None:
-        if not self.enabled:
-            return
-        if not self.in_backward:
-            self._begin_backward(slot)
-        elif slot.ready:
+    def _gradient_comes(self, slot: Slot) -> None:
+        """A gradient is about to be added to what the parameter has: that has to be up to date, and not on its way."""
+        if self.enabled and not self.in_backward:
+            self._begin_backward()
+        elif self.in_backward and slot.ready:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
                 "shared parameter?); use use_reentrant=False, or no_sync() around all but the last backward pass"
             )
-        slot.has_grad = True
-        self._mark_ready(slot)
-        self._advance()
+        elif slot.stage != IDLE:
+            self.resolve(slot)
 
-    def _begin_backward(self, first: Slot) -> None:
-        if first.stage != IDLE:
-            raise RankError(
-                f"{first.name}: a backward pass began before the gradients of the one before were used; "
-                "call optimizer.step() in between, or put the earlier one under no_sync()"
-            )
+    def _gradient_ready(self, slot: Slot) -> None:
+        if self.enabled:
+            self._mark_ready(slot)
+            self._advance()
+
+    def _begin_backward(self) -> None:
         self.settle()
         self.outermost.notice()
         self.in_backward = True
@@ -136,7 +141,6 @@ class Exchange:
     def _end_backward(self) -> None:
         for slot in self.slots:
             if not slot.ready:
-                slot.has_grad = slot.parameter.grad is not None
                 self._mark_ready(slot)
         self._advance()
         self.in_backward = False
@@ -148,17 +152,27 @@ class Exchange:
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
-        buffer = slot.wires[0].buffer
-        if grad is not None and (grad.dtype != buffer.dtype or grad.device != buffer.device):
-            raise RankError(
-                f"{slot.name}: its gradient is {grad.dtype} on {grad.device}, and was {buffer.dtype} on "
-                f"{buffer.device}; move and cast the model before it is distributed"
-            )
+        self._pack(slot, grad)
         slot.ready = True
         slot.stage = SENT
         gate.close(slot, self.resolve)
         for wire in slot.wires:
             wire.missing -= 1
+
+    def _pack(self, slot: Slot, grad: Tensor | None) -> None:
+        slot.has_grad = grad is not None
+        for wire in slot.wires:
+            self._wait_for_buffer(wire)
+        with gate.unseen():
+            for piece in slot.pieces:
+                if grad is None:
+                    piece.view.zero_()
+                else:
+                    torch.mul(piece.of(grad), self._scale, out=piece.view)
+                if piece.flag is not None:
+                    piece.flag.fill_(float(slot.has_grad))
+            if self._lends and slot.has_grad:
+                slot.parameter.grad = slot.whole
 
     def _advance(self) -> None:
         while self.next < len(self.wires) and self.wires[self.next].missing == 0:
@@ -166,17 +180,8 @@ class Exchange:
             self.next += 1
 
     def _issue(self, wire: Wire) -> None:
-        self._wait_for_buffer(wire)
+        self.watch.flight.note("message goes out", self.passes, wire.index, wire.label)
         with gate.unseen():
-            for piece in wire.pieces:
-                slot = piece.slot
-                if slot.has_grad:
-                    torch.mul(piece.of(_grad(slot)), self._scale, out=piece.view)
-                else:
-                    piece.view.zero_()
-                if piece.flag is not None:
-                    piece.flag.fill_(float(slot.has_grad))
-            self.watch.flight.note("message goes out", self.passes, wire.index, wire.label)
             if self._checks:
                 self._checks.before(wire, self.passes, self.forwards, self.watch)
             wire.work = self._link(wire.buffer, wire.message)
@@ -207,7 +212,13 @@ class Exchange:
         costs less than one call each. Inside the backward pass a gradient is
         this rank's own, as hooks of the user's see it under DDP.
         """
-        if slot.stage == SENT and not self.in_backward:
+        if slot.stage == SENT and self.in_backward:
+            if self._lends and slot.has_grad and slot.whole is None:
+                raise RankError(
+                    f"{slot.name}: its gradient is on its way in {len(slot.pieces)} messages, and cannot be looked at "
+                    "before the backward pass has ended; gradient_as_bucket_view=False leaves it in place"
+                )
+        elif slot.stage == SENT:
             self._deliver(slot)
             gate.open_(slot)
         elif slot.stage == PENDING:
@@ -252,14 +263,15 @@ class Exchange:
         for wire in slot.wires:
             self._wait(wire)
         with gate.unseen():
-            if not slot.has_grad:
-                if not any(piece.flag is not None and piece.flag.item() > 0 for piece in slot.pieces):
-                    return
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
-            if slot.update is not None and slot.update.drops_gradients and slot.pieces[0].whole:
-                slot.parameter.grad = slot.pieces[0].view  # nobody sees it but the optimizer: no copy
-            else:
-                _unpack(slot.pieces, _grad(slot))
+            if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.pieces):
+                return
+            unseen = slot.update is not None and slot.update.drops_gradients  # by all but the optimizer
+            if slot.whole is not None and (unseen or self._lends):
+                slot.parameter.grad = slot.whole
+                return
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.empty_like(slot.parameter)
+            _unpack(slot.pieces, slot.parameter.grad)
 
     def _wait_for_buffer(self, wire: Wire) -> None:
         """A message whose gradients were dropped may still be in flight, and so may its second half."""
@@ -283,12 +295,6 @@ class Exchange:
         self.watch.flight.note("message came in", self.passes, wire.index, wire.label)
         if self.tracer:
             self.tracer.switch(resume)
-
-
-def _grad(slot: Slot) -> Tensor:
-    grad = slot.parameter.grad
-    assert grad is not None
-    return grad
 
 
 def _unpack(pieces: Iterable[Piece], grad: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from legato.core.errors import PlanError
 from legato.core.plan import Message, Plan, Slice, check_messages
+from legato.pytorch.layout import Layout, allocate, lay_out
 
 if TYPE_CHECKING:
     from legato.pytorch.deferred import Update
@@ -37,6 +39,7 @@ class Slot:
     ready: bool = False  # its gradient is there in this backward pass
     has_grad: bool = False  # ... and is not merely known to be absent
     update: Update | None = None
+    whole: Tensor | None = None  # all of its gradient, as a view of the messages, where it lies in one place
 
 
 @dataclass(eq=False, slots=True)
@@ -96,16 +99,20 @@ def lower(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tup
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
     check_messages(plan, sizes)
     slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
+    parts = [(i, part) for i, message in enumerate(plan.messages) for part in _uniform(message, i, parameters)]
+    placed = iter(_placed([part for _, part in parts if part.kind != "all_gather"], parameters, sizes, ranks))
     wires: list[Wire] = []
     scattered: dict[frozenset[Slice], Wire] = {}
-    for i, message in enumerate(plan.messages):
-        for part in _uniform(message, i, parameters):
-            if message.kind == "all_gather":
-                wires.append(_second_half(len(wires), part, i, scattered))
-                continue
-            wires.append(_wire(len(wires), part, slots, ranks if message.kind == "reduce_scatter" else 1))
-            if message.kind == "reduce_scatter":
-                scattered[frozenset(part.slices)] = wires[-1]
+    for i, part in parts:
+        if part.kind == "all_gather":
+            wires.append(_second_half(len(wires), part, i, scattered))
+            continue
+        wires.append(_wire(len(wires), part, *next(placed), slots))
+        if part.kind == "reduce_scatter":
+            scattered[frozenset(part.slices)] = wires[-1]
+    for slot in slots.values():
+        slot.pieces.sort(key=lambda piece: piece.start)
+        slot.whole = _whole(slot)
     return list(slots.values()), wires
 
 
@@ -135,29 +142,44 @@ def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset
     return wire
 
 
-def _wire(index: int, message: Message, slots: dict[str, Slot], multiple: int) -> Wire:
-    """A message with a buffer of its own, of a multiple of so many elements."""
-    first = slots[message.slices[0].tensor].parameter
-    size = first.element_size()
-    flags = sum(piece.start == 0 for piece in message.slices)
-    elements = -(-(message.nbytes // size + flags) // multiple) * multiple
-    buffer = torch.zeros(elements, dtype=first.dtype, device=first.device)
+def _placed(
+    messages: list[Message], parameters: Mapping[str, nn.Parameter], sizes: Mapping[str, int], ranks: int
+) -> list[tuple[Layout, Tensor]]:
+    """Layouts and buffers; halves of an all-reduce have equally many elements for every rank."""
+    firsts = [parameters[message.slices[0].tensor] for message in messages]
+    layouts = [
+        lay_out(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
+        for message, first in zip(messages, firsts, strict=True)
+    ]
+    return list(zip(layouts, allocate(layouts, [(p.dtype, p.device) for p in firsts]), strict=True))
+
+
+def _wire(index: int, message: Message, layout: Layout, buffer: Tensor, slots: dict[str, Slot]) -> Wire:
+    """A message with a buffer of its own."""
     wire = Wire(index, message, buffer)
-    at, flag_at = 0, message.nbytes // size
-    for piece in message.slices:
+    for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
-        start, stop = piece.start // size, piece.stop // size
+        start, stop = (byte // buffer.element_size() for byte in (piece.start, piece.stop))
         view = buffer[at : at + stop - start]
-        at += stop - start
         if stop - start == slot.parameter.numel():
             view = view.view(slot.parameter.shape)
-        flag = None
-        if start == 0:
-            flag, flag_at = buffer[flag_at : flag_at + 1], flag_at + 1
-        placed = Piece(slot, wire, start, stop, view, flag)
-        wire.pieces.append(placed)
-        slot.pieces.append(placed)
+        flag = layout.flags.get(piece.tensor) if start == 0 else None
+        wire.pieces.append(Piece(slot, wire, start, stop, view, None if flag is None else buffer[flag : flag + 1]))
+        slot.pieces.append(wire.pieces[-1])
         if wire not in slot.wires:
             slot.wires.append(wire)
             wire.slots += 1
     return wire
+
+
+def _whole(slot: Slot) -> Tensor | None:
+    """The gradient in one view that is laid out like the parameter, if its pieces lie one behind the other."""
+    views = [piece.view for piece in slot.pieces]
+    for a, b in itertools.pairwise(views):
+        together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        if not together or b.storage_offset() != a.storage_offset() + a.numel():
+            return None
+    parameter = slot.parameter
+    if not parameter.is_contiguous():
+        return None
+    return views[0].as_strided(parameter.shape, parameter.stride(), views[0].storage_offset())

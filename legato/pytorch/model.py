@@ -52,12 +52,14 @@ class DistributedModel(nn.Module):
         group: Any,
         *,
         broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
         debug: bool | str | None = None,
         flight_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         ranks = dist.get_process_group_ranks(group)
         # Groups of our own: nobody else's collectives come between two messages of the plan.
         timeout = group._get_backend(group_device(group)).options._timeout
@@ -103,7 +105,15 @@ class DistributedModel(nn.Module):
             defer_steps(optimizer, self._exchange)
 
     def _lowered(self, plan: Plan) -> Exchange:
-        return Exchange(plan, self._parameters_taking_part, self._group, self._send, self._watch, self._checks)
+        return Exchange(
+            plan,
+            self._parameters_taking_part,
+            self._group,
+            self._send,
+            self._watch,
+            self._checks,
+            self.gradient_as_bucket_view,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_forward()
@@ -249,15 +259,19 @@ def distribute(
     *,
     process_group: Any = None,
     broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = False,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Optimizer]:
     """Train `model` on all ranks of a process group, its gradients sent as `plan` says.
 
     `plan` is a `Plan` or the path of a plan file. Returns the wrapped model and
-    the same optimizer. `debug` asks for checks at run time (`legato.pytorch.checks`;
-    None: as `$LEGATO_DEBUG` says), `flight_dir` says where the record of the
-    last messages goes when something fails (`legato.pytorch.flight`).
+    the same optimizer. `gradient_as_bucket_view` saves the memory of one copy of
+    the gradients, and has DDP's conditions: who keeps a `.grad` from one step to
+    the next sees it overwritten. `debug` asks for checks at run time
+    (`legato.pytorch.checks`; None: as `$LEGATO_DEBUG` says), `flight_dir` says
+    where the record of the last messages goes when something fails
+    (`legato.pytorch.flight`).
 
     Raises `PlanError` for a plan of another model, and `RankError`, on every
     rank, when the ranks do not have the same model, plan and optimizer.
@@ -273,7 +287,13 @@ def distribute(
         plan = files.read(Path(plan), Plan)
     group = process_group if process_group is not None else dist.group.WORLD
     wrapped = DistributedModel(
-        model, plan, group, broadcast_buffers=broadcast_buffers, debug=debug, flight_dir=flight_dir
+        model,
+        plan,
+        group,
+        broadcast_buffers=broadcast_buffers,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        debug=debug,
+        flight_dir=flight_dir,
     )
     wrapped.manage(optimizer)
     return wrapped, optimizer

@@ -112,14 +112,16 @@ def train(seed, kind):
     name = rng.choice(["SGD", "Adam", "AdamW", "RMSprop", "Adafactor", "NAdam"])
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=rng.choice([1e-3, 1e-2]))
     plan = random_plan(model, seed, forward_overlap=rng.random() < 0.8)
-    debug, accumulate, clip = rng.random() < 0.3, rng.random() < 0.3, rng.random() < 0.3
+    debug, accumulate, clip, views = (rng.random() < 0.3 for _ in range(4))
     chaos = Chaos(seed) if kind == "chaos" else None
     if chaos:
         chaos.invade(model)
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        wrapped, optimizer = distribute(model, optimizer, plan, debug=debug and kind == "chaos")
+        wrapped, optimizer = distribute(
+            model, optimizer, plan, gradient_as_bucket_view=views, debug=debug and kind == "chaos"
+        )
     if chaos:
         chaos.delay_messages(wrapped)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())

@@ -21,6 +21,13 @@ def trio():
     ranks.close()
 
 
+@pytest.fixture(scope="session")
+def quartet():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture
 def two_ranks(pair):
     pair.renew(TASKS)
@@ -31,6 +38,12 @@ def two_ranks(pair):
 def three_ranks(trio):
     trio.renew(TASKS)
     return trio
+
+
+@pytest.fixture
+def four_ranks(quartet):
+    quartet.renew(TASKS)
+    return quartet
 
 
 # The planner's tests run without PyTorch; these need it.

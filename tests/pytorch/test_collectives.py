@@ -12,13 +12,6 @@ from legato.pytorch.rounds import ROUNDS
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
 @given(name=st.sampled_from(sorted(ROUNDS)), ranks=st.integers(1, 40), halves=st.booleans())
 def test_rounds_add_everything_once_and_hand_it_to_everybody(name, ranks, halves):
     courses = [ROUNDS[name](rank, ranks) for rank in range(ranks)]

@@ -3,6 +3,7 @@
 import matrix
 import pytest
 import torch
+import training
 
 pytestmark = pytest.mark.processes
 
@@ -54,26 +55,48 @@ def test_a_step_that_failed_is_given_up_by_all(two_ranks, where, ranks):
     assert two_ranks.run(matrix.skipping, where, ranks) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        matrix.several_optimizers,
-        matrix.scheduler_per_epoch,
-        matrix.mixed,
-        matrix.complex_weights,
-        matrix.wandering,
-        matrix.unfrozen,
-        matrix.added,
-        matrix.compiled_function,
-        matrix.own_hooks,
-        matrix.averaged,
-        matrix.inference,
-        matrix.closures,
-    ],
-    ids=lambda f: f.__name__,
-)
+ROWS = [
+    matrix.several_optimizers,
+    matrix.scheduler_per_epoch,
+    matrix.mixed,
+    matrix.complex_weights,
+    matrix.wandering,
+    matrix.unfrozen,
+    matrix.added,
+    matrix.compiled_function,
+    matrix.own_hooks,
+    matrix.late_hooks,
+    matrix.missing_gradient,
+    matrix.local_after_sending,
+    matrix.averaged,
+    matrix.inference,
+    matrix.closures,
+    matrix.scaled,
+]
+
+#: Those that compute in less than float64 whatever the default is.
+HALF = (matrix.mixed, matrix.complex_weights)
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
 def test_row(two_ranks, case):
     assert two_ranks.run(case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
+def test_row_with_gradients_that_are_views(two_ranks, case):
+    assert two_ranks.run(training.lent, case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", [c for c in ROWS if c not in HALF], ids=lambda f: f.__name__)
+def test_row_on_four_ranks(four_ranks, case):
+    assert max(four_ranks.run(training.in_double, case)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "Rprop", "SGD"])
+def test_optimizers_on_four_ranks(four_ranks, name):
+    for found in four_ranks.run(training.in_double, matrix.optimizer_variants, name):
+        assert all(value < 1e-9 for value in found.values())
 
 
 def test_resuming_on_another_number_of_ranks(two_ranks, three_ranks, tmp_path):
@@ -95,7 +118,7 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
-        (matrix.cast_afterwards, (), "its gradient is torch.bfloat16 on cpu, and was torch.float32 on cpu"),
+        (matrix.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu, and was torch.float32 on cpu"),
         (matrix.replaced_parameter, (), "parameter 'third.weight' was replaced after the model was distributed"),
         (matrix.step_inside_the_backward_pass, (), "optimizer.step() inside a backward pass"),
         (matrix.caught_and_not_abandoned, ("forward",), "the last forward pass raised an exception"),

@@ -144,11 +144,33 @@ def random_plan(model, seed, forward_overlap=True):
     return Plan("random", tuple(messages), forward_overlap=forward_overlap)
 
 
+#: More for `legato.distribute` in every case.
+OPTIONS = {}
+
+
 def wrap(kind, model, optimizer, seed=0, **options):
     """The model under DDP (`ddp`) or under a random plan (`legato`), and its optimizer."""
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options), optimizer
-    return distribute(model, optimizer, random_plan(model, seed))
+    return distribute(model, optimizer, random_plan(model, seed), **OPTIONS)
+
+
+def lent(case, *arguments):
+    """A case with gradients that are views of the messages."""
+    OPTIONS["gradient_as_bucket_view"] = True
+    try:
+        return case(*arguments)
+    finally:
+        OPTIONS.clear()
+
+
+def in_double(case, *arguments):
+    """A case in float64, where many ranks' orders of addition make next to no difference."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return case(*arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def train(model, optimizer, steps, seed=11, inner=None, step=None, zero="before", set_to_none=True):
@@ -509,13 +531,21 @@ def plan_that_cuts_an_element():
     distribute(model, OPTIMIZERS["sgd"](model.parameters()), plan)
 
 
-def second_backward():
-    model = build("Convolutional")
+def sending_twice():
+    """Two backward passes that send before a step: the gradient is the sum of the averages; how far off it is."""
+    model = build("Attention")
     wrapped, _ = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
-    x, y = model.batch(torch.Generator().manual_seed(0))
-    loss = F.cross_entropy(wrapped(x), y)
-    loss.backward(retain_graph=True)
-    loss.backward()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = [F.cross_entropy(wrapped(x), y) for x, y in (model.batch(generator) for _ in range(2))]
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    for loss in losses:
+        local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        for total, grad in zip(expected, local, strict=True):
+            dist.all_reduce(grad)
+            total += grad / dist.get_world_size()
+    for loss in losses:
+        loss.backward()
+    return max((p.grad - e).abs().max().item() for p, e in zip(model.parameters(), expected, strict=True))
 
 
 def sparse_gradient():
