@@ -7,6 +7,10 @@ all ranks calibrate together, rank 0 plans from what it recorded and measured,
 and all go over to its plan before the next step. If rank 0 could not record
 (steps that differ from one another, say), everybody stays with the buckets,
 and rank 0 logs why.
+
+[Note: replan] The runtime compares the pace of training with that of the plan's
+first steps (`legato.pytorch.drift`). With `replan="auto"` a lasting change makes
+all ranks begin as above once more, before the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import os
 from typing import Any
 
 from legato.core import files
-from legato.core.errors import CaptureError, LegatoError
+from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.pytorch.agreement import broadcast_bytes
@@ -66,6 +70,8 @@ def distribute(
     `RankError`, on every rank, when the ranks do not have the same model and
     plan.
     """
+    if replan not in (None, "auto"):
+        raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
     automatic = plan == "auto"
     wrapped, optimizer = distribute_as_planned(
         model,
@@ -78,8 +84,23 @@ def distribute(
         flight_dir=flight_dir,
     )
     if automatic:
-        _Observer(wrapped, optimizer).attach()
+        _Observer(wrapped, optimizer, wrapped.plan).attach()
+    if replan:
+        _replan(wrapped, optimizer)
     return wrapped, optimizer
+
+
+def _replan(model: DistributedModel, optimizer: Any) -> None:
+    """Plan anew whenever the pace changes."""
+
+    def begin_anew(change: str) -> None:
+        if model.process_group.rank() == 0:
+            _log.warning("since the first passes under the plan %s, %s; planning anew", model.plan.scheduler, change)
+        before = model.plan
+        model.adopt(default_buckets(model.module))
+        _Observer(model, optimizer, before).attach()
+
+    model.on_drift = begin_anew
 
 
 def default_buckets(model: Any) -> Plan:
@@ -100,11 +121,15 @@ def default_buckets(model: Any) -> Plan:
 
 
 class _Observer:
-    """Watches the first steps through the model's and the optimizer's own hooks, and takes them away again."""
+    """Watches the first steps through the model's and the optimizer's own hooks, and takes them away again.
 
-    def __init__(self, model: DistributedModel, optimizer: Any) -> None:
+    Where that fails, `otherwise` is the plan.
+    """
+
+    def __init__(self, model: DistributedModel, optimizer: Any, otherwise: Plan) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._otherwise = otherwise
         self._done = 0
         self._steps: list[Step] = []
         self._untraced: list[PhaseTimes] = []
@@ -186,15 +211,15 @@ class _Observer:
             hook.remove()
         group = self._model.process_group
         cluster = calibrate(group).cluster
-        chosen = b""
+        chosen = self._otherwise
         if group.rank() == 0:
             try:
-                chosen = files.encode(best(compare(self._workload(), cluster)).plan)
+                chosen = best(compare(self._workload(), cluster)).plan
             except LegatoError as error:
-                _log.warning("legato stays with the default buckets: %s", self._problem or error)
-        plan = broadcast_bytes(chosen, group)
-        if plan:
-            self._model.adopt(files.decode(plan, Plan, "the plan of rank 0"))
+                _log.warning("legato stays with the plan %s: %s", chosen.scheduler, self._problem or error)
+        plan = files.decode(broadcast_bytes(files.encode(chosen), group), Plan, "the plan of rank 0")
+        if plan != self._model.plan:
+            self._model.adopt(plan)
             _log.info("legato goes over to the plan %s", self._model.plan.scheduler)
 
     def _workload(self) -> Workload:

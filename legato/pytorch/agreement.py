@@ -9,7 +9,7 @@ is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_tensors",
     "describe",
     "describe_optimizer",
+    "gather_numbers",
     "group_device",
     "raise_together",
 ]
@@ -91,6 +92,14 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
     content = _to_tensor(data.ljust(n, b"\0")[:n] if n else b"\0", group)
     dist.broadcast(content, root, group=group)
     return _from_tensor(content)[:n]
+
+
+def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], None]) -> list[tuple[float, ...]]:
+    """Every rank's numbers, equally many on each, in the order of the ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=group_device(group))
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    wait(dist.all_gather(everyones, mine, group=group, async_op=True))
+    return [tuple(numbers.tolist()) for numbers in everyones]
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:

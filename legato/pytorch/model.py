@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,18 @@ from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.pytorch.agreement import agree, broadcast_tensors, describe, describe_optimizer, group_device
+from legato.pytorch.agreement import (
+    agree,
+    broadcast_tensors,
+    describe,
+    describe_optimizer,
+    gather_numbers,
+    group_device,
+)
 from legato.pytorch.census import Census, extended, taking_part
 from legato.pytorch.checks import Checks, chosen
 from legato.pytorch.deferred import defer_steps, drop_gradients
+from legato.pytorch.drift import Drift
 from legato.pytorch.exchange import Exchange
 from legato.pytorch.flight import Flight
 from legato.pytorch.link import in_order
@@ -31,6 +40,8 @@ from legato.pytorch.tracing import Tracer
 from legato.pytorch.watch import Watch
 
 __all__ = ["DistributedModel", "distribute"]
+
+_log = logging.getLogger("legato")
 
 
 class DistributedModel(nn.Module):
@@ -73,6 +84,9 @@ class DistributedModel(nn.Module):
         self._broadcast([*module.parameters(), *module.buffers()], self._group)
         self._send = in_order(self._group)
         self._exchange = self._lowered(plan)
+        self._drift = Drift(self._everyones)
+        #: Called on all ranks, between two iterations, with what goes at another pace than at first under this plan.
+        self.on_drift: Callable[[str], None] = self._say
         self._census = Census(module)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
@@ -101,6 +115,7 @@ class DistributedModel(nn.Module):
         before.close()
         self._exchange = self._lowered(plan)
         self._exchange.forwards, self._exchange.enabled = before.forwards, before.enabled
+        self._drift = Drift(self._everyones)
         for optimizer in self._optimizers:
             defer_steps(optimizer, self._exchange)
 
@@ -139,6 +154,9 @@ class DistributedModel(nn.Module):
         if training and self._census.changed():
             exchange = self._changed()
         exchange.begin_forward()
+        if exchange.enabled and training and (change := self._drift.pass_begins(exchange)):
+            self.on_drift(change)
+            exchange = self._exchange
         if self._census.compiled():
             exchange.settle()  # compiled code takes parameters as they are
         if self.broadcast_buffers and self._buffers_differ:
@@ -153,6 +171,16 @@ class DistributedModel(nn.Module):
             self._exchange.outermost.expect(output)
         if self._exchange.tracer:
             self._exchange.tracer.watch(output)
+
+    def _everyones(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        try:
+            return gather_numbers(numbers, self._buffer_group, self._watch.wait)
+        except RuntimeError as error:
+            raise self._watch.failure("comparing paces before a forward pass", error) from error
+
+    def _say(self, change: str) -> None:
+        if self._group.rank() == 0:
+            _log.warning("since the first passes under the plan %s, %s; plan anew", self.plan.scheduler, change)
 
     def _changed(self) -> Exchange:
         """The module is not what it was: its new parameters take part from now on."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legato.core.timeline import Span, SpanKind, Timeline
+from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals
 
 __all__ = ["Tracer", "trace_ddp"]
 
@@ -75,6 +75,12 @@ class Tracer:
     def seconds(self, kind: SpanKind) -> float:
         """All the time that the compute lane spent on one kind of work."""
         return sum(s.end_s - s.start_s for s in self._spans if s.lane == "compute" and s.kind == kind)
+
+    @property
+    def communication_s(self) -> float:
+        """All the time in which messages were on their way, those that have come in."""
+        busy = merge_intervals((s.start_s, s.end_s) for s in list(self._spans) if s.kind == "message")
+        return sum(end - start for start, end in busy)
 
     def timelines(self, name: str) -> list[Timeline]:
         """One timeline for every whole iteration, its start at 0 seconds."""
