@@ -25,7 +25,7 @@ def training(case, directory):
     """Twenty steps; rank 1 (rank 0 where the case says so) does something bad in one of them."""
     import torch
     import torch.distributed as dist
-    from matrix import Dense, sgd
+    from matrix_rows import Dense, sgd
     from torch.nn import functional as F
     from training import random_plan
 
@@ -90,7 +90,7 @@ def start(case, rank, port, directory):
 
 
 def main():
-    import matrix  # noqa: F401  (imports torch, once for all)
+    import matrix_rows  # noqa: F401  (imports torch, once for all)
     import torch._dynamo  # noqa: F401  (optimizers do, at their first step)
     from ranks import free_port
 
