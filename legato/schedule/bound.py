@@ -51,10 +51,10 @@ not to keep the forward pass waiting.
 *Between.* Let h be the least head of S and q its least tail. All messages with
 bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
 the work for the other tensors, beta * b for b bytes, and U and V as above, but
-for the others only. The messages that start before h have done a <= U(e) of it
-when the last of them ends, at e; if e > h, then e - a is at least h - U(h),
-since U grows no faster than time. The same at the other end. What neither has
-done is done between them, so
+for the others only, and sharper where there are halves (`HalvesWindow`). The
+messages that start before h have done a <= U(e) of it when the last of them
+ends, at e; if e > h, then e - a is at least h - U(h), since U grows no faster
+than time. The same at the other end. What neither has done is done between, so
 
     T >= h + alpha + beta * B + max(0, W - U(h) - V(q)) + q.
 
@@ -74,6 +74,9 @@ messages that start before g. With V as above,
 The least of this over all choices of ops, or of parts of ops, is a linear
 program that a greedy choice solves: V(q) goes to those with the largest d/w, and
 of each of the rest the smaller of d and w counts.
+
+*Last.* There, too, what is not computed before the message that a tensor waits
+for needs a message of its own after it (`last_message.py`).
 
 *Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
 above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
@@ -103,12 +106,13 @@ from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule.heads_tails import Detours, HeadsTails, Order, heads_tails
 from legato.schedule.jackson import jackson
+from legato.schedule.last_message import last_message
 from legato.schedule.merge_optimal import merge_neighbours
 from legato.schedule.squeezed import squeezed
 from legato.schedule.window import Window
 from legato.simulate.period import Compute
 
-__all__ = ["Bound", "Certificate", "kind_of", "lower_bound"]
+__all__ = ["Bound", "Certificate", "cheapest_line", "kind_of", "lower_bound"]
 
 #: How many late deliveries of Jackson's schedule to look into.
 _TRIES = 6
@@ -120,18 +124,18 @@ _MOMENTS, _ZOOMS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "release", "tail", "both", "between"]
+Case = Literal["compute", "release", "tail", "both", "between", "last"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no schedule is faster: the indices S of the critical tensors, and what they take.
 
     `case` says which of the arguments above holds: "release", "tail", "both",
-    "between", or "compute", where S is empty and communication does not matter;
-    `moment_s` is the m of "both". The
-    computation before the first tensor of S is ready (`before_s`), the network
-    with its unavoidable waits (`network_s`), and the computation after
-    (`after_s`) follow one another and add up to the bound, in seconds.
+    "between", "last", or "compute", where S is empty and communication does not
+    matter; `moment_s` is the m of "both". The
+    computation before the first tensor of S is ready (`before_s`; before its
+    message, where that is "last"), the network with its unavoidable waits
+    (`network_s`), and the time after (`after_s`) follow one another and add up to the bound, in seconds.
     """
 
     case: Case
@@ -166,7 +170,7 @@ def lower_bound(
     """
     known = heads_tails(workload, compute, order)
     fees = 1.0 if whole else 0.5
-    line = _cheapest_line(cluster, workload.nbytes)
+    line = cheapest_line(cluster, workload.nbytes)
     nothing = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
     sets = dict.fromkeys(_promising_sets(workload, cluster, known))  # in order, each once
     bounds = [_bound(case, tensors, workload, cluster, known, fees) for case, tensors in sets]
@@ -177,16 +181,20 @@ def lower_bound(
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
     detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    late = squeezed(known, nbytes, line, fees, beat_s=found.seconds, detours=detours)
-    if late is None:
-        return found
-    between = late.seconds - late.first_s - late.last_s
-    return Bound(late.seconds, Certificate("between", late.tensors, late.first_s, between, late.last_s))
+    late = squeezed(known, nbytes, line, whole, beat_s=found.seconds, detours=detours)
+    if late is not None:
+        found = _certified("between", late.seconds, late.tensors, late.first_s, late.last_s)
+    last = detours and last_message(known, nbytes, line, whole, detours, beat_s=found.seconds)
+    return _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s) if last else found
+
+
+def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: float, after_s: float) -> Bound:
+    return Bound(seconds, Certificate(case, tensors, before_s, seconds - before_s - after_s, after_s))
 
 
 def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, known: HeadsTails, fees: float) -> Bound:
     """What S proves when time is looked at from both ends, for the best of some moments."""
-    line = _cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
+    line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
     half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
     windows = []
     for near in (known.head_s, known.tail_s):
@@ -220,7 +228,7 @@ def _bound(
     near, far = (known.head_s, known.tail_s) if case == "release" else (known.tail_s, known.head_s)
     inward = sorted(tensors, key=lambda t: near[t])
     sizes = [workload.tensors[t].nbytes for t in inward]
-    line = _cheapest_line(cluster, sum(sizes))
+    line = cheapest_line(cluster, sum(sizes))
     half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
     arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
     first, last = near[inward[0]], min(far[t] for t in tensors)
@@ -229,7 +237,7 @@ def _bound(
     return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
 
 
-def _cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
+def cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
     """The line below the cost of every collective for 0 to `nbytes` bytes that touches the least at both ends."""
     costs = cluster.least_costs()
     alpha = min(cost.alpha_s for cost in costs)
@@ -249,7 +257,7 @@ def _promising_sets(
     """
     head, tail = known.head_s, known.tail_s
     everything = range(len(head))
-    slope = _cheapest_line(cluster, workload.nbytes).beta_s_per_byte
+    slope = cheapest_line(cluster, workload.nbytes).beta_s_per_byte
     pieces = jackson(head, [slope * tensor.nbytes for tensor in workload.tensors], tail)
     last = {job: k for k, (job, _, _) in enumerate(pieces)}
     for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):

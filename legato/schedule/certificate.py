@@ -53,6 +53,8 @@ def verify_bound(
         proved = _both_ends(workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, whole)
     elif case == "between":
         proved = _between(workload, cluster, walk, chosen, whole)
+    elif case == "last":
+        proved = _last(workload, cluster, walk, chosen, whole)
     else:
         near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
         proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
@@ -89,39 +91,55 @@ def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[in
     everything = range(len(workload.tensors))
     entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)  # for the slope of all bytes
     others = [t for t in everything if t not in chosen]
-    slope = entire.sent[-1] // entire.total
-    work = slope * sum(workload.tensors[t].nbytes for t in others)
-    done = [0, 0]
-    for k, (near, until) in enumerate(((walk.head, first), (walk.tail, last))):
-        if others:
-            end = _End(workload, cluster, {t: near(t) for t in others}, whole, of=entire.total)
-            done[k] = end.done_by(until * entire.total)
-    begin = Fraction(first * entire.total + max(0, work - sum(done)))
+    work = entire.slope * sum(workload.tensors[t].nbytes for t in others)
+    before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, whole, entire).by(first * entire.total)
+    after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, whole, entire).by(last * entire.total)
+    begin = Fraction(first * entire.total + max(0, work - before - after))
     if walk.order == "any" and walk.compute_setting == "one":
-        begin = max(begin, _detour(workload, walk, chosen, slope, entire.total, done[1]))
-    alpha = entire.half if whole else 2 * entire.half
-    own = slope * sum(workload.tensors[t].nbytes for t in chosen)
-    return (begin + alpha + own + last * entire.total) / entire.unit
+        shared = set.intersection(*(walk.needs(t) for t in chosen))
+        begin = max(begin, _detour(workload, walk, shared, chosen, entire, after))
+    own = entire.slope * sum(workload.tensors[t].nbytes for t in chosen)
+    return (begin + entire.alpha + own + last * entire.total) / entire.unit
 
 
-def _detour(workload: Workload, walk: _Walk, chosen: tuple[int, ...], slope: int, total: int, free: int) -> Fraction:
-    """The ops that all chosen gradients need; and of the others that make gradients, their time or that of sending.
+def _last(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+    """The least over all times after the arrival of the chosen tensor, as `bound.py` has it."""
+    if len(chosen) != 1 or walk.order != "any" or walk.compute_setting != "one":
+        raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
+    everything = range(len(workload.tensors))
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)
+    released = _Carried(workload, cluster, {t: walk.head(t) for t in everything}, whole, entire)
+    needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, whole, entire)
+    work = [entire.slope * tensor.nbytes for tensor in workload.tensors]
+    tail = walk.tail(chosen[0]) * entire.total
+    room = [entire.alpha + work[t] + walk.tail(t) * entire.total for t in everything]
+    least = []
+    for after in {tail, *(seconds for seconds in room if seconds > tail)}:
+        computed = set.union(walk.needs(chosen[0]), *(walk.needs(t) for t in everything if room[t] > after))
+        begin = sum(walk.duration[i] for i in computed) * entire.total
+        busy = begin + sum(work) - released.by(begin) - needed.by(after)
+        least.append(after + max(_detour(workload, walk, computed, (), entire, needed.by(after)), Fraction(busy)))
+    return (entire.alpha + min(least)) / entire.unit
+
+
+def _detour(
+    workload: Workload, walk: _Walk, computed: set[int], chosen: tuple[int, ...], entire: _End, free: int
+) -> Fraction:
+    """The ops `computed` anyway; and of the others that make gradients, their time or that of sending these.
 
     `free` work may be left for later at no cost: the least of a linear program, by its greedy solution.
     """
-    producer = [tensor.ready_after for tensor in workload.tensors]
-    shared = set.intersection(*(walk.reached([producer[t]], walk.before) for t in chosen))
-    needed = Fraction(sum(walk.duration[i] for i in shared) * total)
-    choices = []
-    for op in set(producer) - shared:
-        sent = slope * sum(t.nbytes for k, t in enumerate(workload.tensors) if producer[k] == op and k not in chosen)
-        if sent:
-            choices.append((walk.duration[op] * total, sent))
+    sent: dict[int, int] = {}
+    for t, tensor in enumerate(workload.tensors):
+        if tensor.ready_after not in computed and t not in chosen:
+            sent[tensor.ready_after] = sent.get(tensor.ready_after, 0) + entire.slope * tensor.nbytes
+    choices = [(walk.duration[op] * entire.total, work) for op, work in sent.items() if work]
+    needed = Fraction(sum(walk.duration[i] for i in computed) * entire.total)
     left = Fraction(free)
-    for computed, sent in sorted(choices, key=lambda choice: Fraction(*choice), reverse=True):
-        spared = min(Fraction(1), left / sent)
-        left -= spared * sent
-        needed += (1 - spared) * min(computed, sent)
+    for seconds, work in sorted(choices, key=lambda choice: Fraction(*choice), reverse=True):
+        spared = min(Fraction(1), left / work)
+        left -= spared * work
+        needed += (1 - spared) * min(seconds, work)
     return needed
 
 
@@ -129,18 +147,28 @@ class _End:
     """f for tensors as seen from one end of the period, in units of 1 / (_SCALE * bytes), where the slope is whole."""
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool, of: int | None = None
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        near: dict[int, int],
+        whole: bool,
+        of: int | None = None,
+        one_kind: bool = False,
     ) -> None:
-        """`of`: bytes up to which the cheapest cost is drawn as a line; these tensors' own if not given."""
+        """`of`: bytes up to which the cheapest cost is drawn as a line; these tensors' own if not given.
+
+        `one_kind`: a message does half of the work of its bytes.
+        """
         inward = sorted(near, key=near.__getitem__)
         sizes = [workload.tensors[t].nbytes for t in inward]
         self.total = total = sum(sizes) if of is None else of
         self.unit = _SCALE * total
         costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
-        slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
-        self.half = (alpha if whole else alpha // 2) * total  # what a message pays first
-        self.sent = [slope * nbytes for nbytes in accumulate(sizes, initial=0)]
+        self.slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
+        self.alpha = alpha * total
+        self.half = self.alpha if whole else self.alpha // 2  # what a message pays first
+        self.sent = [self.slope // (2 if one_kind else 1) * nbytes for nbytes in accumulate(sizes, initial=0)]
         self.near = [near[t] * total for t in inward]
         self.finish = [0]
         for j in range(len(inward)):
@@ -161,6 +189,22 @@ class _End:
             return 0
         j = next(j for j in range(len(self.near)) if self.sent[j + 1] >= work)
         return self._begun(j) + self.half + work
+
+
+class _Carried:
+    """The most work for tensors by a moment, in the units of `entire`; in halves, as `bound.py` has it."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool, entire: _End) -> None:
+        self.alpha, self.whole, self.empty = entire.alpha, whole, not near
+        self.any = _End(workload, cluster, near, whole, entire.total)
+        self.one_kind = _End(workload, cluster, near, whole, entire.total, one_kind=True)
+
+    def by(self, moment: int) -> int:
+        if self.empty:
+            return 0
+        if self.whole:
+            return self.any.done_by(moment)
+        return min(self.any.done_by(moment), max(self.one_kind.done_by(moment), moment - self.any.near[0] - self.alpha))
 
 
 def _whole(seconds: float) -> int:
@@ -206,7 +250,7 @@ class _Walk:
         if self.compute_setting == "unlimited":
             return self.path(producer, self.before.__getitem__, False)
         if self.order == "any":
-            return sum(self.duration[i] for i in self.reached([producer], self.before))
+            return sum(self.duration[i] for i in self.needs(t))
         return self.backward_until[producer]
 
     def tail(self, t: int) -> int:
@@ -219,6 +263,10 @@ class _Walk:
         updates = sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
         forward = [i for i in later if self.phase[i] == "forward"]
         return updates + (self.forward_from[min(forward)] if forward else 0)
+
+    def needs(self, t: int) -> set[int]:
+        """The ops that the gradient of a tensor depends on, and the one that produces it."""
+        return self.reached([self.workload.tensors[t].ready_after], self.before)
 
     def reached(self, start: list[int], neighbours: list[list[int]]) -> set[int]:
         found, todo = set(start), list(start)

@@ -66,6 +66,7 @@ class Detours:
     Before the first gradient of the set there is the computation that all of
     the set depends on. Another gradient comes before it too if its op runs
     before as well, which delays the set; or else it is sent after it.
+    Sets of ops are bits.
     """
 
     def __init__(self, workload: Workload, s_per_byte: float) -> None:
@@ -76,21 +77,25 @@ class Detours:
         self.ready_op, self.duration_s = period.ready_op, period.duration_s
         self.send_s = [s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
-    def least_s(self, tensors: Collection[int], free_s: float) -> float:
-        """Seconds before the first gradient of the set plus those for others sent after it, at least.
-
-        `free_s` of the network's time after it cost nothing. They are best spent
-        where they spare most computation; parts of ops count as well, which can
-        only make it less.
-        """
+    def shared(self, tensors: Iterable[int]) -> int:
+        """The ops that all of the set depend on."""
         shared = -1
         for t in tensors:
             shared &= self.needs[t]
+        return shared
+
+    def least_s(self, computed: int, tensors: Collection[int], free_s: float) -> float:
+        """Seconds of the ops `computed` in any case and of others, or those for sending what they make, at least.
+
+        `tensors` are those of the set, which cost no more; `free_s` of the
+        network's time cost nothing. They are best spent where they spare most
+        computation; parts of ops count as well, which can only make it less.
+        """
         late: dict[int, float] = {}
         for t, op in enumerate(self.ready_op):
-            if t not in tensors and not shared >> op & 1:
+            if t not in tensors and not computed >> op & 1:
                 late[op] = late.get(op, 0.0) + self.send_s[t]
-        least = self.weigh.of(shared)
+        least = self.weigh.of(computed)
         for op in sorted(late, key=lambda op: self.duration_s[op] / late[op] if late[op] else math.inf, reverse=True):
             duration, send = self.duration_s[op], late[op]
             spared = min(1.0, free_s / send) if send else 1.0

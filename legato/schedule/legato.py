@@ -15,11 +15,11 @@ The turns start from several orders: ready order, Jackson's preemptive order
 (PACE's), and messages of equal sizes (P3's). Then single messages are merged,
 halved and shifted at random, and contents dealt anew, until the iteration is
 within `gap` of the proven lower bound or the budget is spent (`search.py`).
-Every message takes the collective, and the depth, that is cheapest for its size. All this for
-the captured order of computation; where plans need not be run, also for
-Caramel's, for one that computes first what is needed first, and for halves of
-all-reduces (`halves.py`). What any other scheduler plans is a candidate too, so
-that none is better.
+Every message takes the collective, and the depth, that is cheapest for its size.
+All this for the captured order of computation; where plans need not be run, also
+for others (`orders.py`), for halves of all-reduces (`halves.py`), and, where
+messages are dear, for both at once (`waves.py`). What any other scheduler plans
+is a candidate too, so that none is better.
 
 Deviation from nobody: this one is ours. Units: seconds and bytes.
 """
@@ -29,26 +29,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.bound import kind_of, lower_bound
+from legato.schedule.bound import cheapest_line, kind_of, lower_bound
 from legato.schedule.caramel import MAX_DEPTH
-from legato.schedule.caramel_order import serialized_order, update_order
 from legato.schedule.compose import compose, known_collective, runs
 from legato.schedule.halves import halves
 from legato.schedule.heads_tails import heads_tails
+from legato.schedule.orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.refill import Refilled
 from legato.schedule.search import Job, Network, search
 from legato.schedule.updates import busy_order
+from legato.schedule.waves import waves
 from legato.simulate.collective import iteration_times
 from legato.simulate.pipelining import message_s
 
 __all__ = ["legato"]
+
+#: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
+_MOVES, _WAVES = 0.25, 8
 
 
 def legato(
@@ -79,14 +82,17 @@ def legato(
     fastest = _Fastest(workload, cluster)
     for name in dict.fromkeys((names[0], cheapest) if any_order else names[:1]):
         fastest.among(_published(workload, cluster, name, any_order))
-    for order in _orders(workload, any_order):
-        if order and time.perf_counter() > stop_at:
+    orders = _orders(workload, cluster, any_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
+    if any_order:
+        fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
+        least_s = orders[0][1]
+        if fastest.seconds > least_s * (1 + gap) and cluster.cost(cheapest).startup_s > least_s * gap:
+            stop, tries = min(stop_at, time.perf_counter() + budget_s / 2), _WAVES * rounds
+            fastest.among([waves(workload, cluster, cheapest, enough_s=least_s, rounds=tries, stop_at=stop, seed=seed)])
+    for k, (order, bound_s) in enumerate(orders):
+        if k and time.perf_counter() > stop_at:
             break
-        bound_s = lower_bound(workload, cluster, order="any" if order else "captured", whole=True).seconds
-        ready, in_order = _times(workload, order or workload.iteration_order())
-        if any_order:
-            plan = halves(workload, cluster, ready, in_order, cheapest)
-            fastest.among([msgspec.structs.replace(plan, op_order=order)])
+        ready, in_order = times_in_order(workload, order or workload.iteration_order())
         for tails in _tails(workload, in_order, order):
             if fastest.seconds > bound_s * (1 + gap):
                 job = Job(ready, tails, nbytes, network, bound_s)
@@ -135,30 +141,32 @@ def _published(workload: Workload, cluster: Cluster, collective: str, any_order:
     return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))]
 
 
-def _orders(workload: Workload, any_order: bool) -> list[tuple[int, ...]]:
-    """Orders of computation to plan for: the captured one (empty), and others where plans need not be run.
+def _orders(
+    workload: Workload, cluster: Cluster, any_order: bool, rounds: int, gap: float, stop_at: float, seed: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Orders of computation to plan for (empty for the captured one), and what all-reduces take in each at least.
 
-    Caramel's makes bytes ready early. Where the network has time to spare,
-    rather what is needed first should be: the gradients with the longest tails.
+    What takes least comes first.
     """
+    captured = ((), lower_bound(workload, cluster, whole=True).seconds)
     if not any_order:
-        return [()]
-    updates = update_order(workload)
-    tail: dict[int, float] = {}
-    for tensor, tail_s in zip(workload.tensors, heads_tails(workload, "one", "any").tail_s, strict=True):
-        tail[tensor.ready_after] = max(tail.get(tensor.ready_after, 0.0), tail_s)
-    urgent = sorted(updates, key=tail.__getitem__, reverse=True)
-    orders = [serialized_order(workload, chosen) for chosen in (updates, urgent)]
-    return [(), *dict.fromkeys(order for order in orders if order != workload.iteration_order())]
+        return [captured]
+    least_s = lower_bound(workload, cluster, order="any", whole=True).seconds
+    value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
+    enough_s = least_s * (1 + gap)
+    orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, stop_at=stop_at, seed=seed)
+    found = [captured, *((order, max(least_s, value(order))) for order in orders)]
+    return sorted(found, key=lambda choice: choice[1])
 
 
-def _times(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
-    """For each tensor, when its gradient is ready, and the seconds of computation from its first reader on."""
-    until = list(accumulate((workload.ops[i].duration_s for i in order), initial=0.0))
-    place = {op: k for k, op in enumerate(order)}
-    ready = [until[place[tensor.ready_after] + 1] for tensor in workload.tensors]
-    first = [min((place[r] for r in tensor.readers), default=len(order)) for tensor in workload.tensors]
-    return ready, [until[-1] - until[k] for k in first]
+def _in_halves(workload: Workload, cluster: Cluster, collective: str, orders: Iterable[tuple[int, ...]]) -> list[Plan]:
+    """The best plans that send all first halves first, one for each order of computation."""
+    plans = []
+    for order in orders:
+        ready, tails = times_in_order(workload, order or workload.iteration_order())
+        plan = halves(workload, cluster, ready, tails, collective)
+        plans.append(msgspec.structs.replace(plan, op_order=order))
+    return plans
 
 
 def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) -> list[list[float]]:

@@ -10,12 +10,13 @@ sets for which it proves most.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
 from legato.schedule.heads_tails import Detours, HeadsTails
-from legato.schedule.window import Window
+from legato.schedule.window import windows
+from legato.schedule.zoom import highest
 
 __all__ = ["Squeezed", "squeezed"]
 
@@ -36,39 +37,40 @@ def squeezed(
     known: HeadsTails,
     nbytes: Sequence[int],
     line: LinearCost,
-    fees: float,
+    whole: bool,
     *,
     beat_s: float,
     detours: Detours | None = None,
 ) -> Squeezed | None:
     """The best of these bounds, or None if none found is above `beat_s`.
 
-    `fees` is 1 where all-reduces go whole, else 1/2; `detours` where the order
+    `whole`: all-reduces are not sent in halves; `detours` where the order
     of computation is free. Tried are the sets of all
     tensors with a tail, or a head, of at least so much.
     """
-    prover = _Prover(known, nbytes, line, fees, beat_s, detours)
+    prover = _Prover(known, nbytes, line, whole, beat_s, detours)
     best = None
     for near, order in zip(prover.ends, prover.orders, strict=True):
-        starts = [k for k, t in enumerate(order) if k == 0 or near[t] > near[order[k - 1]]]
-        found = _highest(len(starts), lambda k, order=order, starts=starts: prover(order[starts[k] :]))  # type: ignore[misc]
-        if found is not None and found.seconds > beat_s:
+        sets = [order[k:] for k, t in enumerate(order) if k == 0 or near[t] > near[order[k - 1]]]
+        found = _best(sets, prover)
+        if found.seconds > beat_s:
             best, beat_s = found, found.seconds
+    if detours:
+        found = _best([_latest(tensors, known, nbytes, line) for tensors in sets], prover)
+        if found.seconds > beat_s:
+            best = found
     return best
 
 
-def _highest(count: int, proves: Callable[[int], Squeezed]) -> Squeezed:
-    """Every so many of the sets, then closer and closer around the best."""
-    step = -(-count // _SETS)
-    tried = {k: proves(k) for k in range(0, count, step)}
-    while True:
-        top = max(tried, key=lambda k: tried[k].seconds)
-        if step == 1:
-            return tried[top]
-        step = -(-step // 2)
-        for k in (top - step, top + step):
-            if 0 <= k < count and k not in tried:
-                tried[k] = proves(k)
+def _best(sets: Sequence[Sequence[int]], prover: _Prover) -> Squeezed:
+    return prover(sets[highest(len(sets), lambda k: prover(sets[k]).seconds, first=_SETS)])
+
+
+def _latest(tensors: Sequence[int], known: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> list[int]:
+    """Those of a set that are not ready before the one that is there last if all go at once, that one included."""
+    head = known.head_s
+    last = max(tensors, key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t])
+    return [t for t in tensors if head[t] >= head[last]]
 
 
 class _Prover:
@@ -84,18 +86,14 @@ class _Prover:
         known: HeadsTails,
         nbytes: Sequence[int],
         line: LinearCost,
-        fees: float,
+        whole: bool,
         beat_s: float,
         detours: Detours | None,
     ) -> None:
         self.nbytes, self.line, self.beat_s, self.detours = nbytes, line, beat_s, detours
-        fee = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
         self.ends = known.head_s, known.tail_s
         self.orders = [sorted(range(len(nbytes)), key=near.__getitem__) for near in self.ends]
-        self.windows = [
-            Window.of([near[t] for t in order], [nbytes[t] for t in order], fee)
-            for near, order in zip(self.ends, self.orders, strict=True)
-        ]
+        self.windows = windows(self.ends, nbytes, line, whole)
         self.total = sum(nbytes)
 
     def __call__(self, tensors: Sequence[int]) -> Squeezed:
@@ -103,7 +101,8 @@ class _Prover:
         own = sum(self.nbytes[t] for t in tensors)
         work = self.line.beta_s_per_byte * (self.total - own)
         inside = set(tensors) if self.detours else set[int]()
-        detour = self.detours.least_s(inside, 0.0) if self.detours else 0.0
+        shared = self.detours.shared(tensors) if self.detours else 0
+        detour = self.detours.least_s(shared, inside, 0.0) if self.detours else 0.0
         if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # with all of the others between
             return Squeezed(-1.0, (), first, last)
         before, after = (
@@ -111,6 +110,6 @@ class _Prover:
             for window, until in zip(self.windows, (first, last), strict=True)
         )
         if self.detours:
-            detour = self.detours.least_s(inside, after)
+            detour = self.detours.least_s(shared, inside, after)
         begin = max(first, first + work - before - after, detour)
         return Squeezed(begin + self.line.cost(own) + last, tuple(sorted(tensors)), first, last)

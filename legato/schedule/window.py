@@ -5,12 +5,21 @@ With f from `merge_optimal.py` for the first tensors whole, and the last one
 replaced by its first bytes, f also tells when any amount can have been carried
 at the earliest. `carried` is its inverse. Both are exact for this relaxation;
 `bound.py` has the argument, and looks at time from both ends.
+
+Where all-reduces may be sent in halves, a message pays alpha/2 first, and one
+half does half of the work of its bytes. Take all messages up to a moment x. If
+some of them hand out, others before them have collected the same bytes; so they
+pay alpha/2 twice at least, all after the first gradient is ready, at h: the work
+is at most x - h - alpha. If none hands out, it is what can be collected by x in
+messages of alpha/2 + beta/2 * n. `HalvesWindow` takes the larger of these, and
+no more than messages of alpha/2 + beta * n allow, which both are. Time turned
+round, messages that collect and messages that hand out change places.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -18,7 +27,7 @@ from typing import NamedTuple
 from legato.core.cluster import LinearCost
 from legato.schedule.merge_optimal import earliest_finishes
 
-__all__ = ["Window"]
+__all__ = ["HalvesWindow", "Window", "windows"]
 
 
 class Window(NamedTuple):
@@ -57,3 +66,33 @@ class Window(NamedTuple):
             return 0.0
         j = min(bisect_left(self.work_s, work_s), len(self.near_s)) - 1
         return self._start(j) + self.alpha_s + work_s
+
+
+class HalvesWindow:
+    """The same where a message is one half of an all-reduce, or both."""
+
+    def __init__(self, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> None:
+        """`cost`: of an all-reduce."""
+        half_alpha, beta = cost.alpha_s / 2, cost.beta_s_per_byte
+        self.near_s, self.alpha_s = list(near_s), cost.alpha_s
+        self.any = Window.of(near_s, nbytes, LinearCost(half_alpha, beta))
+        self.one_kind = Window.of(near_s, nbytes, LinearCost(half_alpha, beta / 2))
+
+    def carried(self, until_s: float, *, of: int | None = None) -> float:
+        """As `Window.carried`."""
+        if of == 0:
+            return 0.0
+        both_kinds = until_s - self.near_s[0] - self.alpha_s
+        return min(self.any.carried(until_s, of=of), max(self.one_kind.carried(until_s, of=of), both_kinds))
+
+
+def windows(
+    ends: Iterable[Sequence[float]], nbytes: Sequence[int], cost: LinearCost, whole: bool
+) -> list[Window | HalvesWindow]:
+    """One from each end of the period: what is near, by tensor. `whole`: all-reduces are not sent in halves."""
+    found = []
+    for near in ends:
+        order = sorted(range(len(near)), key=near.__getitem__)
+        make = Window.of if whole else HalvesWindow
+        found.append(make([near[t] for t in order], [nbytes[t] for t in order], cost))
+    return found

@@ -134,7 +134,7 @@ def test_the_certificate_proves_the_bound(workload, cluster, setting, whole):
     proved = verify_bound(bound, workload, cluster, compute=compute, order=order, whole=whole)
     certificate = bound.certificate
     assert bound.seconds <= float(proved) * (1 + 1e-12)
-    if certificate.case != "both":  # which is rounded down where it would jump
+    if certificate.case not in ("both", "last"):  # which are rounded down where they would jump
         assert float(proved) == pytest.approx(bound.seconds, rel=1e-12)
     parts = certificate.before_s + certificate.network_s + certificate.after_s
     assert parts == pytest.approx(bound.seconds) and min(parts, certificate.network_s) >= 0
