@@ -73,26 +73,35 @@ class Optimum:
         self.workload, self.whole, cost = workload, whole, cluster.cost()
         self.alpha, self.beta = int(cost.alpha_s), int(cost.beta_s_per_byte * UNIT)
         self.units = [tensor.nbytes // UNIT for tensor in workload.tensors]
-        self.ready = [int(2 * r) for r in ready_times(workload)]
-        order = workload.iteration_order()
-        self.tail = [int(2 * sum(workload.ops[i].duration_s for i in order[place:])) for place in urgency(workload)]
         known = int(2 * iteration_time(workload, schedule("merge-optimal", workload, cluster), cluster))
-        # So many messages at most: a unit is in two, and all of them must find time on the network.
-        time_for_alpha = known - min(self.ready) - min(self.tail) - 2 * self.beta * sum(self.units)
-        self.slots = range(min(2 * sum(self.units), time_for_alpha // self.alpha))
         self.model = cp_model.CpModel()
         self.period = self.model.new_int_var(int(2 * workload.compute_s), known, "")
+        # So many messages at most: a unit is in two, and all of them must find time on the network.
+        time_for_alpha = known - self.computation() - 2 * self.beta * sum(self.units)
+        self.slots = range(min(2 * sum(self.units), time_for_alpha // self.alpha))
         self.sends, self.holds = {}, {}  # (kind, slot, tensor) -> units; whether there are any
         free, used_before = 0, 1
         for k in self.slots:
             free, used_before = self.slot(k, free, used_before)
         self.whole_tensors()
         self.model.minimize(self.period)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        assert solver.solve(self.model) == cp_model.OPTIMAL
-        self.seconds = solver.objective_value / 2
-        self.plan = self.plan_of({key: solver.value(count) for key, count in self.sends.items()})
+        self.solver = cp_model.CpSolver()
+        self.solver.parameters.num_workers = 1
+        assert self.solver.solve(self.model) == cp_model.OPTIMAL
+        self.seconds = self.solver.objective_value / 2
+        self.plan = self.plan_of({key: self.solver.value(count) for key, count in self.sends.items()})
+
+    def computation(self):
+        """When gradients are ready, and what follows their arrival; returns the time without any network at least."""
+        self.ready = [int(2 * r) for r in ready_times(self.workload)]
+        order = self.workload.iteration_order()
+        rest = [sum(self.workload.ops[i].duration_s for i in order[place:]) for place in urgency(self.workload)]
+        self.tail = [int(2 * tail) for tail in rest]
+        return min(self.ready) + min(self.tail)
+
+    def arrives(self, t, end, holds):
+        """What a message that ends then means for the rest of the period, if it holds something of a tensor."""
+        self.model.add(self.period >= end + self.tail[t]).only_enforce_if(holds)
 
     def slot(self, k, free, used_before):
         """A message that starts when the network is free and its gradients are ready."""
@@ -114,9 +123,9 @@ class Optimum:
         model.add(end == start + sum(halves.values()) + halves["all_reduce"])
         for t in tensors:
             for kind in ("all_reduce", "reduce_scatter"):
-                model.add(start >= self.ready[t] * self.holds[kind, k, t])
+                model.add(start >= self.ready[t]).only_enforce_if(self.holds[kind, k, t])
             for kind in ("all_reduce", "all_gather"):
-                model.add(self.period >= end + self.tail[t]).only_enforce_if(self.holds[kind, k, t])
+                self.arrives(t, end, self.holds[kind, k, t])
         return end, used
 
     def total(self, kind, slots, tensors=None):
