@@ -77,8 +77,12 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "ring, 32 workers, with and without symmetry": (partial(symmetric, "ring", 32), "same answer"),
     "hot loop: parameter server, 32 workers": (partial(hot_loop, "parameter-server", 32), "> 10 M events/s"),
     "hot loop: ring, 32 workers": (partial(hot_loop, "ring", 32), "> 10 M events/s"),
+    "hot loop: ring, 512 workers": (partial(hot_loop, "ring", 512), "> 10 M events/s"),
+    "hot loop: ring, 1,024 workers": (partial(hot_loop, "ring", 1024), "> 10 M events/s"),
+    "hot loop: parameter server, 256 workers": (partial(hot_loop, "parameter-server", 256), "> 10 M events/s"),
     "hot loop: ring, 32 workers, each of them": (partial(hot_loop, "ring", 32, symmetry=False), ""),
-    "hot loop: ring, 1,024 workers": (partial(hot_loop, "ring", 1024), ""),
+    "hot loop: tree, 1,024 workers": (partial(hot_loop, "tree", 1024), ""),
+    "hot loop: parameter server, 2,048 workers": (partial(hot_loop, "parameter-server", 2048), ""),
 }
 SLOW = ("ring, 16,384 workers", "parameter server, 16,384 workers")
 

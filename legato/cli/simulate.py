@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import msgspec
 import typer
 
+from legato.cli.network_options import (
+    Aggregation,
+    Barrier,
+    Distribution,
+    Group,
+    InFlight,
+    Iterations,
+    MessageBytes,
+    Placement,
+    Reduce,
+    Seed,
+    Sharing,
+    fabric_options,
+    sharing_of,
+)
 from legato.cli.options import Json
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
@@ -19,7 +32,7 @@ from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError, unknown_name
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.core.units import format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.units import format_seconds, parse_bandwidth, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -39,24 +52,24 @@ def simulate(
     workers: Annotated[int, typer.Option(help="Number of workers.")] = 32,
     bandwidth: Annotated[str, typer.Option(help="Of every host's link, like 25Gbit.")] = "25Gbit",
     latency: Annotated[str, typer.Option(help="From host to host, like 5us.")] = "0",
-    reduce: Annotated[str, typer.Option(help="Time to add up one MiB of gradients, like 50us.")] = "0",
+    reduce: Reduce = "0",
     servers: Annotated[int | None, typer.Option(help="Parameter servers. (default: 1)")] = None,
-    placement: Annotated[str | None, typer.Option(help="Of tensors: round-robin, or equal.")] = None,
-    distribution: Annotated[str | None, typer.Option(help="Of parameters: round-robin, or block.")] = None,
-    barrier: Annotated[
-        bool | None, typer.Option("--barrier/--no-barrier", help="Servers hand out nothing before all is summed.")
-    ] = None,
-    aggregation: Annotated[str | None, typer.Option(help="In the switch: store-and-forward, or cut-through.")] = None,
-    message_bytes: Annotated[str | None, typer.Option(help="Cut messages into pieces of so much, like 4MiB.")] = None,
-    in_flight: Annotated[int | None, typer.Option(help="All-reduces at once. (default: all that are ready)")] = None,
-    group: Annotated[int | None, typer.Option(help="Workers a host, in the hierarchical fabric. (default: 8)")] = None,
+    server_bandwidth: Annotated[str | None, typer.Option(help="Of servers' links. (default: as the others')")] = None,
+    placement: Placement = None,
+    distribution: Distribution = None,
+    barrier: Barrier = None,
+    aggregation: Aggregation = None,
+    message_bytes: MessageBytes = None,
+    in_flight: InFlight = None,
+    group: Group = None,
     racks: Annotated[int, typer.Option(help="Racks that the workers stand in.")] = 1,
     oversubscription: Annotated[float, typer.Option(help="Of the racks' uplinks: 4 is 4:1.")] = 1.0,
-    sharing: Annotated[str, typer.Option(help="Of a link: fifo, or fair (max-min, small cases).")] = "fifo",
+    sharing: Sharing = "fifo",
     jitter: Annotated[float, typer.Option(help="Of computation: sigma of a lognormal factor.")] = 0.0,
     slow: Annotated[float, typer.Option(help="The last worker computes so many times as long.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
-    iterations: Annotated[int | None, typer.Option(help="To simulate. (default: 1, or 3 until it is steady)")] = None,
+    slow_link: Annotated[float, typer.Option(help="The last worker's link is so many times as slow.")] = 1.0,
+    seed: Seed = 0,
+    iterations: Iterations = None,
     scheduler: Annotated[str | None, typer.Option(help="Plan with it. (default: a message a tensor)")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Run this plan.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the fastest timeline here.")] = None,
@@ -68,14 +81,11 @@ def simulate(
 
     Example: [bold]legato simulate vgg.json --fabric all --workers 32 --bandwidth 25Gbit[/]
     """
-    from legato.simulate.flow import SHARING, Network
+    from legato.simulate.flow import Network
+    from legato.simulate.flow.network import last_worker
 
     if fidelity not in get_args(Fidelity):
         raise unknown_name("fidelity", fidelity, get_args(Fidelity))
-    if sharing not in SHARING:
-        raise unknown_name("sharing", sharing, SHARING)
-    if not (math.isfinite(slow) and slow > 0):
-        raise InputError(f"--slow {slow} (expected a finite number above 0)")
     if plan is not None and scheduler is not None:
         raise InputError("--plan and --scheduler: give one or the other")
     jobs = [files.read(path, Workload) for path in workloads]
@@ -87,24 +97,26 @@ def simulate(
         latency_s=parse_seconds(latency),
         racks=racks,
         oversubscription=oversubscription,
-        sharing="fair" if sharing == "fair" else "fifo",
+        compute_scale=last_worker(slow, workers),
+        link_scale=last_worker(slow_link, workers),
+        server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
+        sharing=sharing_of(sharing),
         reduce_s_per_byte=parse_seconds(reduce) / 2**20,
         jitter=jitter,
         seed=seed,
     )
-    if slow != 1:
-        network = dataclasses.replace(network, compute_scale=(*[1.0] * (workers - 1), slow))
-    options = {
-        "servers": servers,
-        "placement": placement,
-        "distribution": distribution,
-        "barrier": barrier,
-        "aggregation": aggregation,
-        "message_bytes": None if message_bytes is None else parse_bytes(message_bytes),
-        "in_flight": in_flight,
-        "group": group,
-    }
-    chosen = _fabrics(fabric, {key: value for key, value in options.items() if value is not None}, workers)
+    options = fabric_options(
+        placement=placement,
+        distribution=distribution,
+        barrier=barrier,
+        aggregation=aggregation,
+        message_bytes=message_bytes,
+        in_flight=in_flight,
+        group=group,
+    )
+    if fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
+        raise InputError(f"{min(unseen)}: not seen at collective fidelity (expected --fidelity flow)")
+    chosen = _fabrics(fabric, options if servers is None else options | {"servers": servers}, workers)
     planned = _planner(jobs[0], scheduler, None if plan is None else files.read(plan, Plan), network)
     if fidelity == "flow":
         run = _flow(jobs, network, iterations)
@@ -129,23 +141,12 @@ Run = Callable[[str, "Fabric", Plan | None], tuple[Timeline | Callable[[], Timel
 
 def _fabrics(names: str, options: dict[str, Any], workers: int) -> dict[str, Fabric]:
     """The fabrics asked for, each with those of the options that it has; an option that none has is wrong."""
-    from legato.simulate.flow import FABRICS, fabric
+    from legato.simulate.flow import FABRICS
+    from legato.simulate.flow.fabrics import check_options, fitting
 
-    found = {}
-    unused = set(options)
-    for name in list(FABRICS) if names == "all" else names.split(","):
-        usual: Any = fabric(name)
-        known = {field.name for field in dataclasses.fields(usual)}
-        if name not in ("aggregation", "multicast+aggregation"):
-            known -= {"aggregation"}  # it would be another fabric
-        mine = {key: value for key, value in options.items() if key in known}
-        if "group" in known and "group" not in mine and names == "all":
-            mine["group"] = math.gcd(usual.group, max(workers, 1))
-        unused -= known
-        found[name] = fabric(name, **mine)
-    if unused:
-        raise InputError(f"--{min(unused).replace('_', '-')}: {names} has no such option")
-    return found
+    chosen = list(FABRICS) if names == "all" else [name.strip() for name in names.split(",")]
+    check_options(chosen, options)
+    return {name: fitting(name, options, workers) for name in chosen}
 
 
 def _planner(
@@ -208,8 +209,8 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
     from legato.simulate import collective
     from legato.simulate.flow import plain_plan
 
-    if len(jobs) > 1 or not network.uniform or network.racks > 1 or network.sharing != "fifo":
-        raise InputError("--fidelity collective: all workers are alike, behind one switch (expected --fidelity flow)")
+    if len(jobs) > 1 or not network.plain:
+        raise InputError("--fidelity collective: all hosts are alike, behind one switch (expected --fidelity flow)")
 
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Timeline, dict[str, Any]]:
         cost = _cost(name, fabric, network)

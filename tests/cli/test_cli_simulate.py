@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from typer.main import get_command
 
 import legato
-from legato.cli import main
+from legato.cli import app, main
 from legato.simulate.flow import FABRICS
 
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
@@ -88,6 +89,23 @@ def test_a_slow_worker_and_jitter(capsys, workload):
     assert uneven["iteration_s"] != usual["iteration_s"]
 
 
+def test_every_option_that_is_about_the_network_is_one_of_sweep_too():
+    options = {name: {p.name for p in app_command(name).params} for name in ("simulate", "sweep")}
+    assert options["simulate"] - options["sweep"] == {"plan"}  # which belongs to one workload
+
+
+def app_command(name):
+    return get_command(app).commands[name]
+
+
+def test_a_slow_link_and_a_fast_server(capsys, workload):
+    shared = (workload, "--fabric", "parameter-server", "--workers", 4)
+    (usual,), (slow,), (fast,) = (
+        rows(capsys, *shared, *more) for more in ((), ("--slow-link", 3), ("--server-bandwidth", "100Gbit"))
+    )
+    assert fast["iteration_s"] < usual["iteration_s"] < slow["iteration_s"]
+
+
 def test_a_workload_a_worker(capsys, workload):
     (one,) = rows(capsys, workload, "--fabric", "ring", "--workers", 2)
     (two,) = rows(capsys, workload, workload, "--fabric", "ring", "--workers", 2)
@@ -98,7 +116,7 @@ def test_a_workload_a_worker(capsys, workload):
     "arguments, says",
     [
         (("--fabric", "rng"), "did you mean 'ring'"),
-        (("--fabric", "ring", "--servers", "2"), "--servers: ring has no such option"),
+        (("--fabric", "ring", "--servers", "2"), "servers: ring has no such option"),
         (("--fidelity", "packet"), "fidelity"),
         (("--sharing", "unfair"), "sharing"),
         (("--workers", "0"), "workers: 0"),
@@ -106,12 +124,18 @@ def test_a_workload_a_worker(capsys, workload):
         (("--placement", "random"), "placement"),
         (("--aggregation", "none", "--fabric", "aggregation"), "aggregation"),
         (("--racks", "64"), "racks: 64"),
-        (("--slow", "nan"), "--slow nan"),
+        (("--slow", "nan"), "compute_scale: nan"),
+        (("--slow-link", "0"), "link_scale: 0"),
+        (("--slow-link", "2", "--workers", "1000000000000"), "workers: 1000000000000"),
+        (("--server-bandwidth", "x"), "not a bandwidth"),
         (("--jitter", "-1"), "jitter"),
         (("--iterations", "0"), "iterations: 0"),
         (("--message-bytes", "0"), "message_bytes"),
         (("--fabric", "hierarchical", "--group", "5"), "divides 32"),
         (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
+        (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: not seen"),
+        (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "cuts into more than"),
+        (("--workers", "1048576", "--iterations", "1000"), "more than 100,000,000"),
         (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
         (("--plan", "nowhere.json"), "nowhere.json"),
         (("--plan", "p.json", "--scheduler", "ddp"), "one or the other"),

@@ -135,13 +135,16 @@ PER_WORKER = {
 }
 
 
+@pytest.mark.parametrize("slow", [(), tuple(1 + w / 4 for w in range(8))])
 @pytest.mark.parametrize("name", PER_WORKER)
-def test_every_byte_is_sent_once(name):
+def test_every_byte_is_sent_once(name, slow):
+    """On links that are alike, and where each host's has a speed of its own."""
     n = 8
-    graph = run_services_of(compile_flow(MANY, None, name, network(n), symmetry=False))
-    bytes_on = np.bincount(
-        graph.records["link"] + 1, weights=graph.records["work_s"] / BETA, minlength=graph.num_links + 1
-    )[1:]
+    unrolled = compile_flow(MANY, None, name, network(n, link_scale=slow), iterations=1, symmetry=False)
+    graph = run_services_of(unrolled)
+    wired = graph.records[graph.records["link"] >= 0]
+    nbytes = wired["work_s"] / unrolled.wiring.s_per_byte()[wired["link"]]
+    bytes_on = np.bincount(wired["link"], weights=nbytes, minlength=graph.num_links)
     out, into = PER_WORKER[name](n)
     assert bytes_on[0 : 2 * n : 2] == pytest.approx([out * MANY.nbytes] * n)
     assert bytes_on[1 : 2 * n : 2] == pytest.approx([into * MANY.nbytes] * n)

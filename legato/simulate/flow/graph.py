@@ -36,7 +36,8 @@ Ids = NDArray[np.int32]
 NO_LINK = -1
 
 #: One cache line a service: all that the engine touches when it runs one.
-#: `begin_s` and `end_s` are lower bounds until it has run, and its times from then on.
+#: `begin_s` and `end_s` are lower bounds until it has run, and its times from then on;
+#: `next` is the engine's own.
 SERVICE = np.dtype(
     [
         ("begin_s", "f8"),
@@ -44,16 +45,18 @@ SERVICE = np.dtype(
         ("work_s", "f8"),
         ("delay_s", "f8"),
         ("key", "i8"),
-        ("first", "i8"),
+        ("first", "i4"),
+        ("count", "i4"),
         ("link", "i4"),
         ("missing", "i4"),
-        ("count", "i4"),
+        ("next", "i4"),
         ("tag", "i4"),
     ]
 )
 
-#: 64 bytes each, and about as much for what waits for them.
+#: 64 bytes each. Ids and edges, of which there may be more, are numbers of 32 bits.
 _MOST_SERVICES = 100_000_000
+_MOST_EDGES = 2**31 - 1
 
 
 class Services(NamedTuple):
@@ -64,7 +67,7 @@ class Services(NamedTuple):
     """
 
     records: NDArray[Any]
-    successors: NDArray[np.int64]
+    successors: Ids
     num_links: int
 
 
@@ -76,7 +79,7 @@ class Graph:
         self.tag = np.array([-1])  # what services belong to, by their first axis (or its only entry)
         self._records = np.zeros(1024, SERVICE)
         self._before = np.empty(1024, np.int32)
-        self._after = np.empty(1024, np.int64)
+        self._after = np.empty(1024, np.int32)
 
     def add(
         self,
@@ -91,8 +94,7 @@ class Graph:
         start, count = self.num_services, math.prod(shape)
         self.check_room(count)
         self.num_services += count
-        if self.num_services > len(self._records):
-            self._records = _grown(self._records, self.num_services)
+        _grow(self._records, self.num_services)
         block = self._records[start : start + count].reshape(shape)
         block["link"], block["work_s"], block["delay_s"], block["key"] = link, work_s, delay_s, key
         fits = len(shape) > 0 and len(self.tag) == shape[0]
@@ -102,18 +104,18 @@ class Graph:
     def check_room(self, count: int) -> None:
         """Raise `InputError` if so many more are too many."""
         if self.num_services + count > _MOST_SERVICES:
-            raise InputError(f"more than {_MOST_SERVICES:,} transfers and computations to simulate (fewer workers?)")
+            raise _too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut: bool = False) -> None:
         """`after` waits for `before`, element by element (the two are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
+        if start + count > _MOST_EDGES:
+            raise _too_large()
         self.num_edges += count
-        if self.num_edges > len(self._before):
-            self._before = _grown(self._before, self.num_edges)
-            self._after = _grown(self._after, self.num_edges)
-        self._before[start : start + count] = befores.ravel()
-        self._after[start : start + count] = (afters.ravel().astype(np.int64) << 1) | int(cut)
+        for ends, ids in ((self._before, befores), (self._after, (afters << 1) | int(cut))):
+            _grow(ends, self.num_edges)
+            ends[start : start + count].reshape(ids.shape)[...] = ids
 
     def join(self, befores: Ids, axis: int = -1) -> Ids:
         """Services that take no time and wait for all along the axis."""
@@ -131,7 +133,11 @@ class Graph:
         return Services(records, link_edges(records, before, after), num_links)
 
 
-def _grown(array: NDArray[Any], least: int) -> NDArray[Any]:
-    bigger = np.zeros(max(least, 2 * len(array)), array.dtype)
-    bigger[: len(array)] = array
-    return bigger
+def _grow(array: NDArray[Any], least: int) -> None:
+    """Make room for so many, in place, with some to spare: nobody else holds the array while it is filled."""
+    if least > len(array):
+        array.resize(least + least // 8, refcheck=False)
+
+
+def _too_large() -> InputError:
+    return InputError(f"more than {_MOST_SERVICES:,} transfers and computations to simulate (fewer workers?)")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError, unknown_name
 
-__all__ = ["SHARING", "Network", "Sharing"]
+__all__ = ["SHARING", "Network", "Sharing", "last_worker"]
 
 #: How transfers share a link: first come, first served; or all at once at max-min fair rates.
 Sharing = Literal["fifo", "fair"]
@@ -26,12 +26,14 @@ _PRICED_AS = {"butterfly": "recursive-doubling"}
 class Network:
     """Hosts on full-duplex links behind one switch that never blocks, or in racks.
 
-    `bandwidth_bps` (bits per second) is one direction of every host's link,
-    servers included. `latency_s` is paid once a transfer, from host to host.
-    With several `racks` (of neighbouring workers; servers are dealt out to them
-    in turn), what leaves a rack shares an uplink, and what enters it a downlink,
-    of (workers in it) * bandwidth / `oversubscription`. `cut_through` switches
-    send on while they receive; others wait for the whole transfer.
+    `bandwidth_bps` (bits per second) is one direction of every host's link; on
+    worker w's a byte takes `link_scale[w]` times as long (empty: 1), and servers
+    have links of `server_bandwidth_bps` (None: like workers). `latency_s` is
+    paid once a transfer, from host to host. With several `racks` (of
+    neighbouring workers; servers are dealt out to them in turn), what leaves a
+    rack shares an uplink, and what enters it a downlink, of (workers in it) *
+    `bandwidth_bps` / `oversubscription`. `cut_through` switches send on while
+    they receive; others wait for the whole transfer.
     `reduce_s_per_byte` is the time to add a byte that came in.
 
     Worker w computes `compute_scale[w]` times as long as its workload says
@@ -46,6 +48,8 @@ class Network:
     latency_s: float = 0.0
     racks: int = 1
     oversubscription: float = 1.0
+    link_scale: tuple[float, ...] = ()
+    server_bandwidth_bps: float | None = None
     cut_through: bool = True
     sharing: Sharing = "fifo"
     reduce_s_per_byte: float = 0.0
@@ -56,8 +60,10 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST_WORKERS:
             raise InputError(f"workers: {self.workers} (expected 1 to {_MOST_WORKERS})")
-        if not (math.isfinite(self.bandwidth_bps) and self.bandwidth_bps > 0):
-            raise InputError(f"bandwidth_bps: {self.bandwidth_bps} (expected a finite number above 0)")
+        for field in ("bandwidth_bps", "server_bandwidth_bps"):
+            bandwidth = getattr(self, field)
+            if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+                raise InputError(f"{field}: {bandwidth} (expected a finite number above 0)")
         for field in ("latency_s", "reduce_s_per_byte", "jitter"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
@@ -68,21 +74,30 @@ class Network:
             raise InputError(f"oversubscription: {self.oversubscription} (expected a finite number, at least 1)")
         if self.sharing not in SHARING:
             raise unknown_name("sharing", self.sharing, SHARING)
-        if self.compute_scale and len(self.compute_scale) != self.workers:
-            raise InputError(f"compute_scale: {len(self.compute_scale)} factors (expected {self.workers}, or none)")
-        if not all(math.isfinite(factor) and factor > 0 for factor in self.compute_scale):
-            raise InputError("compute_scale: a factor is no finite number above 0")
+        for field in ("compute_scale", "link_scale"):
+            factors = getattr(self, field)
+            if factors and len(factors) != self.workers:
+                raise InputError(f"{field}: {len(factors)} factors (expected {self.workers}, or none)")
+            for factor in factors:
+                if not (math.isfinite(factor) and factor > 0):
+                    raise InputError(f"{field}: {factor} (expected a finite number above 0)")
         if self.jitter > 10:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
 
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
-        """These machines as planners see them: one collective, the fabric's own or the nearest; or pushes and pulls."""
+        """These machines as planners see them: one collective, the fabric's own or the nearest; or pushes and pulls.
+
+        All links are as slow as the slowest.
+        """
         own = _PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
+        slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
+        if servers and self.server_bandwidth_bps is not None:
+            slowest_bps = min(slowest_bps, self.server_bandwidth_bps)
         return Cluster.derive(
             self.workers,
-            self.bandwidth_bps,
+            slowest_bps,
             self.latency_s,
             reduce_s_per_byte=self.reduce_s_per_byte,
             collectives=[PARAMETER_SERVER if servers else own],
@@ -91,13 +106,28 @@ class Network:
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds a byte takes on a host's link."""
+        """Seconds a byte takes on a link of `bandwidth_bps`."""
         return 8 / self.bandwidth_bps
+
+    def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
+        """Seconds a byte takes on the links of the first so many workers, and of so many servers."""
+        rates = np.full(workers + servers, self.s_per_byte)
+        if self.link_scale:
+            rates[:workers] *= self.link_scale[:workers]
+        if self.server_bandwidth_bps is not None:
+            rates[workers:] = 8 / self.server_bandwidth_bps
+        return rates
 
     @property
     def uniform(self) -> bool:
-        """Whether all workers compute alike."""
-        return self.jitter == 0 and len(set(self.compute_scale)) <= 1
+        """Whether all workers compute alike, on like links."""
+        return self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether all hosts are alike, behind one switch: what collective fidelity sees."""
+        alike = self.jitter == 0 and set(self.compute_scale + self.link_scale) <= {1.0}
+        return alike and self.server_bandwidth_bps is None and self.racks == 1 and self.sharing == "fifo"
 
     def slowdown(self, iterations: int) -> NDArray[np.float64]:
         """[iterations, workers]: by which factor a worker's computation takes longer."""
@@ -107,3 +137,8 @@ class Network:
         if self.compute_scale:
             factors *= np.asarray(self.compute_scale)
         return factors
+
+
+def last_worker(factor: float, workers: int) -> tuple[float, ...]:
+    """Factors for a `Network`: this one for the last worker, and none for the others."""
+    return () if factor == 1 or workers > _MOST_WORKERS else (*[1.0] * (workers - 1), factor)

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 
 __all__ = ["REDUCING", "SPREADING", "Parcels", "cut", "overlaps"]
 
 REDUCING = ("all_reduce", "reduce_scatter", "push")
 SPREADING = ("all_reduce", "all_gather", "pull")
+_MOST_PARCELS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,10 @@ def cut(
             groups.setdefault(where, []).append(piece)
         for where, group in groups.items():
             nbytes = sum(piece.nbytes for piece in group)
-            pieces = max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1)
-            for part in _split(group, nbytes, min(pieces, nbytes)):
+            pieces = min(nbytes, max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1))
+            if len(slices) + pieces > _MOST_PARCELS:
+                raise InputError(f"message_bytes: {message_bytes} cuts into more than {_MOST_PARCELS:,} pieces")
+            for part in _split(group, nbytes, pieces):
                 slices.append(part)
                 index.append(i)
                 server.append(where)

@@ -20,7 +20,7 @@ from legato.simulate.flow.result import FlowResult, Journeys, Streams, Transfers
 from legato.simulate.flow.unroll import Unrolled
 from legato.simulate.flow.wiring import Wiring
 
-__all__ = ["compile_flow", "plain_plan", "simulate_flow"]
+__all__ = ["check_iterations", "compile_flow", "plain_plan", "simulate_flow"]
 
 _MOST_ITERATIONS = 1000
 
@@ -96,9 +96,10 @@ def compile_flow(
         size = network.workers
     if iterations is None:
         iterations = 1 if found.synchronous or (alike and not found.servers) else 3
-    if not 1 <= iterations <= _MOST_ITERATIONS:
-        raise InputError(f"iterations: {iterations} (expected 1 to {_MOST_ITERATIONS})")
-    wiring = Wiring(Graph(), network, size, found.servers, found.local_bandwidth_bps)
+    check_iterations(iterations)
+    graph = Graph()
+    graph.check_room(iterations * size * len(plan.messages))  # every worker hands over, or gets, every message
+    wiring = Wiring(graph, network, size, found.servers, found.local_bandwidth_bps)
     durations = np.array([[op.duration_s for op in one.ops] for one in workloads[:size]])
     if len(durations) < size:
         durations = np.broadcast_to(durations, (size, durations.shape[1]))
@@ -106,6 +107,12 @@ def compile_flow(
         return Unrolled(job, plan, found, wiring, durations, network.slowdown(iterations)).build()
     except MemoryError:
         raise InputError(f"{network.workers} workers: too many transfers for this machine's memory") from None
+
+
+def check_iterations(iterations: int) -> None:
+    """Raise `InputError` on a number of iterations that cannot be simulated."""
+    if not 1 <= iterations <= _MOST_ITERATIONS:
+        raise InputError(f"iterations: {iterations} (expected 1 to {_MOST_ITERATIONS})")
 
 
 def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Sequence[Workload]:

@@ -42,6 +42,7 @@ class Wiring:
         self.ranks: Hosts = np.arange(size)
         self._local_s_per_byte = 8 / local_bandwidth_bps
         self._hosts = size + servers
+        self._host_s_per_byte = network.host_s_per_byte(size, servers)
         racks = network.racks
         self._rack = np.concatenate([np.arange(size) * racks // network.workers, np.arange(servers) % racks])
         self._rack_s_per_byte = network.s_per_byte * network.oversubscription * racks / network.workers
@@ -66,10 +67,13 @@ class Wiring:
 
     def s_per_byte(self) -> NDArray[np.float64]:
         """What a byte takes on each link."""
-        rates = np.full(self.num_links, self.network.s_per_byte)
-        rates[2 * self._hosts : 4 * self._hosts] = self._local_s_per_byte
-        rates[4 * self._hosts :] = self._rack_s_per_byte
-        return rates
+        return np.concatenate(
+            [
+                np.repeat(self._host_s_per_byte, 2),
+                np.full(2 * self._hosts, self._local_s_per_byte),
+                np.full(2 * self.network.racks, self._rack_s_per_byte),
+            ]
+        )
 
     def worker(self, rank: ArrayLike) -> Hosts:
         """The host of a worker (any whole number, modulo the number of workers)."""
@@ -114,7 +118,6 @@ class Wiring:
         steps: int,
         *,
         key: ArrayLike,
-        own: Ids | None = None,
         source: Hosts | None = None,
         adds: bool = False,
         local: bool = False,
@@ -122,9 +125,10 @@ class Wiring:
         """[parcel, step, rank]: rounds in which everybody sends on what came in the round before.
 
         Rank r begins with what `begin[:, r]` ends, sends `nbytes[:, None]` to
-        `target[r]` and gets from rank `come_from[r]`; and it sends nothing
-        before `own[:, r]` has ended. Returns what ends when rank r has got what
-        a step brings. `source`: whose link it sends on, if not its own.
+        `target[r]` and gets from rank `come_from[r]`. With `adds` it sends on
+        nothing before `begin[:, r]` has ended, for that is added to it. Returns
+        what ends when rank r has got what a step brings. `source`: whose link
+        it sends on, if not its own.
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -137,8 +141,8 @@ class Wiring:
         if steps:
             self.graph.edge(begin, out[:, 0])
             self.graph.edge(arrived[:, :-1], out[:, 1:])
-            if own is not None:
-                self.graph.edge(own[:, None], out[:, 1:])
+            if adds and self.size > 1:  # one's own chunk comes after it anyway
+                self.graph.edge(begin[:, None], out[:, 1:])
         return arrived
 
     def _transfers(
@@ -146,25 +150,26 @@ class Wiring:
     ) -> tuple[Ids, Ids]:
         """The services out and in of transfers; all arrays have the same shape."""
         network, nbytes = self.network, np.asarray(nbytes)
-        work_s = nbytes * (self._local_s_per_byte if local else network.s_per_byte)
+        hosts = np.stack([source, target], axis=-1)
+        s_per_byte = self._local_s_per_byte if local else self._host_s_per_byte[hosts]
         shift = 2 * self._hosts if local else 0
         latency = 0.0 if local else network.latency_s
-        reduce_s = network.reduce_s_per_byte * nbytes if adds else np.zeros_like(work_s)
+        reduce_s = network.reduce_s_per_byte * nbytes if adds else np.zeros(nbytes.shape)
         # Out and in side by side: what the engine runs one after the other lies together.
         both = self.graph.add(
             (*nbytes.shape, 2),
-            link=np.stack([self.out_link(source), self.in_link(target)], axis=-1) + shift,
-            work_s=work_s[..., None],
-            delay_s=np.stack([np.full_like(work_s, latency), reduce_s], axis=-1),
+            link=2 * hosts + [shift, shift + 1],
+            work_s=nbytes[..., None] * s_per_byte,
+            delay_s=np.stack([np.full(nbytes.shape, latency), reduce_s], axis=-1),
             key=np.asarray(key)[..., None],
         )
         out, inbound = both[..., 0], both[..., 1]
         self.graph.edge(self._between_racks(out, source, target, nbytes, key), inbound, cut=network.cut_through)
         return out, inbound
 
-    def _receive(self, target: ArrayLike, work_s: ArrayLike, key: ArrayLike) -> Ids:
-        link = self.in_link(target)
-        return self.graph.add(link.shape, link=link, work_s=work_s, key=key)
+    def _receive(self, target: Hosts, nbytes: NDArray[np.float64], key: ArrayLike) -> Ids:
+        work_s = nbytes * self._host_s_per_byte[target]
+        return self.graph.add(target.shape, link=self.in_link(target), work_s=work_s, key=key)
 
     def _between_racks(self, out: Ids, source: ArrayLike, target: ArrayLike, nbytes: ArrayLike, key: ArrayLike) -> Ids:
         """The last service before the target's link: `out`, or the downlink of the target's rack."""
@@ -188,12 +193,12 @@ class Wiring:
         after = list(after)
         source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
         graph, network = self.graph, self.network
-        work_s = nbytes * network.s_per_byte
+        work_s = nbytes * self._host_s_per_byte[source]
         out = graph.add(nbytes.shape, link=self.out_link(source), work_s=work_s, delay_s=network.latency_s, key=key)
         for before in after:
             graph.edge(before, out)
         targets = np.broadcast_to(targets, (*nbytes.shape, np.shape(targets)[-1]))
-        inbound = self._receive(targets, work_s[..., None], key[..., None])
+        inbound = self._receive(targets, nbytes[..., None], key[..., None])
         if network.racks == 1:
             graph.edge(out[..., None], inbound, cut=network.cut_through)
             return inbound
@@ -224,13 +229,12 @@ class Wiring:
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         graph, network = self.graph, self.network
         sources = np.broadcast_to(sources, after.shape)
-        work_s = nbytes * network.s_per_byte
+        work_s = nbytes[..., None] * self._host_s_per_byte[sources]
         out = graph.add(
-            after.shape, link=self.out_link(sources), work_s=work_s[..., None], delay_s=network.latency_s,
-            key=key[..., None],
-        )  # fmt: skip
+            after.shape, link=self.out_link(sources), work_s=work_s, delay_s=network.latency_s, key=key[..., None]
+        )
         graph.edge(after, out)
-        inbound = self._receive(target, work_s, key)
+        inbound = self._receive(target, nbytes, key)
         if network.racks == 1:
             graph.edge(out, inbound[..., None], cut=cut_through)
             return inbound

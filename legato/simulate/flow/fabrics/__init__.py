@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from legato.core.errors import unknown_name
+from legato.core.errors import InputError, unknown_name
 from legato.simulate.flow.fabrics.doubling import Butterfly, HalvingDoubling
 from legato.simulate.flow.fabrics.hierarchical import Hierarchical
 from legato.simulate.flow.fabrics.protocol import Fabric
@@ -14,7 +16,7 @@ from legato.simulate.flow.fabrics.servers import Servers
 from legato.simulate.flow.fabrics.shuffle import Shuffle
 from legato.simulate.flow.fabrics.tree import Tree
 
-__all__ = ["BASELINE", "FABRICS", "Fabric", "fabric"]
+__all__ = ["BASELINE", "FABRICS", "Fabric", "check_options", "fabric", "fitting"]
 
 #: The papers' baseline: one parameter server and no help from the network.
 BASELINE = "parameter-server"
@@ -51,3 +53,34 @@ def fabric(name: str, **options: Any) -> Fabric:
             raise unknown_name(f"option of {name}", option, known)
     found: Fabric = dataclasses.replace(usual, **options)
     return found
+
+
+def fitting(name: str, options: Mapping[str, Any], workers: int) -> Fabric:
+    """A fabric by its name, with those of the options that it has, and hosts that so many workers fill.
+
+    Where `options` has no `group`, a hierarchical fabric's is the largest part of its usual one that divides `workers`.
+    Raises `InputError` as `fabric` does.
+    """
+    known = _options(name)
+    mine = {key: value for key, value in options.items() if key in known}
+    if "group" in known and "group" not in mine:
+        usual: Any = FABRICS[name]
+        mine["group"] = math.gcd(usual.group, max(workers, 1))
+    return fabric(name, **mine)
+
+
+def check_options(names: Iterable[str], options: Iterable[str]) -> None:
+    """Raise `InputError` on an option that none of these fabrics has."""
+    names = list(names)
+    unused = set(options).difference(*map(_options, names))
+    if unused:
+        raise InputError(f"{min(unused)}: {', '.join(names)} has no such option")
+
+
+def _options(name: str) -> set[str]:
+    """What can be said of a fabric without making it another one of `FABRICS`."""
+    if name not in FABRICS:
+        raise unknown_name("fabric", name, FABRICS)
+    usual: Any = FABRICS[name]
+    known = {field.name for field in dataclasses.fields(usual)} - {"multicast", "messaging"}
+    return known if "aggregation" in name else known - {"aggregation"}

@@ -60,7 +60,6 @@ class Hierarchical(Collective):
             ready,
             n - 1,
             key=parcels.order,
-            own=ready if adds else None,
             source=ranks if local else self._host(ranks),
             adds=adds,
             local=local,

@@ -36,9 +36,7 @@ class Ring(Collective):
             return _reduce_whole(wiring, parcels, ready)
         steps, n = wiring.workers - 1, wiring.workers
         right, left = wiring.worker(wiring.ranks + 1), wiring.worker(wiring.ranks - 1)
-        arrived = wiring.pass_around(
-            right, left, parcels.nbytes / n, ready, steps, key=parcels.order, own=ready, adds=True
-        )
+        arrived = wiring.pass_around(right, left, parcels.nbytes / n, ready, steps, key=parcels.order, adds=True)
         return wiring.graph.join(np.concatenate([arrived[:, -1:], ready[:, None]], axis=1), axis=1)
 
     def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
