@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import importlib.util
 import json
 import sys
+import types
 
 import msgspec
 import pyarrow.parquet as pq
@@ -13,7 +15,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.compare import compare
-from legato.simulate.flow import FABRICS, Network, simulate_flow
+from legato.simulate.flow import FABRICS, Network, fabric, simulate_flow
 from legato.sweep import Grid, sweep, write_rows
 from legato.sweep.journal import Journal, journal_of
 from legato.sweep.parallel import in_parallel
@@ -50,7 +52,7 @@ def test_the_key_is_the_content():
     (cell, *_) = GRID.cells()
     for field in cell.__struct_fields__:
         value = getattr(cell, field)
-        other = value + "x" if isinstance(value, str) else value + 1
+        other = value + "x" if isinstance(value, str) else (("group", 2),) if value == () else (value or 0) + 1
         assert msgspec.structs.replace(cell, **{field: other}).key != cell.key, field
 
 
@@ -168,6 +170,61 @@ def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
     assert timeless(rows) == timeless(sweep(GRID, jobs=1))
 
 
+@pytest.mark.processes
+def test_a_ray_cluster_gives_what_this_machine_gives(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with Journal(tmp_path / "j") as journal:
+        rows = sweep(GRID, journal=journal, backend="ray")
+        assert len(journal.done) == len(rows) == 12
+    assert timeless(rows) == timeless(sweep(GRID, jobs=1))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:x", "ray://127.0.0.1:99999"])
+def test_no_ray_cluster_answers(monkeypatch, address):
+    """With Ray, and with two modules in its place."""
+    if importlib.util.find_spec("ray") is None:
+        ray, joblib = types.ModuleType("ray"), types.ModuleType("ray.util.joblib")
+        ray.is_initialized, joblib.register_ray, ray.util = lambda: False, lambda: None, types.ModuleType("ray.util")
+        ray.util.joblib = joblib
+        for module in (ray, ray.util, joblib):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(InputError, match=f"no cluster answers at RAY_ADDRESS={address}"):
+        sweep(GRID, backend="ray")
+
+
+def test_machines_of_all_kinds_are_what_the_simulator_says():
+    axes = {"racks": (1, 2), "oversubscriptions": (1.0, 4.0), "slows": (1.0, 2.0), "slow_links": (1.0, 3.0)}
+    fixed = {"jitters": (0.1,), "seed": 3, "server_bandwidth_bps": 40e9, "sharing": "fair", "iterations": 2}
+    options = {"message_bytes": 2_000_000, "barrier": False}
+    grid = Grid(workloads=(JOB,), fabrics=("parameter-server", "ring"), workers=(4,), **axes, **fixed, options=options)
+    rows = sweep(grid, jobs=1)
+    assert len(rows) == 2 * 2**4
+    for row in rows:
+        network = Network(
+            workers=4,
+            bandwidth_bps=10e9,
+            racks=row.racks,
+            oversubscription=row.oversubscription,
+            compute_scale=(1.0, 1.0, 1.0, row.slow),
+            link_scale=(1.0, 1.0, 1.0, row.slow_link),
+            server_bandwidth_bps=40e9,
+            sharing="fair",
+            jitter=0.1,
+            seed=3,
+        )
+        mine = options if row.servers else {"message_bytes": 2_000_000}
+        expected = simulate_flow(JOB, None, fabric(row.fabric, **mine), network, iterations=2)
+        assert row.iteration_s == expected.iteration_s
+        (base,) = [r for r in rows if r.fabric == "parameter-server" and _machines(r) == _machines(row)]
+        assert row.speedup == base.iteration_s / row.iteration_s
+
+
+def _machines(row):
+    return row.racks, row.oversubscription, row.slow, row.slow_link
+
+
 def test_backends_that_hand_results_over_in_rounds():
     """As Ray's, which is made like joblib's own "multiprocessing"."""
     import joblib
@@ -206,7 +263,14 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"workers": ()}, "workers: none"),
         ({"servers": (0,)}, "servers: 0"),
         ({"bandwidths_bps": (-1.0,)}, "bandwidth_bps: -1"),
-        ({"jitter": 0.1, "fidelity": "collective"}, "jitter: 0.1"),
+        ({"jitters": (0.1,), "fidelity": "collective"}, "like hosts"),
+        ({"slow_links": (2.0,), "fidelity": "collective"}, "like hosts"),
+        ({"racks": (9,)}, "racks: 9"),
+        ({"slow_links": (0.0,)}, "link_scale: 0"),
+        ({"oversubscriptions": (0.5,)}, "oversubscription: 0.5"),
+        ({"sharing": "unfair"}, "sharing"),
+        ({"options": {"group": 2}}, "no such option"),
+        ({"options": {"placement": "random"}}, "placement"),
         ({"workers": tuple(range(1, 10**5)), "bandwidths_bps": tuple(map(float, range(1, 100)))}, "cells"),
     ],
 )

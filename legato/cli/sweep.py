@@ -10,6 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import typer
 from rich.table import Table
 
+from legato.cli.network_options import (
+    Aggregation,
+    Barrier,
+    Distribution,
+    Group,
+    InFlight,
+    Iterations,
+    MessageBytes,
+    Placement,
+    Reduce,
+    Seed,
+    Sharing,
+    fabric_options,
+    sharing_of,
+)
 from legato.cli.options import Json
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
@@ -37,9 +52,23 @@ def sweep(
     ] = "flow",
     latency: Annotated[str, typer.Option(help="From host to host, like 5,30us.")] = "0",
     servers: Annotated[str, typer.Option(help="Numbers of parameter servers, on fabrics that have some.")] = "1",
-    reduce: Annotated[str, typer.Option(help="Time to add up one MiB of gradients, like 50us.")] = "0",
-    jitter: Annotated[float, typer.Option(help="Of computation: sigma of a lognormal factor.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    server_bandwidth: Annotated[str | None, typer.Option(help="Of servers' links. (default: as the others')")] = None,
+    racks: Annotated[str, typer.Option(help="Numbers of racks that the workers stand in.")] = "1",
+    oversubscription: Annotated[str, typer.Option(help="Of the racks' uplinks: 1,4 is 1:1 and 4:1.")] = "1",
+    jitter: Annotated[str, typer.Option(help="Of computation: sigmas of a lognormal factor.")] = "0",
+    slow: Annotated[str, typer.Option(help="The last worker computes so many times as long, like 1,2.")] = "1",
+    slow_link: Annotated[str, typer.Option(help="The last worker's link is so many times as slow.")] = "1",
+    reduce: Reduce = "0",
+    placement: Placement = None,
+    distribution: Distribution = None,
+    barrier: Barrier = None,
+    aggregation: Aggregation = None,
+    message_bytes: MessageBytes = None,
+    in_flight: InFlight = None,
+    group: Group = None,
+    sharing: Sharing = "fifo",
+    seed: Seed = 0,
+    iterations: Iterations = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Rows as .parquet or .csv, plots as .html.")
     ] = None,
@@ -76,11 +105,27 @@ def sweep(
         fidelity=level,
         workers=tuple(_whole("--workers", workers)),
         servers=tuple(_whole("--servers", servers)),
+        racks=tuple(_whole("--racks", racks)),
+        oversubscriptions=tuple(_factors("--oversubscription", oversubscription)),
+        jitters=tuple(_factors("--jitter", jitter)),
+        slows=tuple(_factors("--slow", slow)),
+        slow_links=tuple(_factors("--slow-link", slow_link)),
         bandwidths_bps=tuple(_quantities(bandwidth, parse_bandwidth)),
         latencies_s=tuple(_quantities(latency, parse_seconds)),
         reduce_s_per_byte=parse_seconds(reduce) / 2**20,
-        jitter=jitter,
+        server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
+        sharing=sharing_of(sharing),
         seed=seed,
+        iterations=iterations,
+        options=fabric_options(
+            placement=placement,
+            distribution=distribution,
+            barrier=barrier,
+            aggregation=aggregation,
+            message_bytes=message_bytes,
+            in_flight=in_flight,
+            group=group,
+        ),
     )
     kept = output or report
     with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
@@ -123,6 +168,16 @@ def _whole(option: str, text: str) -> list[int]:
     return [int(name) for name in _names(text)]
 
 
+def _factors(option: str, text: str) -> list[float]:
+    found = []
+    for name in _names(text):
+        try:
+            found.append(float(name))
+        except ValueError:
+            raise InputError(f"{option} {text!r}: {name!r} (expected numbers, like 1,2.5)") from None
+    return found
+
+
 def _quantities(text: str, parse: Callable[[str], T]) -> list[T]:
     """Values from `1,10,25Gbit`: a bare number takes the unit of the next one that has one."""
     unit, found = "", []
@@ -160,6 +215,11 @@ def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
         ("workers", lambda row: str(row.workers)),
         ("link", lambda row: format_bandwidth(row.bandwidth_bps)),
         ("latency", lambda row: format_seconds(row.latency_s)),
+        ("racks", lambda row: str(row.racks)),
+        ("oversubscription", lambda row: f"{row.oversubscription:g}:1"),
+        ("slow", lambda row: f"{row.slow:g}x"),
+        ("slow link", lambda row: f"{row.slow_link:g}x"),
+        ("jitter", lambda row: f"{row.jitter:g}"),
         ("fabric", lambda row: row.fabric),
         ("servers", lambda row: str(row.servers or "")),
         ("scheduler", lambda row: row.scheduler),
@@ -168,7 +228,7 @@ def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
         ("above bound", lambda row: f"{row.gap if abs(row.gap) > 5e-4 else 0.0:+.1%}" if row.gap is not None else ""),
         ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
     ]
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(title=title, header_style="dim")
     kept = [(name, text) for name, text in cells if name == "iteration" or len({text(row) for row in rows} - {""}) > 1]
     for name, _ in kept:
         table.add_column(name, justify="left" if name in ("workload", "fabric", "scheduler") else "right")
@@ -183,9 +243,11 @@ def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
 
 
 def _fastest(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    from legato.sweep.grid import MACHINE_AXES
+
     best: dict[Any, SweepRow] = {}
     for row in rows:
-        machines = row.workload, row.workers, row.bandwidth_bps, row.latency_s
+        machines = row.workload, *(getattr(row, axis) for axis in MACHINE_AXES if axis != "servers")
         seconds = best[machines].iteration_s if machines in best else None
         if machines not in best or (row.iteration_s is not None and (seconds is None or row.iteration_s < seconds)):
             best[machines] = row

@@ -60,6 +60,11 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     servers: int
     bandwidth_bps: float
     latency_s: float
+    racks: int = 1
+    oversubscription: float = 1.0
+    slow: float = 1.0
+    slow_link: float = 1.0
+    jitter: float = 0.0
     iteration_s: float | None = None
     speedup: float | None = None
     lower_bound_s: float | None = None

@@ -17,12 +17,19 @@ AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", lambda value: f"{value:,}"),
     "bandwidth_bps": ("bandwidth of a link", lambda value: format_bandwidth(value).removesuffix("/s")),
     "latency_s": ("latency", format_seconds),
+    "racks": ("racks", str),
+    "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),
+    "slow": ("slowness of the last worker", lambda value: f"{value:g}×"),
+    "slow_link": ("slowness of the last worker's link", lambda value: f"{value:g}×"),
+    "jitter": ("jitter", lambda value: f"{value:g}"),
 }
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
 _SAME = 1.0005  # what takes longer by less is as fast
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "pentagon", "hexagon")
 _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
+#: The height of plotly's buttons, which lie above the legend.
+_BUTTONS = 26
 
 Key = tuple[Any, ...]
 
@@ -37,7 +44,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
     every: dict[Key, dict[Key, SweepRow]] = {}  # machines -> line -> row
     for row in rows:
         if row.iteration_s is not None:
-            every.setdefault((row.workers, row.bandwidth_bps, row.latency_s), {})[_series(row)] = row
+            every.setdefault(_at(row, list(AXES)), {})[_series(row)] = row
     if not every:
         return [("No cell gave a result.", False)]
     wins: dict[Key, list[SweepRow]] = {}
@@ -186,7 +193,7 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
         text = " · ".join(_said(name, value) for name, value in zip(others, panel, strict=True))
         notes.append(_note(label(text), left + width / 2, top))
     legend = {"orientation": "h", "x": 0, "y": 1 + _TOP / height, "yanchor": "bottom", "font": {"color": "@soft"}}
-    margin = {"l": 74, "r": 18, "t": _TOP + 34 if named else _TOP, "b": 52}
+    margin = {"l": 74, "r": 18, "t": _TOP + _BUTTONS + 34 if named else _TOP, "b": 52}
     return layout(
         height=height + margin["t"] + margin["b"] + 18 * named * (len(_names(rows)) // 6),
         margin=margin,
@@ -199,7 +206,9 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
 
 def _said(name: str, value: Any) -> str:
     text = AXES[name][1](value)
-    return {"workers": f"{text} workers", "latency_s": f"latency {text}"}.get(name, text)
+    if name == "bandwidth_bps":
+        return text
+    return f"{text} {AXES[name][0]}" if name in ("workers", "racks") else f"{AXES[name][0]} {text}"
 
 
 def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from typing import Any
 
@@ -15,8 +13,8 @@ from legato.core.workload import Workload
 from legato.schedule import schedule
 from legato.schedule.bound import kind_of, lower_bound
 from legato.simulate import collective
-from legato.simulate.flow import FABRICS, plain_plan, simulate_flow
-from legato.simulate.flow.fabrics import Fabric
+from legato.simulate.flow import plain_plan, simulate_flow
+from legato.simulate.flow.fabrics import Fabric, fitting
 from legato.sweep.grid import PLAIN, Cell
 
 __all__ = ["Outcome", "fabric_of", "run_cell"]
@@ -54,13 +52,8 @@ def run_cell(cell: Cell, workload: Workload) -> Outcome:
 
 def fabric_of(cell: Cell) -> Fabric:
     """The cell's fabric, with its servers, or with hosts that its workers fill."""
-    usual: Any = FABRICS[cell.fabric]
-    if cell.servers:
-        usual = dataclasses.replace(usual, servers=cell.servers)
-    if cell.fabric == "hierarchical":
-        usual = dataclasses.replace(usual, group=math.gcd(usual.group, cell.workers))
-    found: Fabric = usual
-    return found
+    servers = {"servers": cell.servers} if cell.servers else {}
+    return fitting(cell.fabric, dict(cell.options) | servers, cell.workers)
 
 
 def _plan(cell: Cell, workload: Workload) -> Plan:
@@ -84,7 +77,9 @@ def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
 
 def _flow(cell: Cell, workload: Workload) -> dict[str, Any]:
     plan = _plan(cell, workload)
-    result = simulate_flow(workload, plan, fabric_of(cell), cell.network, keep_transfers=False)
+    result = simulate_flow(
+        workload, plan, fabric_of(cell), cell.network, iterations=cell.iterations, keep_transfers=False
+    )
     return {
         "iteration_s": result.iteration_s,
         "overlap": result.overlap,

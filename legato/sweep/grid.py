@@ -16,8 +16,11 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.simulate.flow import FABRICS, Network
+from legato.simulate.flow.fabrics import check_options, fitting
+from legato.simulate.flow.network import Sharing, last_worker
+from legato.simulate.flow.run import check_iterations
 
-__all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
+__all__ = ["MACHINE_AXES", "PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
 
 Fidelity = Literal["collective", "flow"]
 
@@ -26,10 +29,12 @@ PLAIN = "plain"
 _MOST_CELLS = 1_000_000
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation, complete but for the workload itself, which `workload_id` (`files.identity`) stands for.
 
-    `servers` is 0 on fabrics without any.
+    `servers` is 0 on fabrics without any. `slow` and `slow_link` are the last
+    worker's factors of computation and of time on its link. `options` are the
+    fabric's.
     """
 
     workload_id: str
@@ -40,9 +45,17 @@ class Cell(msgspec.Struct, frozen=True):
     servers: int
     bandwidth_bps: float
     latency_s: float
-    reduce_s_per_byte: float
+    racks: int
+    oversubscription: float
+    slow: float
+    slow_link: float
     jitter: float
+    server_bandwidth_bps: float | None
+    reduce_s_per_byte: float
+    sharing: Sharing
     seed: int
+    iterations: int | None
+    options: tuple[tuple[str, Any], ...]
     version: str = legato.__version__
 
     @property
@@ -51,16 +64,41 @@ class Cell(msgspec.Struct, frozen=True):
         return files.identity(self)
 
     @property
+    def machines(self) -> tuple[Any, ...]:
+        """Where it stands on the axes of the machines."""
+        return tuple(getattr(self, axis) for axis in MACHINE_AXES)
+
+    @property
     def network(self) -> Network:
         """Its machines; raises `InputError` on numbers outside their range."""
         return Network(
             workers=self.workers,
             bandwidth_bps=self.bandwidth_bps,
             latency_s=self.latency_s,
+            racks=self.racks,
+            oversubscription=self.oversubscription,
+            link_scale=last_worker(self.slow_link, self.workers),
+            server_bandwidth_bps=self.server_bandwidth_bps,
+            sharing=self.sharing,
             reduce_s_per_byte=self.reduce_s_per_byte,
+            compute_scale=last_worker(self.slow, self.workers),
             jitter=self.jitter,
             seed=self.seed,
         )
+
+
+#: The grid's axes that are machines: a cell's field, and the grid's; the last is the fastest to change.
+MACHINE_AXES = {
+    "jitter": "jitters",
+    "slow_link": "slow_links",
+    "slow": "slows",
+    "oversubscription": "oversubscriptions",
+    "racks": "racks",
+    "servers": "servers",
+    "latency_s": "latencies_s",
+    "bandwidth_bps": "bandwidths_bps",
+    "workers": "workers",
+}
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
@@ -72,10 +110,13 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The axes of a sweep, in the order in which its rows stand; what is named twice is there once.
 
     `schedulers` may have `PLAIN`, and "all", which is those that are made for a
-    cell's fabric; `servers` is an axis of the fabrics that have some. Speedups
-    are over the first fabric with its first scheduler. `jitter` is the sigma of
-    a lognormal factor on computation (flow fidelity only), drawn from `seed`.
-    Raises `InputError` on unknown names and numbers outside their range.
+    cell's fabric; `servers` is an axis of the fabrics that have some. `jitters`
+    are sigmas of a lognormal factor on computation, drawn from `seed`; `slows`
+    and `slow_links` factors of the last worker's computation and of the time on
+    its link. `options` are handed to the fabrics that have them
+    (`legato.simulate.flow.fabric`). Speedups are over the first fabric with its first scheduler. At collective
+    fidelity hosts are alike, behind one switch. Raises `InputError` on unknown
+    names and numbers outside their range.
     """
 
     workloads: tuple[Workload, ...]
@@ -86,9 +127,17 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[int, ...] = (1,)
     bandwidths_bps: tuple[float, ...] = (10e9,)
     latencies_s: tuple[float, ...] = (0.0,)
+    racks: tuple[int, ...] = (1,)
+    oversubscriptions: tuple[float, ...] = (1.0,)
+    slows: tuple[float, ...] = (1.0,)
+    slow_links: tuple[float, ...] = (1.0,)
+    jitters: tuple[float, ...] = (0.0,)
+    server_bandwidth_bps: float | None = None
     reduce_s_per_byte: float = 0.0
-    jitter: float = 0.0
+    sharing: Sharing = "fifo"
     seed: int = 0
+    iterations: int | None = None
+    options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if self.fidelity not in get_args(Fidelity):
@@ -103,21 +152,28 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.schedulers:
             if name not in known:
                 raise unknown_name("scheduler", name, known)
-        if self.jitter and self.fidelity == "collective":
-            raise InputError(f"jitter: {self.jitter} (expected 0 at collective fidelity: all workers are alike there)")
         for count in self.servers:
             if count < 1:
                 raise InputError(f"servers: {count} (expected at least 1)")
         if self.num_cells_at_most > _MOST_CELLS:
             raise InputError(f"a grid of {self.num_cells_at_most:,} cells (expected at most {_MOST_CELLS:,})")
-        for workers, bandwidth, latency in itertools.product(self.workers, self.bandwidths_bps, self.latencies_s):
-            self._cell("", "", "", workers, 0, bandwidth, latency).network  # noqa: B018
+        if self.iterations is not None:
+            check_iterations(self.iterations)
+        check_options(self.fabrics, self.options)
+        for name in self.fabrics:
+            fitting(name, self.options, self.workers[0])
+        for machines in self._machines(has_servers=True):
+            network = self._cell("", "", "", machines).network
+            if self.fidelity == "collective" and not (network.plain and not self.options):
+                raise InputError(
+                    "fidelity: collective has like hosts, and one switch (expected flow for anything else)"
+                )
 
     @property
     def num_cells_at_most(self) -> int:
-        axes: list[Any] = [self.workloads, self.fabrics, self.workers, self.servers, self.bandwidths_bps]
+        axes: list[Any] = [self.workloads, self.fabrics, *(getattr(self, axis) for axis in MACHINE_AXES.values())]
         each = max(len(SCHEDULERS), len(SERVER_SCHEDULERS)) if "all" in self.schedulers else 0
-        return math.prod(map(len, [*axes, self.latencies_s])) * (len(self.schedulers) + each)
+        return math.prod(map(len, axes)) * (len(self.schedulers) + each)
 
     def cells(self) -> list[Cell]:
         """Every combination once, the rightmost axes (latency, bandwidth, workers) the fastest to change."""
@@ -126,29 +182,32 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     def _cells(self) -> Iterator[Cell]:
         for job in dict.fromkeys(map(files.identity, self.workloads)):
             for name in self.fabrics:
-                servers = self.servers if FABRICS[name].servers else (0,)
-                machines = itertools.product(servers, self.latencies_s, self.bandwidths_bps, self.workers)
-                named = itertools.product(self._schedulers(name), machines)
-                for scheduler, (count, latency, bandwidth, workers) in named:
-                    yield self._cell(job, name, scheduler, workers, count, bandwidth, latency)
+                for scheduler in self._schedulers(name):
+                    for machines in self._machines(has_servers=bool(FABRICS[name].servers)):
+                        yield self._cell(job, name, scheduler, machines)
 
     def _schedulers(self, fabric: str) -> list[str]:
         every = SERVER_SCHEDULERS if FABRICS[fabric].servers else SCHEDULERS
         return [one for name in self.schedulers for one in (every if name == "all" else [name])]
 
-    def _cell(
-        self, job: str, fabric: str, scheduler: str, workers: int, servers: int, bandwidth: float, latency: float
-    ) -> Cell:
+    def _machines(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
+        values = {axis: getattr(self, field) for axis, field in MACHINE_AXES.items()}
+        if not has_servers:
+            values["servers"] = (0,)
+        for chosen in itertools.product(*values.values()):
+            yield dict(zip(values, chosen, strict=True))
+
+    def _cell(self, job: str, fabric: str, scheduler: str, machines: dict[str, Any]) -> Cell:
         return Cell(
             workload_id=job,
             fabric=fabric,
             scheduler=scheduler,
             fidelity=self.fidelity,
-            workers=workers,
-            servers=servers,
-            bandwidth_bps=bandwidth,
-            latency_s=latency,
+            server_bandwidth_bps=self.server_bandwidth_bps,
             reduce_s_per_byte=self.reduce_s_per_byte,
-            jitter=self.jitter,
+            sharing=self.sharing,
             seed=self.seed,
+            iterations=self.iterations,
+            options=tuple(sorted(self.options.items())),
+            **machines,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,8 +65,9 @@ def in_parallel(
                 )
                 yield from _until_closed(pool(calls))
             else:
-                while some := list(itertools.islice(calls, cores * _ROUND)):
-                    yield from joblib.Parallel(n_jobs=cores, batch_size=1)(some)
+                with joblib.Parallel(n_jobs=cores, batch_size=1) as pool:
+                    while some := list(itertools.islice(calls, cores * _ROUND)):
+                        yield from pool(some)
         except TerminatedWorkerError:
             raise LegatoError("a worker process was killed, perhaps for want of memory: try fewer --jobs") from None
 
@@ -85,10 +88,7 @@ def _joblib_backend(name: str | None) -> Iterator[Any]:
     if name is None:
         yield get_active_backend()[0]
     elif name == "ray":
-        from ray.util.joblib import register_ray
-
-        register_ray()
-        with joblib.parallel_config(backend="ray"):
+        with _ray(), joblib.parallel_config(backend="ray"):
             yield get_active_backend()[0]
     else:
         with _dask_client(name) as client, joblib.parallel_config(backend="dask", client=client):
@@ -109,3 +109,28 @@ def _dask_client(name: str) -> Iterator[object]:
         if not client.ncores():
             raise InputError(f"backend {name!r}: the Dask cluster has no workers")
         yield client
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    """Be connected to the Ray cluster that RAY_ADDRESS names, or to one that is started on this machine."""
+    import ray
+    from ray.util.joblib import register_ray
+
+    register_ray()
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    try:
+        if host:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        where = f"answers at RAY_ADDRESS={address}" if address else "starts"
+        raise InputError(f"backend 'ray': no cluster {where} ({type(error).__name__})") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()

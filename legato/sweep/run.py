@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
+from msgspec.structs import replace
+
 from legato.core import files
 from legato.core.workload import Workload
 from legato.report.model import SweepRow
 from legato.sweep.cell import Outcome, run_cell
-from legato.sweep.grid import Cell, Grid
+from legato.sweep.grid import MACHINE_AXES, Cell, Grid
 from legato.sweep.journal import Journal
 from legato.sweep.parallel import in_parallel
 
@@ -61,21 +63,18 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     label = _labels(grid)
     found = [(cell, done[cell.key]) for cell in cells]
     first = cells[0].fabric, cells[0].scheduler
-    base = {_machines(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
+    base = {_baseline(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
     rows = []
     for cell, out in found:
         # Without servers of its own, a cell is compared with the first number of them, if the baseline has any.
-        base_s = base.get(_machines(cell)) or base.get(_machines(cell, cells[0].servers))
+        base_s = base.get(_baseline(cell)) or base.get(_baseline(replace(cell, servers=cells[0].servers)))
         rows.append(
             SweepRow(
                 workload=label[cell.workload_id],
                 fabric=cell.fabric,
                 scheduler=cell.scheduler,
                 fidelity=cell.fidelity,
-                workers=cell.workers,
-                servers=cell.servers,
-                bandwidth_bps=cell.bandwidth_bps,
-                latency_s=cell.latency_s,
+                **{axis: getattr(cell, axis) for axis in MACHINE_AXES},
                 iteration_s=out.iteration_s,
                 speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
                 lower_bound_s=out.lower_bound_s,
@@ -90,10 +89,9 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     return rows
 
 
-def _machines(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
+def _baseline(cell: Cell) -> tuple[object, ...]:
     """What a cell and its baseline have in common."""
-    count = cell.servers if servers is None else servers
-    return cell.workload_id, cell.workers, count, cell.bandwidth_bps, cell.latency_s
+    return cell.workload_id, *cell.machines
 
 
 def _labels(grid: Grid) -> dict[str, str]:
