@@ -11,6 +11,7 @@ how much the largest resident set of rank 0 lies above the one before the model.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import resource
 import socket
@@ -45,7 +46,7 @@ def cut(model: nn.Module) -> Plan:
     for n, p in reversed(trained_parameters(model).items()):
         nbytes, elements = p.numel() * p.element_size(), p.numel()
         ends = [elements * i // 4 * p.element_size() for i in range(5)]
-        messages += [Message((Slice(n, a, b),)) for a, b in zip(ends, ends[1:], strict=False) if a < b <= nbytes]
+        messages += [Message((Slice(n, a, b),)) for a, b in itertools.pairwise(ends) if a < b <= nbytes]
     return Plan("cut", tuple(messages), forward_overlap=True)
 
 
