@@ -1,19 +1,24 @@
 """How fast, and in how much memory, a large profiler trace is imported.
 
-    python benchmarks/ingest.py --megabytes 1000
+    python benchmarks/ingest.py 250 500 1000 2000
 
-writes a trace of that size (kernels, launches, operators with shapes, flows, as
-torch.profiler does), imports it in a process of its own, and prints the seconds
-beside those of the standard library's decoder reading the same file, and the
-peak memory beside the file's size.
+writes traces of so many MB (kernels, launches, operators with shapes, flows, as
+torch.profiler does), imports each in a process of its own, and prints the
+seconds and the peak memory. Every trace has steps of the same size, so that the
+memory must not grow. With `--gzip` they are compressed; with `--whole` the
+standard library's decoder reads the same file, for comparison; with `--folder`
+the traces are kept there for the next time.
 """
 
 import argparse
-import json
+import functools
+import gzip
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import msgspec
 
 IMPORT = """
 import resource, sys, time
@@ -24,9 +29,9 @@ job = import_kineto([Path(sys.argv[1])]).workload
 print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(job.ops), job.nbytes)
 """
 WHOLE = """
-import json, resource, sys, time
+import gzip, json, resource, sys, time
 start = time.perf_counter()
-with open(sys.argv[1]) as file:
+with (gzip.open if sys.argv[1].endswith(".gz") else open)(sys.argv[1]) as file:
     events = json.load(file)["traceEvents"]
 print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(events), 0)
 """
@@ -78,16 +83,19 @@ def kernel(host, tid, start, dur, name, correlation, stream=7, **args):
 
 
 def write(path, nbytes):
-    number = 0
-    with path.open("w") as file:
+    opener = functools.partial(gzip.open, compresslevel=1) if path.suffix == ".gz" else open
+    written, number = 0, 0
+    with opener(path, "wb") as file:
         file.write(
-            '{"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}, "traceEvents": ['
+            b'{"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}, "traceEvents": ['
         )
-        while number == 0 or file.tell() < nbytes:
-            lines = (json.dumps(e) for e in step(number, 200_000.0 * number, 10_000 * number))
-            file.write((",\n" if number else "") + ",\n".join(lines))
+        while written < nbytes:
+            events = map(msgspec.json.encode, step(number, 200_000.0 * number, 10_000 * number))
+            block = (b",\n" if number else b"") + b",\n".join(events)
+            file.write(block)
+            written += len(block)
             number += 1
-        file.write("]}")
+        file.write(b"]}")
 
 
 def run(code, path):
@@ -97,20 +105,27 @@ def run(code, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--folder", type=Path, help="where to write the trace (default: the system's)")
+    parser.add_argument("megabytes", type=int, nargs="*", default=[250, 500])
+    parser.add_argument("--gzip", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="json.load reads it too")
+    parser.add_argument("--folder", type=Path, help="where to write the traces and to keep them")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = Path(folder) / "big.json"
-        write(path, options.megabytes * 10**6)
-        size = path.stat().st_size
-        ours, peak, ops, nbytes = run(IMPORT, path)
-        print(f"{size / 1e6:,.0f} MB: {ours:.1f} s ({size / 1e6 / ours:.0f} MB/s), peak {peak / 1e6:,.0f} MB "
-              f"({peak / size:.2f} of the file); {ops:.0f} ops, {nbytes / 2**20:.0f} MiB of gradients")  # fmt: skip
-        if options.megabytes <= 400:
-            theirs, whole, events, _ = run(WHOLE, path)
-            print(f"json.load alone: {theirs:.1f} s ({theirs / ours:.1f} times as long), peak {whole / 1e6:,.0f} MB "
-                  f"({whole / size:.2f} of the file); {events:.0f} events")  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        for megabytes in options.megabytes:
+            folder = options.folder or Path(temporary)
+            path = folder / f"trace{megabytes}.json{'.gz' if options.gzip else ''}"
+            if not path.exists():
+                write(path, megabytes * 10**6)
+            measure(path, megabytes, options.whole)
+
+
+def measure(path, megabytes, whole):
+    seconds, peak, ops, nbytes = run(IMPORT, path)
+    print(f"{megabytes:,} MB: {seconds:.1f} s ({megabytes / seconds:.0f} MB/s), peak {peak / 1e6:,.0f} MB; "
+          f"{ops:.0f} ops, {nbytes / 2**20:.0f} MiB of gradients", flush=True)  # fmt: skip
+    if whole:
+        seconds, peak, events, _ = run(WHOLE, path)
+        print(f"    json.load alone: {seconds:.1f} s, peak {peak / 1e6:,.0f} MB; {events:.0f} events", flush=True)
 
 
 if __name__ == "__main__":

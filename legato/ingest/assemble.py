@@ -46,9 +46,11 @@ def assemble(
     gradients = _with_readers(gradients, ops, notes)
     update_s = math.fsum(_seconds(op, keep_idle) for op in ops if op.phase == "optimizer")
     total = sum(gradient.nbytes for gradient in gradients)
+    backward = (i if op.phase == "backward" else -1 for i, op in enumerate(ops))
+    latest = list(itertools.accumulate(backward, max, initial=-1))  # backward op before each op
     tensors = []
     for number, gradient in enumerate(gradients):
-        ready = max((place[i] for i in _before(gradient.ready_after, ops)), default=forward)
+        ready = place.get(latest[min(gradient.ready_after, len(ops) - 1) + 1], forward)
         readers = sorted(place[r] for r in gradient.readers or () if r in place and place[r] < forward)
         if update_s > 0:
             built.append(Op(f"update {gradient.name}", "optimizer", update_s * gradient.nbytes / total))
@@ -68,14 +70,6 @@ def _op(op: TracedOp, index: int, place: dict[int, int], keep_idle: bool) -> Op:
 
 def _seconds(op: TracedOp, keep_idle: bool) -> float:
     return op.duration_s + (op.gap_s if keep_idle else 0.0)
-
-
-def _before(index: int, ops: Sequence[TracedOp]) -> list[int]:
-    """The nearest backward op at or before `index`, if there is one."""
-    for i in range(min(index, len(ops) - 1), -1, -1):
-        if ops[i].phase == "backward":
-            return [i]
-    return []
 
 
 def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes: Notes) -> list[Gradient]:

@@ -18,7 +18,9 @@ writes it), else by position (see `assemble`).
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -233,6 +235,7 @@ class _Graph:
     def _contracted(self) -> dict[int, set[int]]:
         """For every node the kept nodes and collectives that it needs, over any nodes between."""
         needs: dict[int, set[int]] = {}
+        total = 0
         for node in self._order:
             found: set[int] = set()
             for dep in node.data_deps:
@@ -240,6 +243,9 @@ class _Graph:
                     carries = _is_transfer(self._nodes[dep]) and _kind_and_size(self._nodes[dep])[0] in GRADIENT_KINDS
                     found |= {dep} if dep in self._place or carries else needs[dep]
             needs[node.id] = found
+            total += len(found)
+            if total > _MOST_NEEDS:
+                raise FileError(f"{self._path}: more than {_MOST_NEEDS} dependencies over nodes that compute nothing")
         return needs
 
     def ops(self) -> list[TracedOp]:
@@ -264,6 +270,10 @@ class _Graph:
                 if dep not in self._place and self._phases[node.id] == "forward":
                     readers.setdefault(dep, []).append(self._place[node.id])
         found, names = [], set[str]()
+        positions = {n.id: k for k, n in enumerate(self._order)}
+        kept_until = list(itertools.accumulate((n.id in self._place for n in self._order), initial=0))
+        by_id = sorted((n.id, i) for i, n in enumerate(self._kept))
+        latest = list(itertools.accumulate((i for _, i in by_id), max, initial=0))
         for number, node in enumerate(transfers):
             _, size = _kind_and_size(node)
             if size is None:
@@ -272,18 +282,20 @@ class _Graph:
             before = [self._place[d] for d in self._needs[node.id] if d in self._place]
             ready = max((i for i in before if self._phases[self._kept[i].id] == "backward"), default=None)
             if self._streamed:
-                ready = max((i for i, n in enumerate(self._kept) if n.id < node.id), default=0)
+                ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
             elif ready is None:
                 self._notes.lacks(
                     "what some gradient transfers depend on", "they are ready when the ops before them in the order are"
                 )
-                ready = sum(1 for n in self._order[: self._order.index(node)] if n.id in self._place) - 1
+                ready = kept_until[positions[node.id]] - 1
             own = node.name if node.attributes.get("phase") and node.name not in names else f"bucket {number:02}"
             names.add(own)
             found.append(Gradient(own, size, ready, tuple(readers[node.id]) if node.id in readers else None))
         return found
 
 
+#: A trace of a gigabyte has fewer; what has more was made to fill the memory.
+_MOST_NEEDS = 2**25
 _ORDER = ("forward", "backward", "optimizer")
 _PHASE: dict[str, Phase] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer"}
 

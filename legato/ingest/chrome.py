@@ -11,6 +11,7 @@ decoder of the whole file would not accept.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
     for block in blocks(path, progress):
         yield from reader.feed(block)
     yield from reader.finish()
+
+
+def _cuts(data: bytes) -> Iterator[int]:
+    """Where an event may end, the last first."""
+    at = len(data)
+    while (at := data.rfind(b"}", 0, at)) >= 0:
+        if _CUT.match(data, at):
+            yield at + 1
 
 
 class _Reader(Generic[Event]):
@@ -106,8 +115,7 @@ class _Reader(Generic[Event]):
 
     def _run(self) -> list[Event]:
         """As many whole events as a guessed cut gives."""
-        cuts = [match.start() + 1 for match in _CUT.finditer(self._rest)]
-        for cut in cuts[: -_TRIES - 1 : -1]:
+        for cut in itertools.islice(_cuts(self._rest), _TRIES):
             try:
                 found = self._events.decode(b"[" + self._rest[:cut] + b"]")
             except msgspec.ValidationError as error:

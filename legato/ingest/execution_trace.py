@@ -33,7 +33,6 @@ from legato.ingest.step import Imported, Notes, TracedOp
 __all__ = ["import_execution_traces"]
 
 _LARGEST_BYTES = 2**30
-_ENCLOSING = 4096
 
 
 class _Values(msgspec.Struct):
@@ -137,13 +136,13 @@ class _Dependencies:
 
     def __call__(self, step: Step, notes: Notes) -> list[TracedOp]:
         """The step's ops with their dependencies; an op that is in no known operator keeps its place in the stream."""
-        nodes = self._by_row(step)
+        nodes = _innermost(step, self._by_row(step))
         writer: dict[int, int] = {}
         found, unknown, before = [], 0, -1
         for index in np.argsort(step.host_s, kind="stable"):
             i = int(index)
             op = step.ops[i]
-            node = _innermost(step, i, nodes)
+            node = nodes.get(i)
             if node is None:
                 unknown += 1
                 found.append((i, replace(op, deps=(before,) if 0 <= before < i else ())))
@@ -155,7 +154,7 @@ class _Dependencies:
             before = i
         if unknown == len(found):
             raise FileError(
-                f"{self._path}: none of its operators ran in {step.trace.path} (expected the same step of a rank)"
+                f"{self._path}: none of its operators ran in {step.trace.marks.path} (expected the same step of a rank)"
             )
         if unknown:
             notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the one before it")
@@ -189,14 +188,21 @@ class _Dependencies:
         return found
 
 
-def _innermost(step: Step, index: int, nodes: dict[int, _Node]) -> _Node | None:
-    """The innermost operator of the graph that was open on the thread that launched the op."""
-    spans, moment = step.trace.operator, step.host_s[index]
-    last = int(np.searchsorted(spans.start, moment, side="right"))
-    for row in range(last - 1, max(last - 1 - _ENCLOSING, -1), -1):
-        if row in nodes and spans.thread[row] == step.thread[index] and spans.end[row] >= moment:
-            return nodes[row]
-    return None
+def _innermost(step: Step, nodes: dict[int, _Node]) -> dict[int, _Node]:
+    """For each op the innermost operator of the graph that was open on the thread that launched it, if any was."""
+    spans, rows, at = step.trace.operator, sorted(nodes), 0
+    open_rows: dict[int, list[int]] = {}
+    found = {}
+    for i in np.argsort(step.host_s, kind="stable").tolist():
+        while at < len(rows) and spans.start[rows[at]] <= step.host_s[i]:
+            open_rows.setdefault(int(spans.thread[rows[at]]), []).append(rows[at])
+            at += 1
+        stack = open_rows.get(int(step.thread[i]), [])
+        while stack and spans.end[stack[-1]] < step.host_s[i]:
+            stack.pop()
+        if stack:
+            found[i] = nodes[stack[-1]]
+    return found
 
 
 def _storages(node: _Node) -> tuple[set[int], set[int]]:

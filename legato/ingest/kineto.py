@@ -6,14 +6,15 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from legato.core.errors import FileError, InputError
-from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
+from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.ingest.assemble import assemble
-from legato.ingest.kineto_events import Trace, read_trace
+from legato.ingest.kineto_events import Marks, Window, read_marks, read_trace
 from legato.ingest.kineto_gradients import gradients
-from legato.ingest.kineto_step import Step, Window, extract, trim, windows
+from legato.ingest.kineto_step import Step, extract, trim, windows
 from legato.ingest.source import Progress, one_line
 from legato.ingest.step import Imported, Notes, RankMeasure, TracedOp
 
@@ -42,22 +43,24 @@ def import_kineto(
     that are not there.
     """
     notes = Notes()
-    traces = _by_rank([read_trace(path, progress) for path in paths], notes)
+    readings = iter(_readings(paths, progress))
+    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
     chosen = _chosen(traces, rank)
-    marked = {r: windows(trace, notes) for r, trace in traces.items()}
+    marked = {r: windows(marks, notes) for r, marks in traces.items()}
     window = _window(marked[chosen], step, traces[chosen])
     steps = {}
-    for r, trace in traces.items():
+    for r, marks in traces.items():
         same = [w for w in marked[r] if w.name == window.name]
         if not same:
-            raise InputError(f"{trace.path}: no step {window.name!r} (has {_listed(marked[r])})")
-        steps[r] = extract(trace, same[0], notes)
-        if not steps[r].ops:
-            raise FileError(f"{trace.path}: no computation in step {window.name!r} (is this a PyTorch profiler trace?)")
+            raise InputError(f"{marks.path}: no step {window.name!r} (has {_listed(marked[r])})")
+        found = extract(read_trace(marks, same[0], next(readings)), same[0], notes)
+        if not found.ops:
+            raise FileError(f"{marks.path}: no computation in step {window.name!r} (is this a PyTorch profiler trace?)")
+        steps[r] = found if r == chosen else replace(found, trace=found.trace.emptied())
     waits_known = _set_waits(steps, traces, notes)
     steps = {r: trim(s) for r, s in steps.items()}
     mine = steps[chosen]
-    graph = (graphs or {}).get(mine.trace.path)
+    graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
         mine = replace(mine, ops=tuple(graph(mine, notes)))
     else:
@@ -65,7 +68,7 @@ def import_kineto(
     measures = tuple(_measure(r, s, waits_known) for r, s in sorted(steps.items()))
     measured = next(m for m in measures if m.rank == chosen)
     workload = assemble(
-        name or _title(mine.trace.path),
+        name or _title(mine.trace.marks.path),
         mine.ops,
         gradients(mine, notes),
         notes,
@@ -77,10 +80,22 @@ def import_kineto(
     return Imported(workload, _timeline(workload.name, steps, chosen, measured), measures, notes)
 
 
-def _by_rank(traces: list[Trace], notes: Notes) -> dict[int, Trace]:
-    found: dict[int, Trace] = {}
+def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
+    """A callback for each reading of a file: all of them are read twice, which is one progress."""
+    sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
+    if progress is None:
+        return [None for _ in sizes]
+    return [partial(_advance, progress, sum(sizes[:i]), sum(sizes)) for i in range(len(sizes))]
+
+
+def _advance(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
+    found: dict[int, Marks] = {}
     for number, trace in enumerate(traces):
-        if not (len(trace.device) or len(trace.operator)):
+        if not trace.has_work:
             raise FileError(f"{trace.path}: no operators and no kernels in {trace.events} events (expected a trace "
                             "of torch.profiler)")  # fmt: skip
         if trace.rank is None and len(traces) > 1:
@@ -95,13 +110,13 @@ def _by_rank(traces: list[Trace], notes: Notes) -> dict[int, Trace]:
     return found
 
 
-def _chosen(traces: dict[int, Trace], rank: int | None) -> int:
+def _chosen(traces: dict[int, Marks], rank: int | None) -> int:
     if rank is not None and rank not in traces:
         raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
     return min(traces) if rank is None else rank
 
 
-def _window(marked: list[Window], step: str | None, trace: Trace) -> Window:
+def _window(marked: list[Window], step: str | None, trace: Marks) -> Window:
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
@@ -115,7 +130,7 @@ def _listed(marked: list[Window]) -> str:
     return one_line(", ".join(w.name for w in marked))
 
 
-def _set_waits(steps: dict[int, Step], traces: dict[int, Trace], notes: Notes) -> bool:
+def _set_waits(steps: dict[int, Step], traces: dict[int, Marks], notes: Notes) -> bool:
     """Split each collective into waiting and transfer: the last rank to come does not wait."""
     transfers = [[(t.kind, t.nbytes) for t in s.transfers] for s in steps.values()]
     if not transfers[0]:
@@ -174,19 +189,31 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _timeline(name: str, steps: dict[int, Step], chosen: int, measured: RankMeasure) -> Timeline:
-    """The step on all ranks, the chosen one first; clocks are set by the ends of the collectives."""
+    """The step on all ranks, the chosen one first, as a period that begins with its backward pass.
+
+    Clocks are set by the ends of the collectives. The forward pass is drawn behind, as that of the next step.
+    """
     reference = steps[chosen]
+    cut = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)
+    forward_s = measured.iteration_s - (cut - reference.begin_s)  # when the next forward pass begins
     spans = []
+
+    def add(
+        worker: int, lane: str, what: str, start: float, end: float, kind: SpanKind, nbytes: int | None = None
+    ) -> None:
+        at = start - cut if start >= cut else start - reference.begin_s + forward_s
+        spans.append(Span(worker, lane, what, at, at + end - start, kind, nbytes))
+
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
     for worker, r in enumerate(order):
         step = steps[r]
         late = [b.end_s - a.end_s for a, b in zip(step.transfers, reference.transfers, strict=False)]
-        shift = reference.begin_s - statistics.median(late) if late else step.begin_s
+        shift = statistics.median(late) if late else reference.begin_s - step.begin_s
         for op in _computing(step):
-            spans.append(Span(worker, "compute", op.name, op.start_s - shift, op.end_s - shift, op.phase))
-        for t in step.transfers:
-            begin = t.start_s + t.waited_s - shift
-            spans.append(Span(worker, "network", t.name, begin, t.end_s - shift, "message", t.nbytes))
+            add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
+        for number, t in enumerate(step.transfers):
+            start = t.start_s + t.waited_s + shift
+            add(worker, "network", f"{t.kind} {number:02}", start, t.end_s + shift, "message", t.nbytes)
     return Timeline(name, "measured", measured.iteration_s, tuple(spans))
 
 

@@ -1,210 +1,151 @@
-"""The events of a PyTorch profiler trace that matter here, held in columns.
+"""The events of a PyTorch profiler trace that matter here, read in two passes.
 
-A trace has millions of events. Each that is kept takes 44 bytes, so that the
-memory stays a small part of the file.
+A trace has millions of events, and one step of it is wanted. The first pass
+finds where the steps are; the second keeps one step, in columns.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from array import array
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from legato.core.errors import FileError
 from legato.ingest.chrome import Header, events
+from legato.ingest.kineto_columns import NEAREST, Arguments, Number, Spans, whole_number
 from legato.ingest.source import Progress, one_line
 
-__all__ = [
-    "ACCUMULATE",
-    "COLLECTIVE_NAME",
-    "COMMUNICATION",
-    "Arguments",
-    "Spans",
-    "Trace",
-    "read_trace",
-    "whole_number",
-]
-
-Number = int | float | str | None
-
-
-class Arguments(msgspec.Struct):
-    """What profilers write about an event, of any version: numbers also as text, lists also as text."""
-
-    external: Number = msgspec.field(default=None, name="External id")
-    record: Number = msgspec.field(default=None, name="Record function id")
-    sequence: Number = msgspec.field(default=None, name="Sequence number")
-    correlation: Number = None
-    stream: Number = None
-    nbytes: Number = msgspec.field(default=None, name="bytes")
-    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
-    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
-    collective: str | None = msgspec.field(default=None, name="Collective name")
-    elements: Number = msgspec.field(default=None, name="In msg nelems")
-    dtype: str | None = None
-    group: Number = msgspec.field(default=None, name="Group size")
-
-    def detached(self) -> Arguments:
-        """The same without a hold on the block of the file in which it stood."""
-        self.dims, self.types = self.dims.copy(), self.types.copy()
-        return self
-
-    def key(self) -> Hashable:
-        """Equal for arguments that say the same but for their ids."""
-        said = (self.nbytes, self.collective, self.elements, self.dtype, self.group)
-        return (*said, bytes(self.dims), bytes(self.types))
-
-    def dimensions(self) -> Any:
-        """`Input Dims` as lists of numbers, or None."""
-        return _decoded(self.dims)
-
-    def type_names(self) -> Any:
-        """`Input type` as a list of names, or None."""
-        return _decoded(self.types)
-
-
-def _decoded(raw: msgspec.Raw) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-class _Event(msgspec.Struct):
-    ph: str = ""
-    cat: str | None = None
-    name: str | None = None
-    ts: int | float | str | None = None
-    dur: int | float | str | None = None
-    pid: int | float | str | None = None
-    tid: int | float | str | None = None
-    args: Arguments | None = None
-
-
-class Spans:
-    """Events of one sort: columns; equal arguments are kept once."""
-
-    def __init__(self) -> None:
-        self._start, self._end, self._link = array("d"), array("d"), array("q")
-        self._record, self._name, self._thread = array("q"), array("i"), array("i")
-        self._detail = array("i")
-        self._known: dict[Hashable, int] = {}
-        self._details: list[Arguments] = []
-
-    def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event; `name` and `thread` are numbers of the trace's tables; `keep` all of `args` or only ids."""
-        number = -1
-        if keep:
-            number = self._known.setdefault(args.key(), len(self._details))
-            if number == len(self._details):
-                self._details.append(args.detached())
-        self._detail.append(number)
-        self._record.append(whole_number(args.record if args.record is not None else args.external))
-        self._start.append(start)
-        self._end.append(end)
-        self._name.append(name)
-        self._thread.append(thread)
-        self._link.append(link)
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def seal(self) -> None:
-        """Sort by start (longest first where that is equal) and turn to numpy; nothing is added afterwards."""
-        start, end = np.array(self._start), np.array(self._end)
-        order = np.lexsort((-end, start))
-        del self._start, self._end
-        self.start: NDArray[np.float64] = start[order]
-        self.end: NDArray[np.float64] = end[order]
-        self.name: NDArray[np.int64] = np.array(self._name, dtype=np.int64)[order]
-        self.thread: NDArray[np.int64] = np.array(self._thread, dtype=np.int64)[order]
-        self.link: NDArray[np.int64] = np.array(self._link, dtype=np.int64)[order]
-        self.record: NDArray[np.int64] = np.array(self._record, dtype=np.int64)[order]
-        del self._link, self._record, self._name, self._thread
-        self._number: NDArray[np.int64] = np.array(self._detail, dtype=np.int64)[order]
-        del self._detail
-
-    def detail(self, row: int) -> Arguments | None:
-        """The arguments of an event, where they were kept."""
-        number = int(self._number[row])
-        return None if number < 0 else self._details[number]
-
-    def detailed(self) -> list[int]:
-        """The rows whose arguments were kept."""
-        return [int(row) for row in np.flatnonzero(self._number >= 0)]
-
-
-@dataclass
-class Trace:
-    """One rank's trace. `device` links to `launch` by correlation; the link of an operator is its sequence number."""
-
-    path: Path
-    rank: int | None = None
-    workers: int | None = None
-    names: list[str] = field(default_factory=list)
-    threads: list[str] = field(default_factory=list)
-    device: Spans = field(default_factory=Spans)
-    launch: Spans = field(default_factory=Spans)
-    operator: Spans = field(default_factory=Spans)
-    annotation: Spans = field(default_factory=Spans)
-    origin_us: float = 0.0
-    events: int = 0
-
-    def named(self, spans: Spans, row: int) -> str:
-        return self.names[int(spans.name[row])]
-
+__all__ = ["ACCUMULATE", "COLLECTIVE_NAME", "COMMUNICATION", "Marks", "Trace", "Window", "read_marks", "read_trace"]
 
 #: The operators by which gradients and collectives are found.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 COMMUNICATION = "record_param_comms"
 COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
 
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime"}
-_MISSING = -1
+_STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
+_DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
+_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime"), "launch")
+_SORTS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+#: What is above this is no moment: 30,000 years.
+_LARGEST_US = 1e18
 
 
-def read_trace(path: Path, progress: Progress | None = None) -> Trace:
-    """Read one trace file; raises `FileError` when it is none, or holds an event that makes no sense."""
-    trace, header = Trace(path), Header()
+@dataclass(frozen=True)
+class Window:
+    """A step: its name and the time in which the host ran it, in seconds since the trace's first event."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Marks:
+    """What the first pass finds in one rank's trace: the marks of its steps and of its optimizer, in order."""
+
+    path: Path
+    rank: int | None = None
+    workers: int | None = None
+    origin_us: float = 0.0
+    events: int = 0
+    has_work: bool = False  # operators or kernels
+    steps: list[Window] = field(default_factory=list)
+    updates: list[Window] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """One step of one rank.
+
+    `device` links to `launch` by correlation; the link of an operator is its sequence number.
+    """
+
+    marks: Marks
+    device: Spans
+    launch: Spans
+    operator: Spans
+    annotation: Spans
+    names: list[str] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+
+    def emptied(self) -> Trace:
+        """The same trace with nothing of what happened in it."""
+        return Trace(self.marks, Spans(), Spans(), Spans(), Spans())
+
+    def named(self, spans: Spans, row: int) -> str:
+        return self.names[int(spans.name[row])]
+
+
+class _Mark(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str | None = None
+    name: str | None = None
+    ts: Number = None
+    dur: Number = None
+
+
+class _Event(_Mark, gc=False):
+    tid: Number = None
+    args: msgspec.Raw = msgspec.Raw()
+
+
+def read_marks(path: Path, progress: Progress | None = None) -> Marks:
+    """The first pass; raises `FileError` when the file is no trace, or a mark in it makes no sense."""
+    marks, header, began = Marks(path), Header(), False
+    for index, event in enumerate(events(path, _Mark, header, progress)):
+        marks.events += 1
+        sort = _sort(event)
+        if sort is None:
+            continue
+        if not marks.has_work:
+            marks.has_work = sort in ("device", "operator")
+        if not began:
+            marks.origin_us, began = _number(path, index, "ts", event.ts), True
+        if sort == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
+            start, end = _seconds(marks, index, event)
+            (marks.steps if name.startswith(_STEP) else marks.updates).append(Window(name, start, end))
+    marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.rank = _positive(header.distributed.get("rank"))
+    marks.workers = _positive(header.distributed.get("world_size"))
+    return marks
+
+
+def read_trace(marks: Marks, window: Window, progress: Progress | None = None) -> Trace:
+    """The second pass: one step; raises `FileError` where an event makes no sense."""
+    near = (window.start_s, window.end_s)
+    trace = Trace(marks, Spans(*near, NEAREST), Spans(*near, NEAREST), Spans(*near), Spans(*near))
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
-    sorts = {"cpu_op": trace.operator, "user_annotation": trace.annotation}
-    sorts |= dict.fromkeys(_DEVICE, trace.device) | dict.fromkeys(_LAUNCH, trace.launch)
-    began = False
-    for index, event in enumerate(events(path, _Event, header, progress)):
-        trace.events += 1
-        spans = sorts.get((event.cat or "").lower())
-        if event.ph != "X" or spans is None:
+    sorts: dict[str, Spans] = {sort: getattr(trace, sort) for sort in set(_SORTS.values())}
+    for index, event in enumerate(events(marks.path, _Event, Header(), progress)):
+        sort = _sort(event)
+        if sort is None:
             continue
-        start, length = (_number(path, index, key, getattr(event, key)) for key in ("ts", "dur"))
-        if length < 0:
-            raise FileError(f"{path}: traceEvents[{index}].dur: {length} (expected at least 0)")
-        if not began:
-            trace.origin_us, began = start, True
-        start = (start - trace.origin_us) * 1e-6
-        name = names.setdefault(event.name or "", len(names))
-        args = event.args or Arguments()
-        sort = "launch" if spans is trace.launch else "device" if spans is trace.device else "host"
-        if sort == "launch" and not _launches(event.name or ""):
+        spans, (start, end) = sorts[sort], _seconds(marks, index, event)
+        name = event.name or ""
+        if not spans.wants(start, end) or (sort == "launch" and not _launches(name)):
             continue
+        args = _arguments(marks.path, index, event.args)
+        on_host = sort in ("operator", "annotation")
         thread = threads.setdefault(str(args.stream if sort == "device" else event.tid), len(threads))
-        link = whole_number(args.sequence if sort == "host" else args.correlation)
-        spans.add(start, start + length * 1e-6, name, thread, link, args, _has_detail(event.name or "", args))
+        link = whole_number(args.sequence if on_host else args.correlation)
+        number = names.setdefault(name, len(names))
+        spans.add(start, end, number, thread, link, args, _has_detail(name, args))
     trace.names, trace.threads = list(names), list(threads)
-    for spans in (trace.device, trace.launch, trace.operator, trace.annotation):
+    for spans in sorts.values():
         spans.seal()
-    trace.rank = _positive(header.distributed.get("rank"))
-    trace.workers = _positive(header.distributed.get("world_size"))
     return trace
+
+
+def _sort(event: _Mark) -> str | None:
+    if event.ph != "X" or event.cat is None:
+        return None
+    return _SORTS.get(event.cat) or _SORTS.get(event.cat.lower())
 
 
 def _launches(name: str) -> bool:
@@ -217,24 +158,38 @@ def _has_detail(name: str, args: Arguments) -> bool:
     return bool(bytes(args.dims)) and (name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) is not None)
 
 
+def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
+    if not bytes(raw):
+        return Arguments()
+    try:
+        return msgspec.json.decode(raw, type=Arguments | None) or Arguments()
+    except msgspec.ValidationError as error:
+        place = str(error).replace("$.", f"traceEvents[{index}].args.")
+        raise FileError(f"{path}: {one_line(place, 200)}") from None
+
+
+def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
+    """When an event began and ended."""
+    start, length = event.ts, event.dur
+    if not (isinstance(start, float) and abs(start) < _LARGEST_US):
+        start = _number(marks.path, index, "ts", start)
+    if not (isinstance(length, float) and abs(length) < _LARGEST_US):
+        length = _number(marks.path, index, "dur", length)
+    if length < 0:
+        raise FileError(f"{marks.path}: traceEvents[{index}].dur: {length} (expected at least 0)")
+    start = (start - marks.origin_us) * 1e-6
+    return start, start + length * 1e-6
+
+
 def _number(path: Path, index: int, key: str, value: Number) -> float:
     try:
         number = float(value if value is not None else "")
     except (ValueError, OverflowError):
         number = math.nan
-    if not abs(number) < 1e18:
+    if not abs(number) < _LARGEST_US:
         found = "missing" if value is None else one_line(str(value), 40)
         raise FileError(f"{path}: traceEvents[{index}].{key}: {found} (expected a number of microseconds)")
     return number
-
-
-def whole_number(value: Number) -> int:
-    """A whole number that 63 bits hold, or -1."""
-    try:
-        number = int(value) if value is not None else _MISSING
-    except (ValueError, OverflowError):
-        return _MISSING
-    return number if -(2**62) < number < 2**62 else _MISSING
 
 
 def _positive(value: Any) -> int | None:

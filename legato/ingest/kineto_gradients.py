@@ -15,16 +15,20 @@ does not, the bucket is one tensor.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from legato.ingest.collectives import tensor_bytes
-from legato.ingest.kineto_events import ACCUMULATE, Trace, whole_number
-from legato.ingest.kineto_step import Step, carries_gradients
+from legato.ingest.kineto_columns import whole_number
+from legato.ingest.kineto_events import ACCUMULATE
+from legato.ingest.kineto_phases import BackwardPass
+from legato.ingest.kineto_step import Step
 from legato.ingest.step import Gradient, Notes, Transfer
 
 __all__ = ["gradients"]
@@ -45,7 +49,7 @@ class _Parameter:
 
 def gradients(step: Step, notes: Notes) -> list[Gradient]:
     """The tensors of a step (trimmed); empty if it has neither gradient transfers nor parameters."""
-    sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if carries_gradients(t)]
+    sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
     if unsized:
         notes.lacks(f"the size of {len(unsized)} gradient transfers (record_shapes=True writes it): left out")
@@ -62,28 +66,29 @@ def gradients(step: Step, notes: Notes) -> list[Gradient]:
 
 
 def _parameters(step: Step) -> list[_Parameter]:
-    trace, spans = step.trace, step.trace.operator
-    rows = _rows(trace, ACCUMULATE, step)
-    hooks = _rows(trace, _HOOK, step)
-    nodes = [
-        (float(spans.start[i]), int(spans.link[i]), int(spans.thread[i]))
-        for i in _window_rows(step)
-        if spans.link[i] >= 0 and _BACKWARD_NODE.match(trace.named(spans, i))
-    ]
-    forward = _first_by_sequence(step, nodes[0][0]) if nodes else {}
+    """The parameters whose gradients are sent; read where the first forward pass reads them."""
+    found = _of_pass(step, step.sending)
+    if step.sending is None or step.sending is step.phases.passes[0]:
+        return found
+    first = _of_pass(step, step.phases.passes[0])
+    same = [p.shape for p in first] == [p.shape for p in found]
+    return [replace(p, readers=first[k].readers if same else None) for k, p in enumerate(found)]
+
+
+def _of_pass(step: Step, which: BackwardPass | None) -> list[_Parameter]:
+    """The parameters of one backward pass, or of the whole step."""
+    spans = step.trace.operator
+    forward = _first_by_sequence(step)
     forward_ops = [i for i, op in enumerate(step.ops) if op.phase == "forward"]
     launched = np.array([step.host_s[i] for i in forward_ops])
-    backward_ops = [i for i, op in enumerate(step.ops) if op.phase == "backward"]
-    made = np.array([step.host_s[i] for i in backward_ops])
-    found, before = [], 0
-    for row in rows:
-        start, thread = float(spans.start[row]), int(spans.thread[row])
-        end = min((float(spans.end[h]) for h in hooks if spans.start[h] <= start <= spans.end[h]), default=start)
-        end = min([end, *(moment for moment in step.issued_s if moment >= start)])
-        ready = np.flatnonzero(made < end)
-        while before < len(nodes) and nodes[before][0] <= start:
-            before += 1
-        sequence = next((link for _, link, on in reversed(nodes[:before]) if on == thread), None)
+    made, latest = _backward_ops(step)
+    found = []
+    for row, end, sequence in _accumulations(step):
+        start = float(spans.start[row])
+        if which is not None and not which.start_s <= start <= which.end_s:
+            continue
+        issued = bisect.bisect_left(step.issued_s, start)
+        ready = int(np.searchsorted(made, min([end, *step.issued_s[issued : issued + 1]])))
         readers: tuple[int, ...] | None = None
         if sequence in forward and len(forward_ops):
             at = int(np.searchsorted(launched, forward[sequence]))
@@ -93,8 +98,7 @@ def _parameters(step: Step) -> list[_Parameter]:
         args = spans.detail(row)
         dims = args.dimensions() if args is not None else None
         nbytes = tensor_bytes(dims, args.type_names()) if args is not None else None
-        ready_after = max((backward_ops[i] for i in ready), default=-1)
-        found.append(_Parameter(start, nbytes, _shape(dims), ready_after, readers))
+        found.append(_Parameter(start, nbytes, _shape(dims), int(latest[ready - 1]) if ready else -1, readers))
     return found
 
 
@@ -102,34 +106,64 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
     return tuple(dims[0]) if isinstance(dims, list) and dims and isinstance(dims[0], list) else None
 
 
+def _backward_ops(step: Step) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """When the backward ops were launched, sorted, and the last op of those launched until then."""
+    ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
+    order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
+    return step.host_s[ops][order], np.maximum.accumulate(ops[order])
+
+
+def _accumulations(step: Step) -> list[tuple[int, float, int | None]]:
+    """(row, when its hook ended, sequence number of the node before it) of each `AccumulateGrad` of the step."""
+    spans, names = step.trace.operator, step.trace.names
+    nodes = _backward_nodes(step)
+    hook_end: dict[int, float] = {}
+    sequence: dict[int, int] = {}
+    found = []
+    for row in _window_rows(step):
+        number, thread = int(spans.name[row]), int(spans.thread[row])
+        if number in nodes:
+            if spans.link[row] >= 0:
+                sequence[thread] = int(spans.link[row])
+        elif names[number] == _HOOK:
+            hook_end[thread] = float(spans.end[row])
+        elif names[number] == ACCUMULATE:
+            start = float(spans.start[row])
+            found.append((row, max(start, hook_end.get(thread, start)), sequence.get(thread)))
+    return found
+
+
+def _backward_nodes(step: Step) -> set[int]:
+    """The numbers of the names of autograd's nodes."""
+    return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
+
+
 def _window_rows(step: Step) -> range:
     start = step.trace.operator.start
     return range(int(np.searchsorted(start, step.window.start_s)), int(np.searchsorted(start, step.window.end_s)))
 
 
-def _rows(trace: Trace, name: str, step: Step) -> list[int]:
-    if name not in trace.names:
-        return []
-    number = trace.names.index(name)
-    window = _window_rows(step)
-    return [window.start + int(i) for i in np.flatnonzero(trace.operator.name[window.start : window.stop] == number)]
+def _rows(step: Step, name: str) -> list[int]:
+    spans, names, window = step.trace.operator, step.trace.names, _window_rows(step)
+    number = names.index(name) if name in names else -1
+    return [window.start + int(i) for i in np.flatnonzero(spans.name[window.start : window.stop] == number)]
 
 
-def _first_by_sequence(step: Step, backward_s: float) -> dict[int, float]:
+def _first_by_sequence(step: Step) -> dict[int, float]:
     """When the forward operator of each sequence number began."""
-    spans, first = step.trace.operator, dict[int, float]()
-    for i in _window_rows(step):
-        if spans.start[i] >= backward_s:
-            break
-        if spans.link[i] >= 0:
-            first.setdefault(int(spans.link[i]), float(spans.start[i]))
+    spans, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
+    for row in _window_rows(step):
+        if spans.link[row] >= 0:
+            if int(spans.name[row]) in nodes:
+                break
+            first.setdefault(int(spans.link[row]), float(spans.start[row]))
     return first
 
 
 def _sized_by_copies(step: Step, parameters: list[_Parameter], sent: list[tuple[Transfer, float]]) -> list[_Parameter]:
     """The parameters with the bytes that were copied back to their gradients, if each was."""
     trace = step.trace
-    copies = _rows(trace, _COPY_BACK, step)
+    copies = _rows(step, _COPY_BACK)
     if len(copies) != len(parameters) or not step.on_device:
         return parameters
     launched = {int(link): float(s) for link, s in zip(trace.launch.link, trace.launch.start, strict=True)}
@@ -151,10 +185,11 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[Transfer, float]], 
     """The parameters of each transfer, if their bytes add up to its; else the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
-    left = list(parameters)
+    taken = 0
     for number, (transfer, issued) in enumerate(sent):
-        while left and left[0].start_s < issued:
-            pool.append(left.pop(0))
+        while taken < len(parameters) and parameters[taken].start_s < issued:
+            pool.append(parameters[taken])
+            taken += 1
         chosen = _adding_up(pool, transfer.nbytes)
         if chosen is None:
             notes.lacks(
@@ -164,7 +199,8 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[Transfer, float]], 
             chosen, whole = pool, True
         else:
             whole = False
-        pool = [p for p in pool if not any(p is c for c in chosen)]
+        carried = set(map(id, chosen))
+        pool = [p for p in pool if id(p) not in carried]
         found += (
             [_bucket(number, transfer, tuple(chosen))]
             if whole
@@ -174,12 +210,18 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[Transfer, float]], 
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """All of the pool, the latest of it, or all but one: whichever has exactly so many bytes."""
+    """Those of the pool that have exactly so many bytes: all or the latest, all but one, or a run among others."""
     pool = [p for p in pool if p.nbytes is not None]
-    choices = itertools.chain(
-        (pool[k:] for k in range(len(pool))), (pool[:k] + pool[k + 1 :] for k in range(len(pool)))
-    )
-    return next((c for c in choices if c and sum(p.nbytes or 0 for p in c) == nbytes), None)
+    sums = [0, *itertools.accumulate(p.nbytes or 0 for p in pool)]
+    begins = {total: k for k, total in enumerate(sums)}
+    wanted = nbytes or 0
+    if (k := begins.get(sums[-1] - wanted, len(pool))) < len(pool):
+        return pool[k:]
+    for k, parameter in enumerate(pool):
+        if len(pool) > 1 and sums[-1] - (parameter.nbytes or 0) == wanted:
+            return pool[:k] + pool[k + 1 :]
+    runs = ((begins[total - wanted], k) for k, total in enumerate(sums) if total - wanted in begins)
+    return next((pool[first:last] for first, last in runs if first < last), None)
 
 
 def _gradient(number: int, parameter: _Parameter) -> Gradient:

@@ -1,4 +1,4 @@
-"""Which events of a profiler trace are computation, which are collectives, and where the phases begin."""
+"""Which events of a profiler trace are computation, and which are collectives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.ingest.collectives import collective_kind, element_bytes, tensor_bytes
-from legato.ingest.kineto_events import COLLECTIVE_NAME, COMMUNICATION, Spans, Trace, whole_number
-from legato.ingest.step import Notes
+from legato.ingest.kineto_columns import Spans, whole_number
+from legato.ingest.kineto_events import COLLECTIVE_NAME, COMMUNICATION, Trace
 
-__all__ = ["Row", "collective_rows", "compute_rows", "describe", "device_free_at", "phase_starts"]
+__all__ = ["Row", "collective_rows", "compute_rows", "describe", "device_free_at"]
 
-_ENGINE = "autograd::engine::evaluate_function"
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|c10d::|detach$|.*Backward\d*$")
 
@@ -93,36 +92,6 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     at = order[np.searchsorted(launch.link[order], device.link).clip(max=len(order) - 1)]
     known = (launch.link[at] == device.link) & (device.link >= 0)
     return np.where(known, launch.start[at], device.start), np.where(known, launch.thread[at], -1)
-
-
-def phase_starts(trace: Trace, start_s: float, end_s: float, rows: list[Row], notes: Notes) -> tuple[float, float]:
-    """When, on the host, the backward pass and the optimizer begin."""
-    engine = [number for number, name in enumerate(trace.names) if name.startswith(_ENGINE)]
-    spans = trace.operator
-    evaluated = np.flatnonzero(np.isin(spans.name, engine) & (spans.start >= start_s) & (spans.start < end_s))
-    steps = [number for number, name in enumerate(trace.names) if name.startswith("Optimizer.step")]
-    marks = trace.annotation
-    backward_s = float(spans.start[evaluated[0]]) if len(evaluated) else None
-    lowest = start_s if backward_s is None else backward_s
-    stepped = marks.start[np.isin(marks.name, steps) & (marks.start >= lowest) & (marks.start < end_s)]
-    optimizer_s = float(stepped[0]) if len(stepped) else end_s
-    if not len(stepped):
-        notes.lacks("Optimizer.step marks", "what follows the last backward operator belongs to the optimizer")
-        optimizer_s = float(spans.end[evaluated].max()) if len(evaluated) else end_s
-    if backward_s is None:
-        notes.lacks("operators of autograd", "the forward pass takes the first third of the computation")
-        backward_s = _third([row for row in rows if row.host_s < optimizer_s])
-    return backward_s, optimizer_s
-
-
-def _third(rows: list[Row]) -> float:
-    """The moment in which the first third of the computation has been launched."""
-    left = sum(row.end_s - row.start_s for row in rows) / 3
-    for row in rows:
-        left -= row.end_s - row.start_s
-        if left < 0:
-            return row.host_s
-    return np.inf
 
 
 def describe(trace: Trace, row: Row) -> tuple[str, int | None, int | None]:

@@ -13,33 +13,25 @@ waited. On a CPU there is no launch, and the begin of the gap takes its place.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.timeline import merge_intervals
-from legato.core.workload import Phase
 from legato.ingest.collectives import GRADIENT_KINDS
-from legato.ingest.kineto_events import Trace
-from legato.ingest.kineto_rows import collective_rows, compute_rows, describe, device_free_at, phase_starts
+from legato.ingest.kineto_events import Marks, Trace, Window
+from legato.ingest.kineto_phases import BackwardPass, Phases, find_phases
+from legato.ingest.kineto_rows import Row, collective_rows, compute_rows, describe, device_free_at
 from legato.ingest.step import Notes, TracedOp, Transfer
 
-__all__ = ["Step", "Window", "carries_gradients", "extract", "trim", "windows"]
-
-
-@dataclass(frozen=True)
-class Window:
-    """A step: its name and the time in which the host ran it."""
-
-    name: str
-    start_s: float
-    end_s: float
+__all__ = ["Step", "extract", "trim", "windows"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What happened in a window.
+    """What happened in a window; `sending` is the backward pass whose gradients are sent, where it is known.
 
     `host_s[i]` and `thread[i]` say when and where op i was launched, `issued_s`
     and `issued_on` the like of transfers. On the device the step begins at
@@ -48,6 +40,8 @@ class Step:
 
     trace: Trace
     window: Window
+    phases: Phases
+    sending: BackwardPass | None
     begin_s: float
     length_s: float
     ops: tuple[TracedOp, ...]
@@ -59,18 +53,11 @@ class Step:
     on_device: bool
 
 
-def windows(trace: Trace, notes: Notes) -> list[Window]:
+def windows(marks: Marks, notes: Notes) -> list[Window]:
     """The steps that the trace marks, in order; the whole trace if it marks none."""
-    spans = trace.annotation
-    names = [trace.named(spans, row) for row in range(len(spans))]
-    found = [
-        Window(name, float(spans.start[row]), float(spans.end[row]))
-        for row, name in enumerate(names)
-        if name.startswith("ProfilerStep#")
-    ]
-    if found:
-        return found
-    ends = [float(spans.end[row]) for row, name in enumerate(names) if name.startswith("Optimizer.step")]
+    if marks.steps:
+        return marks.steps
+    ends = [update.end_s for update in marks.updates]
     if len(ends) > 1:
         notes.lacks("ProfilerStep marks", "a step ends when the optimizer's step does")
         return [Window(f"step {i}", a, b) for i, (a, b) in enumerate(zip([-np.inf, *ends], ends, strict=False))]
@@ -83,27 +70,53 @@ def extract(trace: Trace, window: Window, notes: Notes) -> Step:
     on_device = len(trace.device) > 0
     if not on_device:
         notes.lacks("device kernels", "the CPU operators are the computation")
-
     rows = sorted(compute_rows(trace, window.start_s, window.end_s), key=lambda r: r.start_s)
-    backward_s, optimizer_s = phase_starts(trace, window.start_s, window.end_s, rows, notes)
-
-    def phase(moment: float) -> Phase:
-        return "forward" if moment < backward_s else "backward" if moment < optimizer_s else "optimizer"
-
-    ops = tuple(TracedOp(r.name, phase(r.host_s), r.start_s, r.end_s, r.end_s - r.start_s) for r in rows)
-    transfers, issued, on = [], [], []
-    for row in sorted(collective_rows(trace, window.start_s, window.end_s), key=lambda r: r.host_s):
-        kind, nbytes, workers = describe(trace, row)
-        transfers.append(Transfer(row.name, kind, nbytes, row.start_s, row.end_s, phase(row.host_s), -1, workers))
-        issued.append(row.host_s)
-        on.append(row.thread)
-    host = np.array([r.host_s for r in rows])
-    thread = np.array([r.thread for r in rows], dtype=np.int64)
+    phases = find_phases(trace, window, rows, notes)
+    ops = tuple(TracedOp(r.name, phases.at(r.host_s), r.start_s, r.end_s, r.end_s - r.start_s) for r in rows)
+    issued = sorted(collective_rows(trace, window.start_s, window.end_s), key=lambda r: r.host_s)
+    said = [describe(trace, row) for row in issued]
+    can_carry = [
+        row.host_s
+        for row, (kind, *_) in zip(issued, said, strict=True)
+        if kind in GRADIENT_KINDS and row.host_s < phases.optimizer_s
+    ]
+    sending = _sending(phases, can_carry, notes)
+    since = phases.backward_s if sending is None else sending.start_s
+    transfers = tuple(_transfer(row, *what, phases, since) for row, what in zip(issued, said, strict=True))
     begin, length = _extent(trace, window, ops, transfers)
-    return Step(trace, window, begin, length, ops, host, thread, tuple(transfers), tuple(issued), tuple(on), on_device)
+    return Step(
+        trace, window, phases, sending, begin, length,
+        ops, np.array([r.host_s for r in rows]), np.array([r.thread for r in rows], dtype=np.int64),
+        transfers, tuple(row.host_s for row in issued), tuple(row.thread for row in issued), on_device,
+    )  # fmt: skip
 
 
-def _extent(trace: Trace, window: Window, ops: tuple[TracedOp, ...], transfers: list[Transfer]) -> tuple[float, float]:
+def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:
+    """The backward pass whose gradients are sent: the last one that `issued` a transfer which can carry them."""
+    passes = phases.passes
+    if len(passes) < 2:
+        return passes[0] if passes else None
+    starts = [p.start_s for p in passes]
+    senders = sorted({bisect.bisect_right(starts, moment) - 1 for moment in issued if starts[0] <= moment})
+    chosen = senders[-1] if senders else len(passes) - 1
+    which = f"backward pass {chosen + 1} of {len(passes)}"
+    notes.assume(f"the gradients of {which} are sent; the other passes are computation")
+    if len(senders) > 1:
+        notes.lacks(
+            f"a single backward pass that sends gradients: {len(senders)} of {len(passes)} do",
+            "the transfers of the earlier ones take the time that they took",
+        )
+    return passes[chosen]
+
+
+def _transfer(row: Row, kind: str, nbytes: int | None, workers: int | None, phases: Phases, since: float) -> Transfer:
+    carries = kind in GRADIENT_KINDS and since <= row.host_s < phases.optimizer_s
+    return Transfer(row.name, kind, nbytes, row.start_s, row.end_s, phases.at(row.host_s), carries, workers)
+
+
+def _extent(
+    trace: Trace, window: Window, ops: Sequence[TracedOp], transfers: Sequence[Transfer]
+) -> tuple[float, float]:
     """When the step began on the device, and how long it lasted: as its marks say, else from first event to last."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
@@ -113,11 +126,6 @@ def _extent(trace: Trace, window: Window, ops: tuple[TracedOp, ...], transfers: 
     return begin, max(last - begin, 0.0)
 
 
-def carries_gradients(transfer: Transfer) -> bool:
-    """Whether a transfer can be of gradients: by what it is and when it was issued."""
-    return transfer.kind in GRADIENT_KINDS and transfer.phase == "backward"
-
-
 def trim(step: Step) -> Step:
     """The step with its ops on one stream: what overlaps another op counts once, and gaps are the host's alone.
 
@@ -125,7 +133,7 @@ def trim(step: Step) -> Step:
     """
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
-        if not carries_gradients(transfer):
+        if not transfer.carries_gradients:
             start = transfer.start_s + transfer.waited_s
             ops.append(TracedOp(transfer.name, transfer.phase, start, transfer.end_s, transfer.end_s - start))
             host.append(issued)
@@ -164,10 +172,10 @@ class _Stalls:
         spans = [
             (
                 t.start_s if waiting else t.start_s + t.waited_s,
-                t.end_s if carries_gradients(t) else t.start_s + t.waited_s,
+                t.end_s if t.carries_gradients else t.start_s + t.waited_s,
             )
             for t in step.transfers
-            if carries_gradients(t) or waiting
+            if t.carries_gradients or waiting
         ]
         self._done = sorted(end for _, end in spans)
         self._busy = merge_intervals(spans)
@@ -176,9 +184,10 @@ class _Stalls:
     def within(self, start: float, end: float) -> float:
         """Seconds of a gap that were spent waiting: until the last transfer that ended in it, for no later one."""
         last = bisect.bisect_right(self._done, end) - 1
-        end = self._done[last] if last >= 0 else start
+        end = max(self._done[last], start) if last >= 0 else start
         total = 0.0
-        for a, b in self._busy[bisect.bisect_right(self._ends, start) :]:
+        for k in range(bisect.bisect_right(self._ends, start), len(self._busy)):
+            a, b = self._busy[k]
             if a >= end:
                 break
             total += min(b, end) - max(a, start)

@@ -41,9 +41,10 @@ class Transfer:
     start_s: float
     end_s: float
     phase: Phase
-    after: int  # the last op that began before it was issued, -1 for none
+    carries_gradients: bool
     workers: int | None = None
     waited_s: float = 0.0
+    after: int = -1  # the last op that began before it was issued
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,23 @@ class Recorder:
         return json.dumps(self.header | {"traceEvents": self.events, "traceName": "made"})
 
 
-def record(rank=0, workers=2, shapes=True, late_us=0, at_us=0, number=3, recorder=None):
-    """One step that begins at `at_us`; this rank's collectives wait for one that is `late_us` late."""
+def record(rank=0, workers=2, shapes=True, late_us=0, at_us=0, number=3, recorder=None, sequence=70):
+    """One step that begins at `at_us`; this rank's collectives wait for one that is `late_us` late.
+
+    The forward pass has sequence numbers from `sequence` on.
+    """
     r = recorder or Recorder(rank, workers, shapes)
     t = at_us
     r.event("user_annotation", f"ProfilerStep#{number}", 1, t, 1000)
     for layer in range(LAYERS):
-        r.event("cpu_op", "aten::linear", 1, t + 10 + 50 * layer, 30, **{"Sequence number": 70 + layer})
+        r.event("cpu_op", "aten::linear", 1, t + 10 + 50 * layer, 30, **{"Sequence number": sequence + layer})
         r.launch(t + 20 + 50 * layer, 1, t + 25 + 100 * layer, 100, f"forward{layer}")
     # The device computes until 225. The host is late with the backward pass: it launches at 300.
     for k, layer in enumerate(reversed(range(LAYERS))):
         host = t + 300 + 150 * k
-        sequence = {"Sequence number": 70 + layer, "Fwd thread id": 1}
-        r.event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 2, host - 10, 30, **sequence)
-        r.event("cpu_op", "MmBackward0", 2, host - 5, 20, **sequence)
+        node = {"Sequence number": sequence + layer, "Fwd thread id": 1}
+        r.event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 2, host - 10, 30, **node)
+        r.event("cpu_op", "MmBackward0", 2, host - 5, 20, **node)
         r.launch(host, 2, host + 5, 120, f"backward{layer}")
         r.event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 2, host + 30, 60)
         dims = {"Input Dims": [[ELEMENTS[layer]]], "Input type": ["float"]} if shapes else {}
@@ -57,4 +60,17 @@ def record(rank=0, workers=2, shapes=True, late_us=0, at_us=0, number=3, recorde
     # The last transfer ends at 620 + late; the optimizer's kernel is launched at 600 and waits for it.
     r.event("user_annotation", "Optimizer.step#SGD.step", 1, t + 595, 100)
     r.launch(t + 600, 1, t + 620 + late_us, 50, "update")
+    return r
+
+
+def accumulated(sends_early=False):
+    """A step of 2,000 us with two forward and two backward passes; only the second is followed by the optimizer."""
+    r = record()
+    r.events[0]["dur"] = 2000
+    early = ("Optimizer", "update") if sends_early else ("Optimizer", "update", "nccl")
+    dropped = {e["args"].get("correlation") for e in r.events if e["name"].startswith(early)} - {None}
+    r.events = [e for e in r.events if not e["name"].startswith(early) and e["args"].get("correlation") not in dropped]
+    first = len(r.events)
+    record(at_us=1000, recorder=r, sequence=80)
+    del r.events[first]  # its step's mark
     return r

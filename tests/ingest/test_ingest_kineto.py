@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 import kineto_samples as samples
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.core.errors import FileError, InputError
-from legato.ingest import chrome
+from legato.ingest import chrome, kineto_events
 from legato.ingest.collectives import collective_kind, tensor_bytes
 from legato.ingest.kineto import import_kineto
 
@@ -62,6 +63,30 @@ def test_what_overlap_there_was(trace):
     timeline = found.timeline
     assert (timeline.communication_s, timeline.exposed_comm_s) == pytest.approx((80e-6, 65e-6))
     assert (timeline.computation_s, timeline.iteration_s) == pytest.approx((490e-6, 1000e-6))
+
+
+def test_the_timeline_is_a_period_that_begins_with_the_backward_pass(trace):
+    timeline = import_kineto([trace]).timeline
+    spans = [(s.name, round(s.start_s * 1e6)) for s in sorted(timeline.spans, key=lambda s: s.start_s)]
+    assert spans == [
+        ("backward1", 0), ("all_reduce 00", 125), ("backward0", 150), ("all_reduce 01", 275), ("update", 315),
+        ("forward0", 1000 - 280), ("forward1", 1000 - 180),
+    ]  # fmt: skip
+
+
+def test_only_one_step_is_kept_however_long_the_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(kineto_events, "NEAREST", 8)
+    r = samples.record()
+    for k in range(1, 60):
+        samples.record(at_us=1000 * k, number=3 + k, recorder=r)
+    path = written(tmp_path / "t.json", r.text())
+    marks = kineto_events.read_marks(path)
+    trace = kineto_events.read_trace(marks, marks.steps[30])
+    assert len(trace.device) < 50 and len(trace.launch) < 50 and len(trace.operator) + len(trace.annotation) < 20
+    alone = written(tmp_path / "alone.json", samples.record().text())
+    job, expected = (import_kineto([p], step=s, name="x").workload for p, s in ((path, "33"), (alone, "3")))
+    assert job.tensors == expected.tensors and [op.name for op in job.ops] == [op.name for op in expected.ops]
+    assert [op.duration_s for op in job.ops] == pytest.approx([op.duration_s for op in expected.ops])
 
 
 def test_of_several_ranks_waiting_is_told_from_transfer(tmp_path):
@@ -126,22 +151,23 @@ def test_gzip_and_a_bare_array_are_the_same_trace(tmp_path, trace):
     assert import_kineto([bare], name="x").workload == expected
 
 
+class Event(msgspec.Struct):
+    name: str
+    ts: int
+
+
 @settings(max_examples=60)
 @given(st.integers(40, 4000), st.lists(st.text('},{[]"\\: a', max_size=20), max_size=40))
 def test_a_trace_read_in_small_blocks_is_read_right(tmp_path_factory, block, names):
     """However the array is cut, and whatever looks like an end of an event in a name or in an argument."""
-    events = [
-        {"ph": "X", "name": n, "args": {"correlation": k, "x": [{"a": n}, {"b": {}}]}} for k, n in enumerate(names)
-    ]
+    events = [{"ph": "X", "name": n, "ts": k, "args": {"x": [{"a": n}, {"b": {}}]}} for k, n in enumerate(names)]
     path = tmp_path_factory.mktemp("t") / "t.json"
     path.write_text(json.dumps({"a": {"traceEvents": [1]}, "traceEvents": events, "z": [{}, {}]}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("legato.ingest.source.BLOCK_BYTES", block)
         patch.setattr(chrome, "BLOCK_BYTES", block)
-        from legato.ingest.kineto_events import _Event
-
-        read = list(chrome.events(path, _Event, chrome.Header()))
-    assert [(e.name, e.args.correlation) for e in read] == [(n, k) for k, n in enumerate(names)]
+        read = list(chrome.events(path, Event, chrome.Header()))
+    assert [(e.name, e.ts) for e in read] == [(n, k) for k, n in enumerate(names)]
 
 
 HOSTILE = {

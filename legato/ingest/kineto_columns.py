@@ -1,0 +1,158 @@
+"""The events of one step of a profiler's trace, held in columns.
+
+[Note: what is near a step]
+What a host does belongs to the step in which it does it. What a device does
+belongs to the step in which the host launched it, which may have been long
+before, and the file has the two in any order. A device's queue holds about a
+thousand launches, though. So of launches, and of what the device ran, those
+that are nearest to the step are kept beside those in it, many more than any
+queue holds, and the memory does not grow with the length of the trace.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Hashable
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NEAREST", "Arguments", "Number", "Spans", "whole_number"]
+
+Number = int | float | str | None
+
+#: How many events outside a step are kept, of each sort that is tied to another one.
+NEAREST = 2**15
+_MISSING = -1
+
+
+class Arguments(msgspec.Struct):
+    """What profilers write about an event, of any version: numbers also as text, lists also as text."""
+
+    external: Number = msgspec.field(default=None, name="External id")
+    record: Number = msgspec.field(default=None, name="Record function id")
+    sequence: Number = msgspec.field(default=None, name="Sequence number")
+    correlation: Number = None
+    stream: Number = None
+    nbytes: Number = msgspec.field(default=None, name="bytes")
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    collective: str | None = msgspec.field(default=None, name="Collective name")
+    elements: Number = msgspec.field(default=None, name="In msg nelems")
+    dtype: str | None = None
+    group: Number = msgspec.field(default=None, name="Group size")
+
+    def detached(self) -> Arguments:
+        """The same without a hold on the block of the file in which it stood."""
+        self.dims, self.types = self.dims.copy(), self.types.copy()
+        return self
+
+    def key(self) -> Hashable:
+        """Equal for arguments that say the same but for their ids."""
+        said = (self.nbytes, self.collective, self.elements, self.dtype, self.group)
+        return (*said, bytes(self.dims), bytes(self.types))
+
+    def dimensions(self) -> Any:
+        """`Input Dims` as lists of numbers, or None."""
+        return _decoded(self.dims)
+
+    def type_names(self) -> Any:
+        """`Input type` as a list of names, or None."""
+        return _decoded(self.types)
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class Spans:
+    """Events of one sort: columns; equal arguments are kept once.
+
+    Kept is what overlaps the time from `start_s` to `end_s`, and the `nearest`
+    events outside it (see the note above).
+    """
+
+    def __init__(self, start_s: float = -math.inf, end_s: float = math.inf, nearest: int = 0) -> None:
+        self._from, self._to, self._nearest = start_s, end_s, nearest
+        self._reach = math.inf if nearest else 0.0
+        self._room = 2 * nearest
+        self._start, self._end, self._link = array("d"), array("d"), array("q")
+        self._record, self._name, self._thread = array("q"), array("i"), array("i")
+        self._detail = array("i")
+        self._known: dict[Hashable, int] = {}
+        self._details: list[Arguments] = []
+
+    def wants(self, start: float, end: float) -> bool:
+        """Whether an event of that time is to be added."""
+        return self._from - end <= self._reach and start - self._to <= self._reach
+
+    def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
+        """Append an event; `name` and `thread` are numbers of the trace's tables; `keep` all of `args` or only ids."""
+        number = -1
+        if keep:
+            number = self._known.setdefault(args.key(), len(self._details))
+            if number == len(self._details):
+                self._details.append(args.detached())
+        self._detail.append(number)
+        self._record.append(whole_number(args.record if args.record is not None else args.external))
+        self._start.append(start)
+        self._end.append(end)
+        self._name.append(name)
+        self._thread.append(thread)
+        self._link.append(link)
+        if self._nearest and len(self._start) > self._room:
+            self._forget_the_farthest()
+
+    def _forget_the_farthest(self) -> None:
+        start, end = np.array(self._start), np.array(self._end)
+        distance = np.maximum(np.maximum(self._from - end, start - self._to), 0.0)
+        outside = np.sort(distance[distance > 0])
+        if len(outside) > self._nearest:
+            self._reach = min(self._reach, float(outside[self._nearest - 1]))
+        kept = np.flatnonzero(distance <= self._reach)
+        for column in ("_start", "_end", "_link", "_record", "_name", "_thread", "_detail"):
+            values: array[Any] = getattr(self, column)
+            setattr(self, column, array(values.typecode, np.array(values)[kept].tobytes()))
+        self._room = 2 * len(kept) + self._nearest
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def seal(self) -> None:
+        """Sort by start (longest first where that is equal) and turn to numpy; nothing is added afterwards."""
+        start, end = np.array(self._start), np.array(self._end)
+        order = np.lexsort((-end, start))
+        del self._start, self._end
+        self.start: NDArray[np.float64] = start[order]
+        self.end: NDArray[np.float64] = end[order]
+        self.name: NDArray[np.int64] = np.array(self._name, dtype=np.int64)[order]
+        self.thread: NDArray[np.int64] = np.array(self._thread, dtype=np.int64)[order]
+        self.link: NDArray[np.int64] = np.array(self._link, dtype=np.int64)[order]
+        self.record: NDArray[np.int64] = np.array(self._record, dtype=np.int64)[order]
+        del self._link, self._record, self._name, self._thread
+        self._number: NDArray[np.int64] = np.array(self._detail, dtype=np.int64)[order]
+        del self._detail
+
+    def detail(self, row: int) -> Arguments | None:
+        """The arguments of an event, where they were kept."""
+        number = int(self._number[row])
+        return None if number < 0 else self._details[number]
+
+    def detailed(self) -> list[int]:
+        """The rows whose arguments were kept."""
+        return [int(row) for row in np.flatnonzero(self._number >= 0)]
+
+
+def whole_number(value: Number) -> int:
+    """A whole number that 63 bits hold, or -1."""
+    try:
+        number = int(value) if value is not None else _MISSING
+    except (ValueError, OverflowError):
+        return _MISSING
+    return number if -(2**62) < number < 2**62 else _MISSING
