@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,14 +26,22 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_s": ("predicted", format_seconds),
     "error": ("error", lambda v: f"{v:+.1%}"),
     "speedup_over_ddp": ("over ddp", lambda v: f"{v:.2f}x"),
+    "speedup_over_random": ("over random", lambda v: f"{v:.2f}x"),
+    "iterations_per_s": ("a second", lambda v: f"{v:.2f}"),
     "gap": ("above bound", lambda v: f"{v:+.1%}"),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
+    "straggler": ("straggler", lambda v: f"{v:.1%}"),
+    "variation": ("variation", lambda v: f"{v:.1%}"),
+    "out_of_order": ("out of order", lambda v: f"{v:.2%}"),
+    "agent_s": ("an agent's pass", format_seconds),
     "num_messages": ("messages", str),
     "plan_s": ("planned in", format_seconds),
     "speedup": ("speedup", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
+#: More columns than any table has.
+_WIDEST = 10_000
 
 
 def print_json(value: Any) -> None:
@@ -43,7 +52,7 @@ def print_json(value: Any) -> None:
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s") -> None:
     """A row a scheduler, the fastest first and marked; by `by` (seconds)."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(title=title, header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
     for key in shown:
         table.add_column(_COLUMNS[key][0], justify="left" if key in ("scheduler", "fabric") else "right")
@@ -51,18 +60,33 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
     for row in sorted(rows, key=lambda r: r[by]):
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
         table.add_row(*cells, style="bold green" if row[by] == fastest else None)
-    _console(stderr=False).print(table)
+    print_table(table)
 
 
 def print_table(table: Table) -> None:
-    """A table of one's own on standard output."""
-    _console(stderr=False).print(table)
+    """A table on standard output, its title in a line above it.
+
+    Where the terminal is too narrow it loses its frame; no name and no number is cut or broken.
+    """
+    console = _console(stderr=False)
+    if table.title is not None:
+        console.print(table.title, style="bold", markup=False, soft_wrap=True)
+        table.title = None
+    if _width(console, table) > console.width:
+        table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 0), False
+    console.width = max(console.width, _width(console, table))
+    console.print(table)
+
+
+def _width(console: Console, table: Table) -> int:
+    """Of the table as it would be with room enough."""
+    return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 
 
 def _console(stderr: bool) -> Console:
-    # A pipe has no width; 120 columns hold every table without cutting a name.
+    # A pipe has no width: there nothing is wrapped or cut.
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDEST)
 
 
 def describe_cost(cost: LinearCost) -> str:

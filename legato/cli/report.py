@@ -168,4 +168,5 @@ def _say(what: str, output: Path, timelines: int, json: bool) -> None:
     if json:
         print_json({what: str(output), "timelines": timelines})
     else:
-        note(f"{timelines} timelines -> {output}" if timelines else f"-> {output}")
+        count = f"{timelines} timeline{'s' if timelines > 1 else ''} " if timelines else ""
+        note(f"{count}-> {output}")

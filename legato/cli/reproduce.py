@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from legato.cli.options import Json
-from legato.cli.output import note, print_json, progress
+from legato.cli.output import note, print_json, print_table, progress
 from legato.core.errors import FileError, InputError
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _known(chosen: list[Paper]) -> str:
 
 
 def _print_cells(title: str, cells: list[Cell]) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(title=title, header_style="dim")
     for name in ("table", "row", "column"):
         table.add_column(name)
     for name in ("published", "ours", "ratio"):
@@ -89,9 +88,7 @@ def _print_cells(title: str, cells: list[Cell]) -> None:
         published = "" if cell.published is None else f"{cell.published:.4g}"
         ratio = "" if cell.ratio is None else f"{cell.ratio:.3f}"
         table.add_row(cell.table, cell.row, cell.column, published, f"{cell.ours:.4g}", ratio)
-    console = Console(highlight=False)
-    # A pipe has no width; this holds every row without cutting a name.
-    (console if console.is_terminal else Console(highlight=False, width=150)).print(table)
+    print_table(table)
 
 
 def _make_directory(path: Path) -> None:
