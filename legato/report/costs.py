@@ -16,8 +16,8 @@ __all__ = ["cost_sentence", "costs"]
 _MOST_NAMED = 5
 #: Of the idle time: named are as many as cost that much of it, or the dearest five.
 _ENOUGH = 0.8
-#: A message of several tensors is named after the first, with how many more there are.
-_MORE = re.compile(r" \+ ?\d+$")
+#: A message of several tensors is named after the first, with how many more there are; one of a trace, by its kind.
+_MESSAGE = re.compile(r" \+ ?\d+$|^(all|broadcast|gather|recv|reduce|scatter|send|unknown)[_a-z]* \d+$")
 _WORDS = ("", "This one {}", "These two {}s", "These three {}s", "These four {}s", "These five {}s")
 
 
@@ -32,7 +32,7 @@ def costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], b
     inside = {} if plan is None else _contents(plan)
     names = {wait.message for wait in every if wait.message is not None}
     if not names <= inside.keys():
-        return every, not any(_MORE.search(name) for name in names)
+        return every, not any(_MESSAGE.search(name) for name in names)
     shares: dict[str | None, list[tuple[float, int]]] = {}
     for wait in every:
         content = {None: 1} if wait.message is None else inside[wait.message]

@@ -249,8 +249,8 @@ def _layout(timelines: Sequence[Timeline], unit: str, first: float, longest: flo
             facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
         idle_s = sum(end - start for start, end in idle_gaps(timeline, own_worker(timeline)))
         if timeline.iteration_s:
-            facts.append(f"computes {percent(1 - idle_s / timeline.iteration_s)} of the time")
-        title = f"<b>{label(timeline.name, 36)}</b>  <span style='font-size:12px'>{timeline.source}</span>"
+            facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)}")
+        title = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{timeline.source}</span>"
         notes.append(_note(title, 0, "left", y, 15, "@ink"))
         notes.append(_note("  ·  ".join(facts), 1, "right", y, 12, "@soft"))
     margin = (longest - first) * 0.012 or 1

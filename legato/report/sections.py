@@ -73,10 +73,16 @@ _HELP = {
     "off by": "how far the prediction is from the measurement",
     "over DDP": "speedup over DistributedDataParallel; measured where both were",
     "above bound": "the gap to a lower bound that no plan can beat",
-    "overlap": "overlap coefficient (N + C - T) / min(N, C): 100% where communication hides as well as it can",
+    "overlap": "overlap coefficient (N + C - T) / min(N, C): 100% where communication hides as well as it can, "
+    "below 0% where the device waits for its host as well",
     "computing": "utilization: computation time by iteration time",
     "planning": "time that planning took",
 }
+
+
+def _overlap(share: float | None) -> str:
+    """A device that mostly waits for its host has one of minus some thousand per cent, which tells nobody anything."""
+    return "below −100%" if share is not None and share < -1 else percent(share)
 
 
 def _scheduler_table(table: list[Entry]) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def _scheduler_table(table: list[Entry]) -> dict[str, Any]:
         cells += [
             table_cell(factor(speedup), speedup),
             table_cell(percent(e.gap), e.gap),
-            table_cell(percent(e.overlap), e.overlap),
+            table_cell(_overlap(e.overlap), e.overlap),
             table_cell(percent(e.utilization), e.utilization),
             table_cell(f"{e.num_messages:,}" if e.num_messages is not None else "", e.num_messages),
             table_cell(format_seconds(e.plan_s) if e.plan_s is not None else "", e.plan_s),
