@@ -82,6 +82,7 @@ class DistributedModel(nn.Module):
         checks = chosen(debug)
         self._checks = Checks(checks, self._group, timeout) if checks else None
         self._broadcast([*module.parameters(), *module.buffers()], self._group)
+        weakref.finalize(self, _release, [self._group, self._buffer_group], self._watch).atexit = False
         self._send = in_order(self._group)
         self._exchange = self._lowered(plan)
         self._drift = Drift(self._everyones)
@@ -269,6 +270,14 @@ class Undistributed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+def _release(groups: list[Any], watch: Watch) -> None:
+    """The model is gone: end its groups, unless something failed in them, for that could take all of their time."""
+    known = dist.distributed_c10d._world.pg_map
+    for group in groups:
+        if group.name() == "gloo" and group in known and not watch.failed:
+            dist.destroy_process_group(group)
 
 
 def _standing(of: weakref.ref[DistributedModel]) -> Callable[[], str]:

@@ -65,6 +65,11 @@ class Watch:
             for over in (weakref.finalize(self, self._wake.set), weakref.finalize(self, atexit.unregister, leave)):
                 over.atexit = False
 
+    @property
+    def failed(self) -> bool:
+        """Whether a collective failed, here or on another rank."""
+        return self._raised is not None or bool(self._seen)
+
     def wait(self, work: Any) -> None:
         """Wait for a collective; unlike `work.wait()`, Ctrl-C and another rank's failure end it.
 

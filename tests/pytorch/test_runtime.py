@@ -72,6 +72,11 @@ def test_evaluation_and_checkpoints_see_the_update(two_ranks):
     assert two_ranks.run(training.equality_evaluation) == [True, True]
 
 
+def test_models_that_are_gone_leave_no_groups_and_no_threads(two_ranks):
+    for groups, threads in two_ranks.run(training.left_behind):
+        assert groups == 0 and threads <= 0
+
+
 def test_two_backward_passes_before_a_step(two_ranks):
     assert max(two_ranks.run(training.sending_twice)) < 1e-6
 

@@ -1,7 +1,10 @@
 """Small models, random plans and training loops; everything here runs on the ranks."""
 
 import copy
+import gc
+import os
 import random
+import time
 
 import torch
 import torch.distributed as dist
@@ -546,6 +549,20 @@ def sending_twice():
     for loss in losses:
         loss.backward()
     return max((p.grad - e).abs().max().item() for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def left_behind():
+    """Process groups and threads that three models leave behind when they are gone, beside those of the first."""
+    counts = []
+    for _ in range(4):
+        model = build("Attention")
+        train(*wrap("legato", model, OPTIMIZERS["sgd"](model.parameters())), 2).flush()
+        del model
+        gc.collect()
+        time.sleep(1)  # a thread looks up twice a second
+        dist.barrier()
+        counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
+    return [a - b for a, b in zip(counts[-1], counts[0], strict=True)]
 
 
 def sparse_gradient():
