@@ -44,12 +44,14 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Least squares over (bytes, seconds) samples, in *relative* error.
+        """Least squares over (bytes, seconds) samples, each divided by its seconds.
 
-        Absolute error would let the largest size decide alone, and alpha with
-        it. No constant is allowed below zero. The cost gets a floor where that
-        halves the squares. Raises `InputError` on fewer than two distinct sizes
-        or on times that are not above zero.
+        So the large sizes, where most bytes of a plan are, decide about beta, and
+        the small ones about alpha and the floor. Absolute error would leave alpha
+        to the largest size; relative error would bend the line to small messages,
+        whose times scatter. No constant is allowed below zero. The cost gets a
+        floor where that halves the squares. Raises `InputError` on fewer than two
+        distinct sizes or on times that are not above zero.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -58,37 +60,34 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError("fit: every sample needs bytes >= 0 and finite seconds > 0")
         best = cls(*_line(points))
         least = best._squares(points) / 2
-        if least < len(points) * _FITS**2:
+        if least < math.fsum(y for _, y in points) * _FITS**2:
             return best
         for k in range(2, len(points) - 1):  # the first k lie on the floor
             if points[k][0] == points[-1][0]:
                 break
-            floor = math.fsum(1 / y for _, y in points[:k]) / math.fsum(1 / y**2 for _, y in points[:k])
+            floor = k / math.fsum(1 / y for _, y in points[:k])
             bent = cls(*_line(points[k:]), floor)
             if (squares := bent._squares(points)) < least:
                 best, least = bent, squares
         return best
 
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
-        """The sum of the squares of the relative errors."""
-        return math.fsum((self.cost(x) / y - 1) ** 2 for x, y in points)
+        """The sum of the squares of the errors, each divided by its seconds."""
+        return math.fsum((self.cost(x) - y) ** 2 / y for x, y in points)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(alpha, beta) of the straight line through (bytes, seconds) of at least two sizes."""
-    s0 = math.fsum(1 / y**2 for _, y in points)
-    s1 = math.fsum(x / y**2 for x, y in points)
-    s2 = math.fsum(x * x / y**2 for x, y in points)
-    t0 = math.fsum(1 / y for _, y in points)
-    t1 = math.fsum(x / y for x, y in points)
-    middle = s1 / s0  # sizes are taken from here, or those that differ little would cancel
-    spread = math.fsum(((x - middle) / y) ** 2 for x, y in points)
-    beta = math.fsum((x - middle) / y for x, y in points) / spread
-    alpha = t0 / s0 - beta * middle
+    weight = math.fsum(1 / y for _, y in points)
+    level = len(points) / weight
+    middle = math.fsum(x / y for x, y in points) / weight  # sizes are taken from here, or close ones would cancel
+    spread = math.fsum((x - middle) ** 2 / y for x, y in points)
+    beta = math.fsum(x - middle for x, _ in points) / spread
+    alpha = level - beta * middle
     if alpha < 0:
-        alpha, beta = 0.0, t1 / s2
+        alpha, beta = 0.0, math.fsum(x for x, _ in points) / math.fsum(x * x / y for x, y in points)
     if beta < 0:
-        alpha, beta = t0 / s0, 0.0
+        alpha, beta = level, 0.0
     return alpha, beta
 
 
@@ -152,6 +151,8 @@ class Cluster(
     from, or None where it was measured; `reduce_s_per_byte` is the time to add
     one byte of one gradient to another. `depths` has what was measured of a
     collective in chunks: name, then depth (2 and up), then cost.
+    `unpack_s_per_byte` is the time to copy a byte of an averaged gradient from
+    its message to where the optimizer looks for it.
     """
 
     workers: int
@@ -161,6 +162,7 @@ class Cluster(
     latency_s: float | None = None
     reduce_s_per_byte: float = 0.0
     depths: dict[str, dict[int, LinearCost]] = {}
+    unpack_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -171,7 +173,7 @@ class Cluster(
             raise InputError("collectives: none given (expected at least one)")
         if self.bandwidth_bps is not None and not (math.isfinite(self.bandwidth_bps) and self.bandwidth_bps > 0):
             raise InputError(f"bandwidth_bps: {self.bandwidth_bps} (expected a finite number above 0)")
-        for field in ("latency_s", "reduce_s_per_byte"):
+        for field in ("latency_s", "reduce_s_per_byte", "unpack_s_per_byte"):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")

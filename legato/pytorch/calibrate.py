@@ -32,11 +32,15 @@ from legato.pytorch.link import Link, in_order
 
 __all__ = ["Calibration", "Sample", "calibrate"]
 
-#: Bytes of the messages that are measured: 1 KiB to 64 MiB, times four.
-SIZES = tuple(1024 * 4**k for k in range(9))
+#: Bytes of the messages that are measured: 1 KiB to 1 MiB times four, and from there to 64 MiB times two.
+SIZES = (*(2**k for k in range(10, 20, 2)), *(2**k for k in range(20, 27)))
 _SECONDS_A_SIZE = 0.4
-#: Messages in a stream, and bytes of all of them together (but two at least).
-_STREAM, _STREAM_BYTES = 8, 64 * 2**20
+#: Messages in a stream, and bytes and seconds of all of them together (but two messages at least).
+_STREAM, _STREAM_BYTES, _STREAM_S = 8, 64 * 2**20, 2.0
+#: Of messages that take so long, no larger ones are measured: all of these are on one line.
+_LONG_S = 1.0
+#: Bytes of the copy that says what unpacking costs.
+_UNPACKED = 25 * 2**20
 #: Alpha is at least this part of the floor.
 _UNHIDDEN = 1 / 8
 
@@ -87,8 +91,9 @@ def calibrate(
     `nccl`), which makes it the cluster's default; then `collectives`, which are
     made of steps over gloo (`legato.pytorch.rounds`), each in `depths` chunks.
     All take turns, so that a disturbance meets all of them. A repetition takes
-    as long as its slowest rank says; a size, the median of its repetitions.
-    Every rank gets the same answer, and every rank has to call it.
+    as long as its slowest rank says; a size, the median of its repetitions. On a
+    slow network the largest sizes are left out. Every rank gets the same answer,
+    and every rank has to call it.
     `progress(done, total)` is called after each size.
 
     Raises `InputError` on fewer than two sizes, depths below 1, and collectives
@@ -109,13 +114,15 @@ def calibrate(
         link.check(message, "calibrate")
     measured: list[list[tuple[int, float]]] = [[] for _ in ways]
     for i, nbytes in enumerate(sizes):
-        count = min(_STREAM, max(2, _STREAM_BYTES // nbytes))
+        count = _stream(nbytes, [points[-1] for points in measured if points])
         buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(count)]
         once = [functools.partial(_once, buffers, message, link) for message in messages]
         for points, seconds in zip(measured, _times(once, group), strict=True):
             points.append((buffers[0].nbytes, seconds))
         if progress:
             progress(i + 1, len(sizes))
+        if i and max(points[-1][1] for points in measured) > _LONG_S:
+            break
     dist.destroy_process_group(own)
     fits = {way: _fit(points) for way, points in zip(ways, measured, strict=True)}
     samples = [
@@ -126,12 +133,20 @@ def calibrate(
         workers=group.size(),
         collectives={name: cost for (name, depth), cost in fits.items() if depth == 1},
         depths={name: costs for name, costs in deeper.items() if costs},
+        unpack_s_per_byte=_unpack_s_per_byte(group),
     )
     return Calibration(cluster, tuple(samples))
 
 
 def _group_of_our_own(group: Any) -> Any:
     return dist.new_group(dist.get_process_group_ranks(group), group._get_backend(group_device(group)).options._timeout)
+
+
+def _stream(nbytes: int, before: Sequence[tuple[int, float]]) -> int:
+    """How many messages of a size make a stream, after what others (bytes, seconds) took."""
+    expected_s = max((seconds * nbytes / size for size, seconds in before if size <= nbytes), default=0.0)
+    fits = [_STREAM_BYTES // nbytes, *([int(_STREAM_S / expected_s)] if expected_s else [])]
+    return min(_STREAM, max(2, min(fits)))
 
 
 def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
@@ -159,6 +174,21 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, link: Link) -> floa
     if first.is_cuda:
         torch.cuda.synchronize(first.device)
     return (time.perf_counter() - start) / len(buffers)
+
+
+def _unpack_s_per_byte(group: Any) -> float:
+    """All ranks copy at once, as they do when a message has come in."""
+    device = group_device(group)
+    message, grad = torch.ones(2, _UNPACKED // 4, device=device)
+
+    def once() -> float:
+        start = time.perf_counter()
+        grad.copy_(message)
+        if message.is_cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return _times([once], group)[0] / _UNPACKED
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> LinearCost:

@@ -12,7 +12,8 @@ A worker computes on one stream, op after op in `op_order`, each as soon as the
 stream is free and what it needs is there; or, with compute "unlimited" (PACE),
 every op as soon as what it needs is there. What needs what is in `period.py`;
 a plan without forward overlap holds optimizer and forward ops until its last
-message is in.
+message is in and unpacked. (Earlier messages are unpacked meanwhile; with
+forward overlap, gradients are used where they arrived.)
 
 All workers do the same at the same time: spans are those of worker 0.
 """
@@ -60,7 +61,7 @@ def simulate(
     """
     period = Period(workload)
     wires = _prepare(period, plan, cluster, compute)
-    done = _Pass(period, plan, wires, compute)
+    done = _Pass(period, plan, wires, compute, cluster.unpack_s_per_byte)
     done.run()
     spans = [
         Span(0, "compute", op.name, start, end, op.phase)
@@ -88,7 +89,7 @@ def iteration_times(
     period = Period(workload)
     times = []
     for plan in plans:
-        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute)
+        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute, cluster.unpack_s_per_byte)
         done.run()
         times.append(done.iteration_s)
     return times
@@ -133,7 +134,9 @@ class _Pass:
     can move, the plan waits for itself.
     """
 
-    def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute) -> None:
+    def __init__(
+        self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute, unpack_s_per_byte: float
+    ) -> None:
         self.period, self.plan, self.wires = period, plan, wires
         self.one_stream = compute == "one"
         self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
@@ -147,11 +150,12 @@ class _Pass:
             for t in wire.tensors:
                 self.missing[t] += 1
         self.stream = self.network = 0.0  # free from here on
+        self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * unpack_s_per_byte
         self.computed = 0
 
     @property
     def iteration_s(self) -> float:
-        return max(self.network, max(self.op_end))
+        return max(self.network + self.unpack_s, max(self.op_end))
 
     def run(self) -> None:
         """Fill in every time. Raises `PlanError` when that is impossible."""
@@ -176,7 +180,7 @@ class _Pass:
                     for t in reads[i]:
                         start = max(start, self.arrival[t])
                 elif all_sent:
-                    start = max(start, self.network)
+                    start = max(start, self.network + self.unpack_s)
                 else:
                     return
             for op in waits[i]:

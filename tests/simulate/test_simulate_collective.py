@@ -56,6 +56,17 @@ def test_without_forward_overlap_everything_waits_for_the_last_message():
     assert {s.kind for s in timeline.spans if s.lane == "network"} == {"message"}
 
 
+def test_the_last_message_is_unpacked_before_the_forward_pass():
+    slow = Cluster(4, NETWORK.collectives, unpack_s_per_byte=0.1)
+    fifo = Plan("fifo", (whole("w2"), whole("w1")))
+    compute, network = lanes(simulate(TWO, fifo, slow))
+    assert network == [("w2", 1, 12), ("w1", 12, 18)]
+    assert compute[2] == ("u1", 20, 21)
+    assert iteration_time(TWO, fifo, slow) == 29
+    in_place = Plan("in place", fifo.messages, forward_overlap=True)
+    assert iteration_time(TWO, in_place, slow) == iteration_time(TWO, in_place, NETWORK)
+
+
 def test_with_forward_overlap_an_op_waits_for_what_it_reads():
     plan = Plan("priority", (whole("w1"), whole("w2")), forward_overlap=True)
     compute, network = lanes(simulate(TWO, plan, NETWORK))
