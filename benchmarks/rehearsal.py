@@ -1,13 +1,22 @@
 """Predicted against measured, and legato against DDP, between shaped hosts on this machine.
 
     python benchmarks/rehearsal.py                       # ResNet-50, 4 hosts, 1 Gbit; ratios 0.5, 1 and 2
-    python benchmarks/rehearsal.py --models resnet-v1-50,vgg-16 --hosts 2,4 --schedulers all --ratios own
+    python benchmarks/rehearsal.py --matrix              # every scheduler, model, bandwidth and number of hosts
+    python benchmarks/rehearsal.py --matrix --minutes 30 # ... as much of it as half an hour allows
 
 Every cell is one rehearsal: all of its schedulers are measured in turns, in
 blocks, by the same processes, so that each row is a comparison inside one run.
 A ratio is that of communication (all gradients in one message) to computation;
-`own` leaves the workload's times as they are. Cells are kept in the output
-file as they are finished; those that are there already are not measured again.
+`own` leaves the workload's times as they are. Cells are kept in the output file
+as they are finished, with the part of the links' rate that large messages got
+(`carried`: headers leave 0.956 of it). Called again, only what is not there yet
+is measured: other cells, and in a cell other schedulers (beside DDP, in a
+rehearsal of their own). The table (.md) and the picture (.html) beside the
+output show all that is there.
+
+`--matrix` is every scheduler on four models, on two hosts at 1, 2 and 5 Gbit, on
+four at 0.5, 1 and 2, and on eight at 0.25, 0.5 and 1, at ratio 1. By what its
+iterations should take that is 30 hours; with `--iterations 3`, 6.
 """
 
 from __future__ import annotations
@@ -16,13 +25,33 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rehearsal_picture import draw
+
+from legato.core.cluster import Cluster
 from legato.core.units import format_seconds, parse_bandwidth
 from legato.testbed.rehearsal import Task, rehearse, select
 from legato.zoo import workload
+
+MODELS = "resnet-v1-50,inception-v3,vgg-16,gpt2"
+#: By the number of hosts: all of them together send 2 to 10 Gbit.
+LINKS = {"2": "1Gbit,2Gbit,5Gbit", "4": "500Mbit,1Gbit,2Gbit", "8": "250Mbit,500Mbit,1Gbit"}
+
+
+class Cell(NamedTuple):
+    """One rehearsal's conditions."""
+
+    model: str
+    hosts: int
+    bandwidth: str
+    ratio: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} hosts, {self.bandwidth}, ratio {self.ratio}"
 
 
 def main() -> None:
@@ -32,41 +61,87 @@ def main() -> None:
     parser.add_argument("--bandwidths", default="1Gbit")
     parser.add_argument("--ratios", default="0.5,1,2")
     parser.add_argument("--schedulers", default="ddp,merge-optimal,legato")
+    parser.add_argument("--matrix", action="store_true", help="all of them, instead of the five above")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
     parser.add_argument("-o", "--output", type=Path, default=Path("rehearsal.json"))
     chosen = parser.parse_args()
-    cells = json.loads(chosen.output.read_text()) if chosen.output.exists() else []
-    grid = itertools.product(*(getattr(chosen, k).split(",") for k in ("models", "hosts", "bandwidths", "ratios")))
-    for model, hosts, bandwidth, ratio in grid:
-        key = {"model": model, "hosts": int(hosts), "bandwidth": bandwidth, "ratio": ratio}
-        if not any({k: cell[k] for k in key} == key for cell in cells):
-            cells.append(key | measure(model, int(hosts), bandwidth, ratio, chosen.schedulers, chosen.iterations))
-            chosen.output.write_text(json.dumps(cells, indent=1) + "\n")
-        show(next(cell for cell in cells if {k: cell[k] for k in key} == key))
-    summarize(cells)
+    runs = json.loads(chosen.output.read_text()) if chosen.output.exists() else []
+    until = time.monotonic() + 60 * chosen.minutes
+    for cell, names in grid(chosen):
+        there = {row["scheduler"] for run in runs if of(run) == cell for row in run["rows"]}
+        missing = [name for name in names if name not in there]
+        if missing and time.monotonic() < until:
+            runs.append(cell._asdict() | measure(cell, missing, chosen.iterations))
+            write(chosen.output, runs)
+            show(runs[-1])
+    write(chosen.output, runs)
+    summarize(runs)
 
 
-def measure(model: str, hosts: int, bandwidth: str, ratio: str, schedulers: str, iterations: int) -> dict[str, Any]:
+def grid(chosen: argparse.Namespace) -> Iterator[tuple[Cell, tuple[str, ...]]]:
+    """The cells that are asked for, and their schedulers."""
+    if chosen.matrix:
+        places = [(hosts, rate) for hosts, rates in LINKS.items() for rate in rates.split(",")]
+        models, ratios, names = MODELS, "1", select(["all"])
+    else:
+        places = list(itertools.product(chosen.hosts.split(","), chosen.bandwidths.split(",")))
+        models, ratios, names = chosen.models, chosen.ratios, select(chosen.schedulers.split(","))
+    for (hosts, rate), model, ratio in itertools.product(places, models.split(","), ratios.split(",")):
+        yield Cell(model, int(hosts), rate, ratio), names
+
+
+def of(run: dict[str, Any]) -> Cell:
+    """Where it was measured."""
+    return Cell(*(run[field] for field in Cell._fields))
+
+
+def measure(cell: Cell, schedulers: Iterable[str], iterations: int) -> dict[str, Any]:
     task = Task(
-        workload=workload(model),
-        schedulers=select(schedulers.split(",")),
+        workload=workload(cell.model),
+        schedulers=select(tuple(schedulers)),
         iterations=iterations,
-        ratio=None if ratio == "own" else float(ratio),
+        ratio=None if cell.ratio == "own" else float(cell.ratio),
     )
-    found = rehearse(task, hosts, parse_bandwidth(bandwidth), lambda stage, done, total: None)
+    found = rehearse(task, cell.hosts, parse_bandwidth(cell.bandwidth), lambda stage, done, total: None)
     cost = found.cluster.cost()
+    line_s_per_byte = Cluster.derive(cell.hosts, parse_bandwidth(cell.bandwidth), 0.0).cost("ring").beta_s_per_byte
     return {
+        "iterations": iterations,
         "compute_s": found.workload.compute_s,
         "cost": {"alpha_s": cost.alpha_s, "beta_s_per_byte": cost.beta_s_per_byte, "floor_s": cost.floor_s},
         "fit_error": found.fit_error,
+        "carried": line_s_per_byte / cost.beta_s_per_byte,
         "rows": found.rows(),
     }
 
 
-def show(cell: dict[str, Any]) -> None:
-    where = f"{cell['model']}, {cell['hosts']} hosts, {cell['bandwidth']}, ratio {cell['ratio']}"
-    print(f"\n{where}: computation {format_seconds(cell['compute_s'])}")
-    for row in sorted(cell["rows"], key=lambda row: row["measured_s"]):
+def write(output: Path, runs: list[dict[str, Any]]) -> None:
+    """The runs, and beside them a table and a picture of them."""
+    output.write_text(json.dumps(runs, indent=1) + "\n")
+    output.with_suffix(".md").write_text(table(runs))
+    draw(runs).write_html(output.with_suffix(".html"))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | hosts | link | ratio | plan | measured | predicted | against ddp | above the bound | messages |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        where = " | ".join(map(str, of(run)))
+        lines += [
+            f"| {where} | {row['scheduler']} | {format_seconds(row['measured_s'])} "
+            f"| {format_seconds(row['predicted_s'])} ({row['error']:+.1%}) | {row['speedup_over_ddp']:.2f}x "
+            f"| {row['measured_s'] / row['lower_bound_s'] - 1:.1%} | {row['num_messages']} |"
+            for row in sorted(run["rows"], key=lambda row: row["measured_s"])
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def show(run: dict[str, Any]) -> None:
+    print(f"\n{of(run)}: computation {format_seconds(run['compute_s'])}, {run['carried']:.1%} of the link's rate")
+    for row in sorted(run["rows"], key=lambda row: row["measured_s"]):
         print(
             f"  {row['scheduler']:20} measured {format_seconds(row['measured_s']):>8}  predicted "
             f"{format_seconds(row['predicted_s']):>8} ({row['error']:+.1%})  {row['speedup_over_ddp']:.2f}x of ddp  "
@@ -75,8 +150,10 @@ def show(cell: dict[str, Any]) -> None:
         )
 
 
-def summarize(cells: list[dict[str, Any]]) -> None:
-    rows = [row for cell in cells for row in cell["rows"]]
+def summarize(runs: list[dict[str, Any]]) -> None:
+    rows = [row for run in runs for row in run["rows"]]
+    if not rows:
+        return
     print(f"\npredicted against measured, {len(rows)} rows: {errors(rows)}")
     for name in dict.fromkeys(row["scheduler"] for row in rows):
         print(f"  {name:20} {errors(row for row in rows if row['scheduler'] == name)}")
