@@ -3,6 +3,7 @@
 An iteration of a worker:
 
     backward            announces its gradients, and pushes each when its turn in the plan has come
+    reading `.grad`     brings the averages of all workers (clipping, GradScaler, logging); most loops never do
     optimizer.step()    says where the new values are to be put, tells the servers the settings, and returns
     next forward        the first read of a parameter waits for its value (`legato.pytorch.gate`)
 
@@ -17,14 +18,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.pytorch import gate
-from legato.pytorch.lowering import Slot
-from legato.pytorch.servers.post import GRADIENTS, STEP, Post
+from legato.pytorch.lowering import PENDING, SENT, Slot
+from legato.pytorch.outermost import Outermost
+from legato.pytorch.servers.post import DROP, GRADIENTS, STEP, Post, Sent
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.shares import Arena, Share
+from legato.pytorch.servers.unseen import Averages, Unchanged
 
 __all__ = ["Client"]
 
@@ -38,9 +41,12 @@ class Client(Puller):
         super().__init__(post, shares, pulls, parameters)
         self.enabled = True  # False under no_sync()
         self.iteration = 0  # backward passes that push
+        self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
         self._scale = 1.0 / post.layout.workers
         self._gradients = Arena(shares)
-        self._sent: list[tuple[Any, Share]] = []
+        self._averages = Averages(self)
+        self._unchanged = Unchanged(self)
+        self._sent: list[Sent] = []
         self._in_backward = self._unstepped = False
         self._next = 0
         self._ready: set[str] = set()
@@ -58,6 +64,14 @@ class Client(Puller):
         for hook in self._hooks:
             hook.remove()
         self.leave()
+
+    def begin_forward(self) -> None:
+        """A forward pass starts."""
+        if self._in_backward:
+            raise RankError("the last backward pass did not finish (an exception in it?): start from a checkpoint")
+        self.outermost.forget()
+
+    # ---- backward: gradients out -------------------------------------------------
 
     def _watch(self, slot: Slot) -> Any:
         parameter: Any = slot.parameter
@@ -83,20 +97,27 @@ class Client(Puller):
                 "call optimizer.step() in between, or put the earlier one under no_sync()"
             )
         self.settle()
-        for work, share in self._sent:
-            self.post.wait(work, self.post.layout.server_rank(share.server), f"the gradient of {share.label}")
-        self._sent.clear()
+        self._unchanged.check()
+        self.outermost.notice()
+        self.post.finish(self._sent)
+        self._averages.forget()
         self._in_backward = self._unstepped = True
         self.iteration += 1
         self._next = 0
         self._ready.clear()
-        self.tell_servers(GRADIENTS, self.iteration)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._sent += self.tell_servers(GRADIENTS, self.iteration)
 
-    def _end_backward(self) -> None:
+    def _backward_ended(self) -> None:
+        if not self._in_backward:
+            return
         self._ready.update(self.slots)
         self._advance()
         self._in_backward = False
+        for slot in self.slots.values():
+            slot.stage = SENT
+            gate.close(slot, self.resolve)
+        if any(slot.plain_class is not nn.Parameter for slot in self.slots.values()):
+            self._averages.fetch()  # nobody would notice that their gradients are read
 
     def _advance(self) -> None:
         while self._next < len(self.shares) and self.shares[self._next].name in self._ready:
@@ -104,30 +125,72 @@ class Client(Puller):
             self._next += 1
 
     def _push(self, share: Share) -> None:
-        gradient = self.slots[share.name].parameter.grad
-        elements, stamp = self._gradients.elements[share.index], self._gradients.stamp[share.index]
         with gate.unseen():
-            if gradient is None:
-                elements.zero_()
-            elif gradient.layout != torch.strided:
+            gradient = self.slots[share.name].parameter.grad
+            self._averages.note(share.name, gradient)
+            if gradient is not None and gradient.layout != torch.strided:
                 raise RankError(f"{share.name}: its gradient is {gradient.layout}; only dense gradients can be sent")
-            else:
-                part = share.of(gradient.detach())
-                if part.device == elements.device:
-                    torch.mul(part, self._scale, out=elements)
-                else:
-                    elements.copy_(part * self._scale)
-            stamp[0], stamp[1] = self.iteration, int(gradient is not None)
-        to, what = self.post.layout.server_rank(share.server), f"the gradient of {share.label}"
-        self._sent.append((self.post.send(self._gradients.message[share.index], to, 1 + share.index, what), share))
+            self._send(share, gradient, self._scale)
 
-    def step(self, content: bytes, order: Sequence[int]) -> None:
-        """Let the servers update with these settings; the values come in this order."""
+    def _send(self, share: Share, gradient: Tensor | None, scale: float) -> None:
+        elements, stamp = self._gradients.elements[share.index], self._gradients.stamp[share.index]
+        if gradient is None:
+            elements.zero_()
+        else:
+            part = share.of(gradient.detach())
+            if part.device == elements.device:
+                torch.mul(part, scale, out=elements)
+            else:
+                elements.copy_(part * scale)
+        stamp[0], stamp[1] = self.iteration, int(gradient is not None)
+        to, what = self.post.layout.server_rank(share.server), f"the gradient of {share.label}"
+        self._sent.append(self.post.send(self._gradients.message[share.index], to, 1 + share.index, what))
+
+    # ---- between backward and the next forward ---------------------------------------
+
+    def resolve(self, slot: Slot) -> None:
+        """Bring in what was asked for: a new value, or the averaged gradients."""
+        if slot.stage == SENT:
+            self._averages.fetch()
+        elif slot.stage == PENDING:
+            super().resolve(slot)
+            self._unchanged.note(slot)
+
+    def changed(self) -> list[tuple[int, bool]]:
+        """Shares whose averaged gradient the user changed, and whether there still is one.
+
+        Raises `RankError` where nothing says what to make of a change: to a
+        gradient that was not averaged yet, or to a parameter.
+        """
         if self._in_backward or not self._unstepped:
             raise RankError("optimizer.step() without a backward pass before it, whose gradients went to the servers")
+        self._unchanged.check()
+        return self._averages.changed()
+
+    def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
+        """Let the servers update as `content` says; the values come in this order."""
         self._unstepped = False
         self.expect(self.iteration, order)
-        self.tell_servers(STEP, self.iteration, content)
+        self._sent += self.tell_servers(STEP, self.iteration, content)  # no wait: it is behind all gradients
+        if self.post.rank == 0:
+            self._send_changed(changed)
         for slot in self.slots.values():
             if slot.plain_class is not nn.Parameter:  # cannot be gated
                 self.resolve(slot)
+
+    def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
+        with gate.unseen():
+            for share in [self.by_index[index] for index, there in changed if there]:
+                self._send(share, self.slots[share.name].parameter.grad, 1.0)
+
+    def drop(self) -> None:
+        """The gradients that went out will not be used: `zero_grad()` without a `step()`, on all workers."""
+        if self._in_backward or not self._unstepped:
+            return
+        self._unstepped = False
+        self.iteration -= 1
+        self.post.finish(self.tell_servers(DROP, self.iteration))
+        for server in self.servers:
+            self.post.next_command(self.post.layout.server_rank(server), "that all workers dropped their gradients")
+        for slot in self.slots.values():
+            gate.open_(slot)

@@ -9,6 +9,7 @@ alike; one that looks at rows or norms (Adafactor, Muon) needs whole parameters.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +18,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from legato.core.errors import InputError, RankError
 from legato.pytorch.deferred import Update
+from legato.pytorch.servers.post import Step
 from legato.pytorch.servers.shares import Share
 
-__all__ = ["Holdings", "check_optimizer", "settings"]
+__all__ = ["Holdings", "check_optimizer", "check_step", "describe_state", "settings"]
 
 #: Of torch.optim: every element is updated by its own gradient and state.
 _BY_ELEMENT = (
@@ -43,21 +46,46 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
         cut = next((s for s in shares if not s.whole), None)
         if cut is not None:
             raise InputError(f"optimizer: {kind.__name__} needs whole parameters, and {cut.name!r} is cut in pieces")
-    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         raise InputError("the optimizer has a parameter that is not the model's: no server would hold it")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    check_step(optimizer)
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Raise `InputError` if a step of the optimizer would do more than a server can."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise InputError("the optimizer has hooks on its step, which no server could call")
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        raise InputError("GradScaler lets a fused optimizer scale its gradients, which no server could do: fused=False")
 
 
-def settings(optimizer: Optimizer) -> bytes:
-    """The hyper-parameters of all groups as they are now, as JSON."""
+def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
+    """What goes with a STEP: the hyper-parameters of all groups as they are now, and the `changed` gradients."""
     groups = []
     for group in optimizer.param_groups:
         groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
     try:
-        return msgspec.json.encode(groups)
+        return msgspec.json.encode(Step(groups, changed))
     except (TypeError, msgspec.EncodeError) as error:
         raise InputError(f"a setting of the optimizer cannot be sent to a server: {error}") from None
+
+
+def describe_state(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """A digest of the optimizer's state and of which parameters are in which group; `names` are by id()."""
+    digest = hashlib.blake2b(digest_size=8)
+    for group in optimizer.param_groups:
+        digest.update(repr([names.get(id(p)) for p in group["params"]]).encode())
+        for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
+            for key, value in sorted(state.items()):
+                digest.update(key.encode())
+                plain = isinstance(value, Tensor)
+                digest.update(_bytes(value).numpy().tobytes() if plain else repr(value).encode())
+    return f"state {digest.hexdigest()} (load the same checkpoint on every rank)"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 class Holdings:
@@ -85,9 +113,8 @@ class Holdings:
         ]
         self._updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
-    def configure(self, content: bytes) -> None:
-        """Take over what `settings` wrote. Raises `RankError` on other groups than ours."""
-        groups = msgspec.json.decode(content)
+    def configure(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the settings of all groups. Raises `RankError` on other groups than ours."""
         if len(groups) != len(self._optimizer.param_groups):
             here = len(self._optimizer.param_groups)
             raise RankError(f"the optimizer has {len(groups)} groups on the workers, {here} on a server")
@@ -132,7 +159,7 @@ class Holdings:
         for share in self.shares:
             for key, value in self._optimizer.state.get(self.parameters[share.index], {}).items():
                 if isinstance(value, Tensor):
-                    block = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    block = _bytes(value)
                     listed.append((share.index, key, str(value.dtype).removeprefix("torch."), list(value.shape), None))
                     blocks.append(block)
                 else:

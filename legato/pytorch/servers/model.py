@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
+from legato.pytorch.census import Census
+from legato.pytorch.deferred import rebind
 from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.client import Client
-from legato.pytorch.servers.holdings import settings
+from legato.pytorch.servers.holdings import check_step, settings
 from legato.pytorch.servers.post import PULL, REPLY, STATE
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import shuffled
@@ -58,25 +61,29 @@ class _Measured(nn.Module):
         return self.module(*args, **kwargs)
 
     @contextmanager
-    def measure(self) -> Iterator[list[Iteration]]:
-        """Record the iterations inside, each from one forward pass to the next; the list grows as they end."""
+    def measure(self, arrivals: bool = True) -> Iterator[list[Iteration]]:
+        """Record the iterations inside, each from one forward pass to the next; the list grows as they end.
+
+        Without `arrivals` nobody looks at the order of transfers, which costs a part of a processor.
+        """
         puller = self._puller
         record: list[Iteration] = []
         self._record = record
         self._since = None
-        puller.arrivals = Arrivals(puller.values, puller.shares)
+        puller.arrivals = Arrivals(puller.values, puller.shares) if arrivals else None
         try:
             yield record
         finally:
             self._record = None
-            puller.arrivals.stop()
+            if puller.arrivals is not None:
+                puller.arrivals.stop()
             puller.arrivals = None
 
     def _mark(self) -> None:
         """A forward pass begins: one iteration is over, if there was one."""
         now, waited, arrivals = time.perf_counter(), self._puller.waited_s, self._puller.arrivals
-        if self._since is not None and arrivals is not None and self._record is not None:
-            late, seconds = arrivals.previous
+        if self._since is not None and self._record is not None:
+            late, seconds = arrivals.previous if arrivals is not None else (0, ())
             began, before = self._since
             self._record.append(Iteration(now - began, waited - before, len(seconds), late, seconds))
         self._since = now, waited
@@ -93,7 +100,22 @@ class ServedModel(_Measured):
     def __init__(self, module: nn.Module, client: Client, plan: Plan) -> None:
         super().__init__(module, client, plan)
         self._client = client
+        self._census = Census(module)
         self.worker, self.workers = client.post.rank, client.post.layout.workers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        training = torch.is_grad_enabled()
+        if training and self._census.changed():
+            raise RankError(
+                "a module or parameter of the model was added, replaced or unfrozen, and no server knows of it; "
+                "change the model before parameter_servers() is called"
+            )
+        if training:
+            self._client.begin_forward()
+        output = super().forward(*args, **kwargs)
+        if training and self._client.enabled:
+            self._client.outermost.expect(output)
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -109,7 +131,8 @@ class ServedModel(_Measured):
         self._client.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in `nn.Module`; the servers have what they need of the gradients."""
+        """As in `nn.Module`; gradients that `step()` did not use are dropped on the servers too."""
+        self._client.drop()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
@@ -131,7 +154,7 @@ class AgentModel(_Measured):
         """Ask for all parameters; from here on, reading one waits for its own."""
         puller = self._puller
         puller.settle()
-        puller.tell_servers(PULL, 0)
+        puller.post.finish(puller.tell_servers(PULL, 0))
         ranks = [puller.post.layout.server_rank(server) for server in puller.servers]
         replies = [puller.post.next_command(rank, "the parameters") for rank in ranks]
         self.iteration = min(reply.iteration for reply in replies)
@@ -148,21 +171,26 @@ class _ServedSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer, client, loss = cast(Optimizer, self), self._legato_client, None
+        check_step(optimizer)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        client.step(settings(optimizer), self._legato_order(client.iteration))
+        changed = client.changed()
+        client.step(settings(optimizer, changed), changed, self._legato_order(client.iteration))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._legato_client.drop()
         with torch._C.DisableTorchFunctionSubclass():
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
     def state_dict(self) -> Any:
         """As of a single process: parameters by their number, whole, from all servers."""
-        optimizer, client = cast(Optimizer, self), self._legato_client
-        vars(optimizer)["state"] = _fetch_state(client)
-        return self._legato_base.state_dict(optimizer)
+        return self._legato_base.state_dict(_with_state(cast(Optimizer, self)))
+
+    @property
+    def state(self) -> Any:
+        raise InputError("the optimizer's state is with the servers; optimizer.state_dict() brings a copy")
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise InputError("load a checkpoint into the optimizer, on every rank, before parameter_servers() is called")
@@ -185,21 +213,34 @@ def serve_steps(optimizer: Optimizer, client: Client, pulls: Sequence[int], seed
     vars(optimizer).update(_legato_client=client, _legato_order=order)
     overlay = type(base.__name__, (_ServedSteps, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
+    rebind(optimizer, base, overlay)
 
 
 def release(optimizer: Optimizer) -> None:
-    """Give the optimizer its own class back."""
+    """Give the optimizer its own class back, and the state that it has by now."""
     if isinstance(optimizer, _ServedSteps):
+        vars(optimizer)["state"] = _with_state(optimizer).state
+        overlay = type(optimizer)
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
         for name in ("_legato_client", "_legato_order"):
             vars(optimizer).pop(name)
+        rebind(optimizer, overlay, type(optimizer))
 
 
-def _fetch_state(client: Client) -> dict[nn.Parameter, dict[str, Any]]:
+def _with_state(optimizer: Optimizer) -> Optimizer:
+    """The optimizer as a single process would have it, state and all."""
+    served = cast(_ServedSteps, optimizer)
+    whole = object.__new__(served._legato_base)
+    vars(whole).update({k: v for k, v in vars(optimizer).items() if not k.startswith("_legato")})
+    whole.state = defaultdict(dict, _fetch_state(served._legato_client))
+    return whole
+
+
+def _fetch_state(client: Client) -> dict[Tensor, dict[str, Any]]:
     """The optimizer's state of all servers, put together."""
     client.settle()
-    client.tell_servers(STATE, client.iteration)
-    found: dict[nn.Parameter, dict[str, Any]] = {}
+    client.post.finish(client.tell_servers(STATE, client.iteration))
+    found: dict[Tensor, dict[str, Any]] = {}
     for server in client.servers:
         rank = client.post.layout.server_rank(server)
         reply = client.post.next_command(rank, "the optimizer's state")
@@ -213,7 +254,7 @@ def _fetch_state(client: Client) -> dict[nn.Parameter, dict[str, Any]]:
     return found
 
 
-def _unpack_state(client: Client, listed: Any, block: Tensor, found: dict[nn.Parameter, dict[str, Any]]) -> None:
+def _unpack_state(client: Client, listed: Any, block: Tensor, found: dict[Tensor, dict[str, Any]]) -> None:
     at = 0
     for index, key, dtype, shape, value in listed:
         share = client.by_index[index]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,14 +28,19 @@ import torch.distributed as dist
 from legato.core.errors import RankError
 from legato.pytorch.watch import Watch
 
-__all__ = ["BYE", "GRADIENTS", "PULL", "REPLY", "STATE", "STEP", "Command", "Layout", "Post", "join"]
+__all__ = [
+    "AVERAGES", "BYE", "DROP", "GRADIENTS", "PULL", "REPLY", "STATE", "STEP", "Command", "Layout", "Post", "Sent",
+    "Step", "join",
+]  # fmt: skip
 
 GRADIENTS = 1  # a worker's gradients of an iteration follow
-STEP = 2  # optimizer.step() was called, with these settings
+STEP = 2  # optimizer.step() was called; `Step` goes with it
 STATE = 3  # the optimizer's state, please
 PULL = 4  # an agent wants all parameters
 BYE = 5  # this rank needs nothing any more
-REPLY = 6  # of a server, to STATE or PULL
+REPLY = 6  # of a server, to STATE, PULL or DROP
+AVERAGES = 7  # the averaged gradients of this iteration, please
+DROP = 8  # the gradients of this iteration will not be used
 
 _ANY_TIME = timedelta(days=365)
 
@@ -63,12 +68,30 @@ class Layout:
         return f"server {rank}" if rank < self.servers else f"agent {rank - self.servers}"
 
 
+class Sent(NamedTuple):
+    """Something that was handed to the network, for a rank."""
+
+    work: Any
+    to: int
+    what: str
+
+
 class Command(msgspec.Struct, frozen=True):
     """What came with tag 0."""
 
     kind: int
     iteration: int
     content: bytes = b""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """How to step: the settings of all groups, and which gradients the user changed after they were averaged.
+
+    Of each of these, its share and whether there still is a gradient; if so, worker 0 sends it after this.
+    """
+
+    groups: list[dict[str, Any]]
+    changed: list[tuple[int, bool]] = []
 
 
 class Post:
@@ -83,10 +106,10 @@ class Post:
         """`rank 3 (server 1)`"""
         return f"rank {rank} ({self.layout.role(rank)})"
 
-    def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> Any:
-        """Hand a message to the network; it must not change until the work that is returned is done."""
+    def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> Sent:
+        """Hand a message to the network; it must not change until it is out (`finish`)."""
         try:
-            return dist.isend(message, group=self.group, group_dst=to, tag=tag)
+            return Sent(dist.isend(message, group=self.group, group_dst=to, tag=tag), to, what)
         except RuntimeError as error:
             raise self.watch.failure(f"{what} to {self.named(to)}", error) from error
 
@@ -104,16 +127,25 @@ class Post:
         except RuntimeError as error:
             raise self.watch.failure(f"{what}, {self.named(peer)}", error) from error
 
+    def begin_command(
+        self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = ""
+    ) -> list[Sent]:
+        """Hand a command to the network; `before` says what is to follow. It goes out behind all that went before."""
+        what = f"the word that goes before {before}" if before else "a command"
+        parts = [torch.tensor([kind, iteration, len(content)], dtype=torch.int64)]
+        if content:
+            parts.append(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return [self.send(part, to, 0, what) for part in parts]
+
     def command(self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = "") -> None:
         """Send a command, and wait until it is out; `before` says what is to follow."""
-        what = f"the word that goes before {before}" if before else "a command"
-        head = torch.tensor([kind, iteration, len(content)], dtype=torch.int64)
-        works = [self.send(head, to, 0, what)]
-        if content:
-            body = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            works.append(self.send(body, to, 0, what))
-        for work in works:
+        self.finish(self.begin_command(to, kind, iteration, content, before=before))
+
+    def finish(self, sent: list[Sent]) -> None:
+        """Wait until all of these are out, and forget them."""
+        for work, to, what in sent:
             self.wait(work, to, what)
+        sent.clear()
 
     def next_command(self, source: int, what: str, *, ever: bool = False) -> Command:
         """Wait for a rank's next command; `what` says what is missing if it does not come."""

@@ -11,7 +11,7 @@ from torch import nn
 from legato.pytorch import gate
 from legato.pytorch.lowering import PENDING, Slot
 from legato.pytorch.servers.arrivals import Arrivals
-from legato.pytorch.servers.post import BYE, Post
+from legato.pytorch.servers.post import BYE, Post, Sent
 from legato.pytorch.servers.shares import Arena, Share
 
 __all__ = ["Puller"]
@@ -64,18 +64,7 @@ class Puller:
         gate.open_(slot)
         self.reads.append(slot.name)
         with gate.unseen():
-            self._unpack(slot)
-
-    def _unpack(self, slot: Slot) -> None:
-        parameter, shares = slot.parameter, self.shares_of[slot.name]
-        if len(shares) == 1:
-            parameter.copy_(self.values.elements[shares[0].index].view(parameter.shape))
-            return
-        flat = parameter.reshape(-1)  # a view of it, or a copy where it is not contiguous
-        for share in shares:
-            flat[share.start : share.stop].copy_(self.values.elements[share.index])
-        if flat.data_ptr() != parameter.data_ptr():
-            parameter.copy_(flat.view(parameter.shape))
+            self.values.unpack(self.shares_of[slot.name], slot.parameter)
 
     def settle(self) -> None:
         """Bring every parameter up to date, in the order in which they come."""
@@ -84,14 +73,28 @@ class Puller:
             if self.slots[name].stage == PENDING:
                 self.resolve(self.slots[name])
 
-    def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> None:
-        """A command to all servers."""
+    def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> list[Sent]:
+        """A command to all servers, on its way."""
+        sent: list[Sent] = []
         for server in self.servers:
             share = next((share for share in self.shares if share.server == server), None)
             rank, before = self.post.layout.server_rank(server), share.label if share is not None else ""
-            self.post.command(rank, kind, iteration, content, before=before)
+            sent += self.post.begin_command(rank, kind, iteration, content, before=before)
+        return sent
+
+    def receive_all(self, kind: int, iteration: int, arena: Arena) -> None:
+        """Ask all servers for something of each share, and wait until it is in."""
+        started = time.perf_counter()
+        works = []
+        for share in self.shares:
+            source, what = self.post.layout.server_rank(share.server), f"the averaged gradient of {share.label}"
+            works.append((self.post.receive(arena.message[share.index], source, 1 + share.index, what), source, what))
+        self.post.finish(self.tell_servers(kind, iteration))
+        for work, source, what in works:
+            self.post.wait(work, source, what)
+        self.waited_s += time.perf_counter() - started
 
     def leave(self) -> None:
         """Needs nothing any more."""
         self.settle()
-        self.tell_servers(BYE, 0)
+        self.post.finish(self.tell_servers(BYE, 0))

@@ -25,7 +25,7 @@ from legato.pytorch.agreement import agree, broadcast_tensors, describe
 from legato.pytorch.flight import Flight
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.servers.client import Client
-from legato.pytorch.servers.holdings import Holdings, check_optimizer
+from legato.pytorch.servers.holdings import Holdings, check_optimizer, describe_state
 from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_steps
 from legato.pytorch.servers.post import Layout, Post, join
 from legato.pytorch.servers.puller import Puller
@@ -57,6 +57,7 @@ def parameter_servers(
     infer: Callable[[AgentModel], Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     placement: Placement = "round-robin",
+    shuffle: bool = False,
     seed: int = 0,
     patience_s: float = 30.0,
     process_group: Any = None,
@@ -70,8 +71,9 @@ def parameter_servers(
 
     `plan` is a `Plan` of pushes and pulls or a file's path, and says where the
     parameters lie and in which order they are pulled. None: by `placement`, in
-    the order of the model. "random": a new order for every worker and
-    iteration, by `seed`, which is what TicTac is compared with.
+    the order of the model. With `shuffle`, pulls have a new order for every
+    worker and iteration, by `seed`, which is what TicTac is compared with;
+    "random" is short for no plan and `shuffle`.
 
     A `process_group` of fewer than all ranks has to be a gloo group that nobody
     else uses meanwhile.
@@ -87,9 +89,10 @@ def parameter_servers(
     if not (math.isfinite(patience_s) and patience_s > 0):
         raise InputError(f"patience_s: {patience_s} (expected seconds above 0)")
     parameters = trained_parameters(model)
-    random_order = isinstance(plan, str) and plan == "random"
+    if isinstance(plan, str) and plan == "random":
+        plan, shuffle = None, True
     try:
-        chosen = _plan(plan, random_order, parameters, servers, placement)
+        chosen = _plan(plan, parameters, servers, placement)
         shares, pulls = shares_of(chosen, parameters, servers)
         check_optimizer(optimizer, parameters, shares)
     except InputError as error:
@@ -101,7 +104,7 @@ def parameter_servers(
     watch = Watch(own, Flight(own.rank()), _standing(weakref.ref(role)))
     post = Post(own, layout, patience_s, watch)
     _agree(model, parameters, chosen, optimizer, post)
-    job = _Job(post, chosen, shares, pulls, parameters, seed if random_order else None)
+    job = _Job(post, chosen, shares, pulls, parameters, seed if shuffle else None)
     rank = own.rank()
     if rank < layout.workers:
         return _work(job, role, model, optimizer, train)
@@ -137,12 +140,10 @@ def _layout(size: int, servers: int, agents: int, infer: Any) -> Layout:
     return Layout(size - servers - agents, servers, agents)
 
 
-def _plan(
-    plan: Any, random_order: bool, parameters: Mapping[str, nn.Parameter], servers: int, placement: Placement
-) -> Plan:
+def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, placement: Placement) -> Plan:
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient")
-    if plan is None or random_order:
+    if plan is None:
         return default_plan(parameters, servers, placement)
     return plan if isinstance(plan, Plan) else files.read(Path(plan), Plan)
 
@@ -168,6 +169,7 @@ def _agree(
     layout = post.layout
     facts = describe(plan, model, dict(parameters))
     facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
+    facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
     facts["roles"] = f"{layout.workers} workers, {layout.servers} servers, {layout.agents} agents"
     try:
         agree(facts, post.group)
@@ -184,8 +186,9 @@ def _work(job: _Job, role: _Role, model: nn.Module, optimizer: Optimizer, train:
     role.part = client
     serve_steps(optimizer, client, job.pulls, job.seed)
     result = train(ServedModel(model, client, job.plan), optimizer)
-    client.close()
+    client.drop()
     release(optimizer)
+    client.close()
     return result
 
 

@@ -21,7 +21,7 @@ import torch
 
 from legato.core.errors import RankError
 from legato.pytorch.servers.holdings import Holdings
-from legato.pytorch.servers.post import BYE, GRADIENTS, REPLY, STATE, STEP, Command, Post
+from legato.pytorch.servers.post import AVERAGES, BYE, DROP, GRADIENTS, REPLY, STATE, STEP, Command, Post, Sent, Step
 from legato.pytorch.servers.sender import Sender
 from legato.pytorch.servers.shares import Arena, Share
 
@@ -64,11 +64,12 @@ class Server:
         self._values = Arena(shares)  # what goes to the workers
         self._copies = {agent: Arena(shares) for agent in self.agents}  # ... and to each agent
         self._reports: SimpleQueue[_Report] = SimpleQueue()
-        self._sent: dict[int, list[tuple[Any, str]]] = {rank: [] for rank in (*self.workers, *self.agents)}
+        self._sent: dict[int, list[Sent]] = {rank: [] for rank in (*self.workers, *self.agents)}
         self._senders = {worker: Sender(self._hand_over(worker)) for worker in self.workers}
         self._here: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients of this iteration
         self._steps: dict[int, Command] = {}
         self._asking: list[int] = []  # workers that want the optimizer's state
+        self._looking: list[int] = []  # ... the averaged gradients
         self._agents_served = 0
         self.iteration = 0  # updates that were made
 
@@ -113,6 +114,8 @@ class Server:
                 if command.kind == GRADIENTS:
                     self._take_gradients(rank, command.iteration)
                 else:
+                    if command.kind == STEP and rank == self.workers[0]:
+                        self._take_changed(rank, msgspec.json.decode(command.content, type=Step))
                     self._reports.put(_Report(rank, command=command))
                 if command.kind == BYE:
                     return
@@ -132,6 +135,13 @@ class Server:
                 raise RankError(f"{self.post.named(worker)}: {share.label} of iteration {stamp}, not {iteration}")
             self._reports.put(_Report(worker, share))
 
+    def _take_changed(self, worker: int, step: Step) -> None:
+        """What the user made of the averages. They are in already, so nobody else needs this memory."""
+        arena = self._gradients[worker]
+        for share in [self._of[index] for index, there in step.changed if there and index in self._of]:
+            what = f"the changed gradient of {share.label}"
+            self.post.wait(self.post.receive(arena.message[share.index], worker, 1 + share.index, what), worker, what)
+
     # ---- on the main thread ----------------------------------------------------------
 
     def _gradient(self, share: Share) -> None:
@@ -140,20 +150,25 @@ class Server:
             arenas = [self._gradients[worker] for worker in self.workers]
             there = [a.elements[share.index] for a in arenas if int(a.stamp[share.index][1])]
             self.holdings.aggregate(share, there)
+            self._show_averages()
 
     def _command(self, worker: int, command: Command) -> None:
-        if command.kind == STEP:
+        if command.kind in (STEP, DROP):
             self._steps[worker] = command
             if len(self._steps) == len(self.workers):
-                self._update()
+                self._check_equal()
+                self._update() if command.kind == STEP else self._drop()
         elif command.kind == STATE:
             self._asking.append(worker)
+        elif command.kind == AVERAGES:
+            self._looking.append(worker)
+            self._show_averages()
         for asking in [w for w in self._asking if w not in self._steps]:
             self._asking.remove(asking)
             listed, tensors = self.holdings.state()
             self.post.command(asking, REPLY, tensors.numel(), listed)
             if tensors.numel():
-                self.post.wait(self.post.send(tensors, asking, 0, "optimizer state"), asking, "optimizer state")
+                self.post.finish([self.post.send(tensors, asking, 0, "optimizer state")])
 
     def _check_even(self, present: set[int]) -> None:
         left = sorted(set(self.workers) - present)
@@ -163,18 +178,56 @@ class Server:
                 f"the gradient of {self.shares[0].label if self.shares else 'nothing'} will never be complete"
             )
 
-    def _update(self) -> None:
-        content = self._steps[0].content
+    def _check_equal(self) -> None:
+        first = self._steps[0]
         for worker, command in self._steps.items():
-            if command.content != content:
-                raise RankError(
-                    f"{self.post.named(worker)}: settings of the optimizer {command.content.decode()[:300]}, "
-                    f"{content.decode()[:300]} on rank 0"
-                )
-        self._finish_sending(self.workers)
-        self.holdings.configure(content)
+            who = self.post.named(worker)
+            if command.kind != first.kind:
+                did, other = ("optimizer.step()", "zero_grad()")[:: 1 if command.kind == STEP else -1]
+                raise RankError(f"{who}: {did} after the backward pass, {other} on rank 0")
+            if command.content == first.content:
+                continue
+            here, there = (msgspec.json.decode(c.content, type=Step) for c in (command, first))
+            if here.groups != there.groups:
+                raise RankError(f"{who}: settings of the optimizer {here.groups}, {there.groups} on rank 0"[:700])
+            odd = min(set(map(tuple, here.changed)) ^ set(map(tuple, there.changed)))[0]
+            name = self._of[odd].label if odd in self._of else f"share {odd}"
+            raise RankError(f"{who}: gradients were changed before optimizer.step(), and others on rank 0 ({name})")
+
+    def _drop(self) -> None:
+        """`zero_grad()` instead of `step()`, on all workers."""
+        self._begin_anew()
+        for worker in self.workers:
+            self.post.command(worker, REPLY, self.iteration)
+
+    def _begin_anew(self) -> None:
         self._steps.clear()
         self._here = dict.fromkeys(self._here, 0)
+
+    def _show_averages(self) -> None:
+        """To those who asked, once all gradients are here. Every worker has the values that lay in this memory."""
+        if not self._looking or any(here < len(self.workers) for here in self._here.values()):
+            return
+        self._finish_sending(self.workers)
+        for share in self.shares:
+            gradient = self.holdings.parameters[share.index].grad
+            self._values.stamp[share.index][1] = int(gradient is not None)
+            if gradient is not None:
+                self._values.elements[share.index].copy_(gradient.reshape(-1))
+        for worker in self._looking:
+            for share in self.shares:
+                self._hand_over(worker)(share.index)
+        self._looking.clear()
+
+    def _update(self) -> None:
+        step = msgspec.json.decode(self._steps[self.workers[0]].content, type=Step)
+        self._finish_sending(self.workers)
+        self.holdings.configure(step.groups)
+        for index, there in step.changed:
+            if index in self._of:
+                changed = [self._gradients[self.workers[0]].elements[index]] if there else []
+                self.holdings.aggregate(self._of[index], changed)
+        self._begin_anew()
         self.iteration += 1
         for worker, sender in self._senders.items():
             fixed = self._seed is None
@@ -204,7 +257,7 @@ class Server:
         def send(index: int) -> None:
             message = self._values.message[index]
             what = f"the value of {self._of[index].label}"
-            self._sent[worker].append((self.post.send(message, worker, 1 + index, what), what))
+            self._sent[worker].append(self.post.send(message, worker, 1 + index, what))
 
         return send
 
@@ -221,13 +274,11 @@ class Server:
             for index in order:
                 self._pack(self._of[index], arena)
                 what = f"the value of {self._of[index].label}"
-                self._sent[agent].append((self.post.send(arena.message[index], agent, 1 + index, what), what))
+                self._sent[agent].append(self.post.send(arena.message[index], agent, 1 + index, what))
         except RankError as error:
             _log.warning("agent lost, training goes on: %s", error)
 
     def _finish_sending(self, ranks: Sequence[int]) -> None:
         """What was sent before is out, and its memory can be used again."""
         for rank in ranks:
-            for work, what in self._sent[rank]:
-                self.post.wait(work, rank, what)
-            self._sent[rank].clear()
+            self.post.finish(self._sent[rank])

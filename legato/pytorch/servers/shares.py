@@ -118,6 +118,17 @@ class Arena:
         self.elements = {s.index: self.message[s.index][: s.nbytes].view(s.dtype) for s in shares}
         self.stamp = {i: words[b // 8 - 2 : b // 8] for i, (_, b) in self._place.items()}
 
+    def unpack(self, shares: Sequence[Share], tensor: Tensor) -> None:
+        """Copy all shares of a parameter into a tensor that is shaped like it."""
+        if len(shares) == 1:
+            tensor.copy_(self.elements[shares[0].index].view(tensor.shape))
+            return
+        flat = tensor.reshape(-1)  # a view of it, or a copy where it is not contiguous
+        for share in shares:
+            flat[share.start : share.stop].copy_(self.elements[share.index])
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
     def stamps(self, indices: Sequence[int]) -> Tensor:
         """The iterations that the stamps of these shares say now."""
         words = self._memory.view(torch.int64)

@@ -1,0 +1,133 @@
+"""What a worker's script does to gradients and parameters behind the servers' back: brought to them, or refused.
+
+The servers have a gradient as soon as it was pushed, and hold the parameters.
+So whoever reads `.grad` between the backward pass and `step()` gets the average
+of all workers, as under `DistributedDataParallel`, and what he makes of it is
+sent once more, by worker 0. What nobody can see in time is noticed by the
+version of a tensor, and refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from legato.core.errors import RankError
+from legato.pytorch import gate
+from legato.pytorch.lowering import Slot
+from legato.pytorch.servers.post import AVERAGES
+from legato.pytorch.servers.shares import Arena, Share
+
+if TYPE_CHECKING:
+    from legato.pytorch.servers.client import Client
+
+__all__ = ["Averages", "Unchanged"]
+
+#: Iterations in which all parameters are compared, also those whose version says that nothing happened (`.data`).
+_THOROUGH = 3
+
+
+class Averages:
+    """The averaged gradients of an iteration, once somebody asked for them."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._arena: Arena | None = None
+        self._here = False
+        self._pushed: dict[str, tuple[int, int] | None] = {}  # which tensor, and its version
+
+    def forget(self) -> None:
+        """A backward pass begins."""
+        self._here = False
+        self._pushed.clear()
+
+    def note(self, name: str, gradient: Tensor | None) -> None:
+        """This goes out as the gradient of a parameter."""
+        self._pushed.setdefault(name, _mark(gradient))
+
+    def fetch(self) -> None:
+        """Put the averages in the place of this worker's own gradients."""
+        client = self._client
+        self._check_pushed()
+        if self._arena is None:
+            self._arena = Arena(client.shares)
+        client.receive_all(AVERAGES, client.iteration, self._arena)
+        with gate.unseen():
+            for slot in client.slots.values():
+                shares = client.shares_of[slot.name]
+                if any(int(self._arena.stamp[share.index][1]) for share in shares):
+                    if slot.parameter.grad is None:
+                        slot.parameter.grad = torch.empty_like(slot.parameter)
+                    self._arena.unpack(shares, slot.parameter.grad)
+        for slot in client.slots.values():
+            gate.open_(slot)
+        self._here = True
+
+    def changed(self) -> list[tuple[int, bool]]:
+        """Shares that are not the average any more, and whether there still is a gradient."""
+        self._check_pushed()
+        if not self._here or self._arena is None:
+            return []
+        found = []
+        with gate.unseen():
+            for share in self._client.shares:
+                gradient = self._client.slots[share.name].parameter.grad
+                was = bool(self._arena.stamp[share.index][1])
+                if gradient is None:
+                    found += [(share.index, False)] * was
+                elif not was or not _same(share, gradient, self._arena):
+                    found.append((share.index, True))
+        return found
+
+    def _check_pushed(self) -> None:
+        if self._here:
+            return
+        with gate.unseen():
+            for name, slot in self._client.slots.items():
+                if _mark(slot.parameter.grad) != self._pushed.get(name):
+                    raise RankError(
+                        f"the gradient of {name!r} was changed after it went to the servers, by other means than its "
+                        "parameter's .grad (a reference from before, a hook?)"
+                    )
+
+
+class Unchanged:
+    """Whether the parameters of a worker are what the servers sent."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._versions: dict[str, int] = {}
+        with gate.unseen():
+            for share in client.shares:
+                client.values.elements[share.index].copy_(share.of(client.slots[share.name].parameter.detach()))
+
+    def note(self, slot: Slot) -> None:
+        """This parameter has just come from its servers."""
+        self._versions[slot.name] = slot.parameter._version
+
+    def check(self) -> None:
+        """Raise `RankError` on a parameter that was changed here: the servers' value would take its place."""
+        client = self._client
+        with gate.unseen():
+            for name, slot in client.slots.items():
+                version = slot.parameter._version
+                if client.iteration > _THOROUGH and self._versions.get(name) == version:
+                    continue
+                if not all(_same(share, slot.parameter, client.values) for share in client.shares_of[name]):
+                    raise RankError(
+                        f"parameter {name!r} was changed on this worker, and servers hold it: "
+                        "only the optimizer can change parameters there"
+                    )
+                self.note(slot)
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+
+
+def _same(share: Share, tensor: Tensor, arena: Arena) -> bool:
+    """Bit for bit."""
+    mine = share.of(tensor.detach()).contiguous().to(arena.elements[share.index].device)
+    return torch.equal(mine.view(torch.uint8), arena.elements[share.index].view(torch.uint8))
