@@ -18,6 +18,7 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
+    from legato.testbed.server_rehearsal import ServerRehearsal
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload whose training is rehearsed.")]
 Scheduler = Annotated[
@@ -41,7 +42,17 @@ def rehearse(
     workload: WorkloadFile,
     hosts: Annotated[int, typer.Option(help="Hosts on this machine, one worker each.")] = 4,
     bandwidth: Annotated[str, typer.Option(help="Of a host's link, like 1Gbit.")] = "1Gbit",
-    scheduler: Scheduler = "ddp,legato",
+    servers: Annotated[
+        int, typer.Option(help="Parameter servers, each on one more host: orders of pulls are tried.", min=0)
+    ] = 0,
+    agents: Annotated[int, typer.Option(help="Inference agents beside them, on hosts of their own.", min=0)] = 0,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="A scheduler's name, several with commas, or all. DDP (with servers: random) is always "
+            "measured beside them. (default: ddp,legato; with servers random,tic,tac)"
+        ),
+    ] = None,
     iterations: Iterations = 20,
     ratio: Ratio = None,
     output: Timelines = None,
@@ -52,12 +63,19 @@ def rehearse(
     Needs root, for the hosts are network namespaces. All of them are removed at the end.
 
     Example: [bold]legato rehearse resnet.json --hosts 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
+    [bold]legato rehearse resnet.json --hosts 2 --servers 1 --scheduler random,tic,tac[/]
     """
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
 
-    task = _task(workload, scheduler, iterations, ratio, None, output)
     bandwidth_bps = parse_bandwidth(bandwidth)
+    if servers or agents:
+        where = f"{hosts} workers and {servers} servers, links of {bandwidth}"
+        _rehearse_servers(
+            workload, hosts, bandwidth_bps, where, servers, agents, scheduler, iterations, ratio, output, json
+        )
+        return
+    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, None, output)
     with stages(STAGES) as advance:
         found = run(task, hosts, bandwidth_bps, advance)
     _tell(found, f"{hosts} hosts with links of {bandwidth}", output, json)
@@ -104,17 +122,72 @@ def verify(
         dist.destroy_process_group()
 
 
-def _task(
-    workload: Path, scheduler: str, iterations: int, ratio: float | None, cluster: Path | None, output: Path | None
-) -> Task:
-    from legato.testbed.rehearsal import Task, select
+def _rehearse_servers(
+    workload: Path,
+    hosts: int,
+    bandwidth_bps: float,
+    where: str,
+    servers: int,
+    agents: int,
+    scheduler: str | None,
+    iterations: int,
+    ratio: float | None,
+    output: Path | None,
+    json: bool,
+) -> None:
+    from legato.testbed.rehearsal import STAGES
+    from legato.testbed.server_rehearsal import ServerTask, rehearse_servers, select_orders
 
-    names = select([name.strip() for name in scheduler.split(",")])
+    names = _names(scheduler or "random,tic,tac")
+    _make(output)
+    task = ServerTask(
+        workload=files.read(workload, Workload),
+        schedulers=select_orders(names),
+        servers=servers,
+        agents=agents,
+        iterations=iterations,
+        ratio=ratio,
+    )
+    with stages(STAGES) as advance:
+        found = rehearse_servers(task, hosts, bandwidth_bps, advance)
+    if output is not None:
+        _write_servers(found, output)
+    if json:
+        print_json(found.rows())
+        return
+    compute, alone = (format_seconds(s) for s in (found.trials[0].computation_s, found.trials[0].communication_s))
+    print_rows(
+        f"{found.workload.name} on {where}: computation {compute}, pushes and pulls alone {alone}",
+        found.rows(),
+        by="measured_s",
+    )
+    _note_errors([trial.error for trial in found.trials])
+
+
+def _names(scheduler: str) -> list[str]:
+    return [name.strip() for name in scheduler.split(",")]
+
+
+def _make(output: Path | None) -> None:
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{output}: {error.strerror}") from None
+
+
+def _note_errors(errors: list[float]) -> None:
+    far = sorted(abs(error) for error in errors)
+    note(f"predictions are off by {far[len(far) // 2]:.1%} (median), {far[-1]:.1%} (worst)")
+
+
+def _task(
+    workload: Path, scheduler: str, iterations: int, ratio: float | None, cluster: Path | None, output: Path | None
+) -> Task:
+    from legato.testbed.rehearsal import Task, select
+
+    names = select(_names(scheduler))
+    _make(output)
     return Task(
         workload=files.read(workload, Workload),
         schedulers=names,
@@ -137,8 +210,7 @@ def _tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None
         found.rows(),
         by="measured_s",
     )
-    errors = sorted(abs(trial.error) for trial in found.trials)
-    note(f"predictions are off by {errors[len(errors) // 2]:.1%} (median), {errors[-1]:.1%} (worst)")
+    _note_errors([trial.error for trial in found.trials])
 
 
 def _write(found: Rehearsal, folder: Path) -> None:
@@ -150,3 +222,10 @@ def _write(found: Rehearsal, folder: Path) -> None:
             if timeline is not None:
                 files.write(folder / f"{trial.scheduler}.{kind}.json", timeline)
     note(f"timelines -> {folder} (legato report {folder}/*.json shows them)")
+
+
+def _write_servers(found: ServerRehearsal, folder: Path) -> None:
+    files.write(folder / "workload.json", found.workload)
+    for trial in found.trials:
+        files.write(folder / f"{trial.scheduler}.predicted.json", trial.predicted)
+    note(f"timelines -> {folder} (legato report {folder}/*.predicted.json shows them)")

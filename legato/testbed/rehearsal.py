@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "rehearse"]
+__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "carry_out", "check_task", "rehearse", "select"]
 
 #: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
 BUCKETS = "ddp+merge-optimal"
@@ -32,6 +32,8 @@ BUCKETS = "ddp+merge-optimal"
 STAGES = ("calibrate", "plan", "rehearse")
 #: `all`, in the order in which they are tried.
 ALL = ("ddp", BUCKETS, *(name for name in SCHEDULERS if name != "ddp"))
+
+Found = TypeVar("Found")
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -54,15 +56,20 @@ class Task(msgspec.Struct, frozen=True):
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)
-        for tensor in self.workload.tensors:
-            if tensor.nbytes % 2:
-                raise InputError(f"{tensor.name!r}: {tensor.nbytes} bytes (expected an even number to rehearse with)")
-        if len(set(self.schedulers)) < len(self.schedulers):
-            raise InputError("schedulers: one of them twice")
-        if self.iterations < 1:
-            raise InputError(f"iterations: {self.iterations} (expected at least 1)")
-        if self.ratio is not None and not 0 < self.ratio < float("inf"):
-            raise InputError(f"ratio: {self.ratio} (expected a finite number above 0)")
+        check_task(self.workload, self.schedulers, self.iterations, self.ratio)
+
+
+def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, ratio: float | None) -> None:
+    """Raise `InputError` on what no rehearsal can be made of."""
+    for tensor in workload.tensors:
+        if tensor.nbytes % 2:
+            raise InputError(f"{tensor.name!r}: {tensor.nbytes} bytes (expected an even number to rehearse with)")
+    if len(set(schedulers)) < len(schedulers):
+        raise InputError("schedulers: one of them twice")
+    if iterations < 1:
+        raise InputError(f"iterations: {iterations} (expected at least 1)")
+    if ratio is not None and not 0 < ratio < float("inf"):
+        raise InputError(f"ratio: {ratio} (expected a finite number above 0)")
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -127,11 +134,17 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
     """
     if hosts < 2:
         raise InputError(f"{hosts} hosts: there is nothing to exchange (expected at least 2)")
+    return carry_out("legato.testbed.trial", task, Rehearsal, hosts, bandwidth_bps, advance)
+
+
+def carry_out(
+    module: str, task: Any, kind: type[Found], processes: int, bandwidth_bps: float, advance: Advance
+) -> Found:
+    """What a module makes of a task, run by so many processes, each in a host of its own."""
     folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
     given, result = folder / "task.json", folder / "result.json"
     write_text(given, msgspec.json.encode(task).decode())
-    module = ["legato.testbed.trial", str(given), str(result)]
-    run_workers(module, hosts, folder / "workers.log", advance, bandwidth_bps)
-    found = msgspec.json.decode(result.read_bytes(), type=Rehearsal)
+    run_workers([module, str(given), str(result)], processes, folder / "workers.log", advance, bandwidth_bps)
+    found = msgspec.json.decode(result.read_bytes(), type=kind)
     shutil.rmtree(folder)
     return found

@@ -1,0 +1,130 @@
+"""A workload trained through real parameter servers on emulated accelerators, and what every worker saw of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.pytorch.servers import AgentModel, ServedModel, parameter_servers
+from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
+
+__all__ = ["Seen", "ServerLoop"]
+
+#: Iterations that are run before those that count. In the first three, workers compare all their parameters.
+WARM = 3
+_PATIENCE_S = 120.0
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A worker's iterations, from the beginning of one backward pass to that of the next (host seconds, all alike).
+
+    `waited_s` is how long each stood still for parameters, `stepped` when its
+    backward pass was over. `transfers` were looked at, `out_of_order` of them
+    came before one of the same server that should have come first.
+    """
+
+    began: tuple[float, ...]
+    stepped: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    transfers: int
+    out_of_order: int
+
+    @property
+    def seconds(self) -> list[float]:
+        return [after - before for before, after in zip(self.began, self.began[1:], strict=False)]
+
+
+class ServerLoop:
+    """Trains `workload` on all ranks but the last `agents`, the last `servers` of which serve."""
+
+    def __init__(self, workload: Workload, servers: int, agents: int = 0) -> None:
+        self.servers, self.agents = servers, agents
+        self.workers = dist.get_world_size() - servers - agents
+        self._together = dist.new_group(range(self.workers))
+        self.clock = Clock()
+        self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
+
+    def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
+        """What everybody found: `Seen` of each worker, None of servers, seconds of each pass of an agent.
+
+        A plan called `random` stands for a new order of pulls every time. With
+        `look`, the order of arrival is looked at, which takes processor time and
+        slows all down; agents pull only if they are to `infer`.
+        """
+        return self._serve(plan, lambda m, o: _train(m, o, self.clock, iterations, look), seed, infer)
+
+    def exchange(self, plan: Plan, iterations: int) -> list[float]:
+        """Seconds of pushes, the servers' turn and pulls, which all workers begin together, until the last is done."""
+
+        def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> list[float]:
+            seconds = []
+            for _ in range(WARM + iterations):
+                optimizer.zero_grad()
+                loss: Any = model()
+                dist.barrier(group=self._together)
+                start = time.perf_counter()
+                loss.backward()
+                optimizer.step()
+                model.flush()
+                seconds.append(time.perf_counter() - start)
+            return seconds[WARM:]
+
+        everybody = self._serve(plan, train, 0, infer=False)
+        return [max(each) for each in zip(*everybody[: self.workers], strict=True)]
+
+    def _serve(self, plan: Plan, train: Callable[..., Any], seed: int, infer: bool) -> list[Any]:
+        found = parameter_servers(
+            self.model,
+            EmulatedOptimizer(self.model),
+            train,
+            servers=self.servers,
+            agents=self.agents,
+            infer=lambda model: _infer(model, self.clock) if infer else None,
+            plan=plan,
+            shuffle=plan.scheduler == "random",
+            seed=seed,
+            patience_s=_PATIENCE_S,
+        )
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, found)
+        return everybody
+
+
+def _train(model: ServedModel, optimizer: torch.optim.Optimizer, clock: Clock, iterations: int, look: bool) -> Seen:
+    began, stepped = [], []
+    clock.begin()
+    with model.measure(arrivals=look) as record:
+        for _ in range(WARM + iterations + 2):
+            loss: Any = model()
+            began.append(time.perf_counter())
+            optimizer.zero_grad()
+            loss.backward()
+            stepped.append(time.perf_counter())
+            optimizer.step()
+    counted = record[WARM + 1 :][:iterations]  # each begins with the forward pass that ends one of ours
+    return Seen(
+        began=tuple(began[WARM : WARM + iterations + 1]),
+        stepped=tuple(stepped[WARM : WARM + iterations]),
+        waited_s=tuple(i.waited_s for i in counted),
+        transfers=sum(i.transfers for i in counted),
+        out_of_order=sum(i.out_of_order for i in counted),
+    )
+
+
+def _infer(model: AgentModel, clock: Clock) -> list[float]:
+    seconds = []
+    clock.begin()
+    while model.training_goes_on:
+        start = time.perf_counter()
+        model.pull()
+        with torch.no_grad():
+            model()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:-1]
