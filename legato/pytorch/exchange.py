@@ -66,6 +66,7 @@ class Exchange:
         for i, message in enumerate(plan.messages):
             link.check(message, f"messages[{i}]")
         self.slots, self.wires = lower(plan, parameters, group.size())
+        self._as_they_come_in = sorted(self.slots, key=lambda slot: max(wire.index for wire in slot.wires))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.enabled = True  # False under no_sync()
         self.tracer: Tracer | None = None
@@ -99,7 +100,7 @@ class Exchange:
                 "call abandon() on all of them, or start again from a checkpoint"
             )
         self.outermost.forget()
-        for slot in self.slots:
+        for slot in self._as_they_come_in:
             if slot.stage == SENT:
                 self.resolve(slot)
 
@@ -227,10 +228,10 @@ class Exchange:
 
     def settle(self) -> None:
         """Bring every parameter up to date."""
-        for slot in self.slots:
+        for slot in self._as_they_come_in:
             if slot.stage == SENT:
                 self.resolve(slot)
-        pending = [slot for slot in self.slots if slot.stage == PENDING]
+        pending = [slot for slot in self._as_they_come_in if slot.stage == PENDING]
         for slot in pending:
             self._deliver(slot)
         if pending:
