@@ -52,6 +52,8 @@ __all__ = ["legato"]
 
 #: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
 _MOVES, _WAVES = 0.25, 8
+#: The part of the budget for few messages, at the most.
+_WAVES_SHARE = 0.8
 
 
 def legato(
@@ -87,7 +89,7 @@ def legato(
         fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
         if fastest.seconds > least_s * (1 + gap) and cluster.cost(cheapest).startup_s > least_s * gap:
-            stop, tries = min(stop_at, time.perf_counter() + budget_s / 2), _WAVES * rounds
+            stop, tries = min(stop_at, time.perf_counter() + _WAVES_SHARE * budget_s), _WAVES * rounds
             fastest.among([waves(workload, cluster, cheapest, enough_s=least_s, rounds=tries, stop_at=stop, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
         if k and time.perf_counter() > stop_at:
