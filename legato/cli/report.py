@@ -41,7 +41,7 @@ def report(
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    found = [(path, files.read(path, _kind(path))) for path in inputs]
+    found = [(path, _read(path)) for path in inputs]
     timelines = tuple(value for _, value in found if isinstance(value, Timeline))
     workload = _one(found, Workload)
     cluster = _one(found, Cluster)
@@ -53,13 +53,19 @@ def report(
     _say("report", output, len(timelines), json)
 
 
-def _kind(path: Path) -> type[Timeline] | type[Workload] | type[Cluster]:
-    """Which of the three a file says it is; a timeline, where it says nothing that is known."""
+def _read(path: Path) -> Timeline | Workload | Cluster:
+    """Whichever of the three a file says it is, read once: it may be a pipe."""
+    data = files.load(path)
+    return files.decode(data, _kind(data), str(path))
+
+
+def _kind(data: bytes) -> type[Timeline] | type[Workload] | type[Cluster]:
+    """A timeline, where the file says nothing that is known."""
     kinds = {kind.__struct_config__.tag: kind for kind in (Workload, Cluster)}
     try:
-        return kinds.get(msgspec.json.decode(path.read_bytes(), type=_Header).format, Timeline)
-    except (OSError, ValueError, RecursionError):
-        return Timeline  # reading it as one says what is wrong
+        return kinds.get(msgspec.json.decode(data, type=_Header).format, Timeline)
+    except (ValueError, RecursionError):
+        return Timeline  # decoding it as one says what is wrong
 
 
 class _Header(msgspec.Struct):
@@ -107,9 +113,12 @@ def trace(
     ] = None,
     plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Their plan: for .et.")] = None,
     workers: Annotated[
-        int | None, typer.Option(help=".et: write NAME.0.et and so on, one a worker. .csv: how many send.", min=1)
+        int | None,
+        typer.Option(help=".et: write NAME.0.et and so on, one a worker. .csv: how many send.", min=1, max=2**16),
     ] = None,
-    servers: Annotated[int | None, typer.Option(help=".csv: how many parameter servers. (default: 1)", min=1)] = None,
+    servers: Annotated[
+        int | None, typer.Option(help=".csv: how many parameter servers. (default: 1)", min=1, max=2**16)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write timelines as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.

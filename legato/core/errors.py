@@ -27,12 +27,22 @@ __all__ = [
 ]
 
 
+_LONGEST_TEXT = 1000
+
+
 class LegatoError(Exception):
     """The root: catch it to catch everything legato raises on purpose."""
 
 
 class InputError(LegatoError, ValueError):
-    """A value, argument or file that legato was given is wrong."""
+    """A value, argument or file that legato was given is wrong.
+
+    Its text leaves out the middle of what is long: names come from files, and may be of any length.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 300]} ... {text[-295:]}"
 
 
 class FileError(InputError):

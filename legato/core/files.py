@@ -15,13 +15,16 @@ import msgspec
 
 from legato.core.errors import FileError
 
-__all__ = ["decode", "encode", "identity", "read", "write", "write_bytes", "write_text"]
+__all__ = ["MOST_BYTES", "decode", "encode", "identity", "load", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
 
 _WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
 #: What is whole and above this is no size, count or index, and overflows where it is multiplied.
 _LARGEST_INT = 2**63 - 1
+#: A file of a noun is a hundredth of this; `/dev/zero` never ends.
+MOST_BYTES = 2**30
+_BLOCK_BYTES = 2**20
 
 
 class _Header(msgspec.Struct):
@@ -59,12 +62,22 @@ def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun:
 
 
 def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun:
-    """A value from a file. Raises `FileError` as `decode` does, or when the file cannot be read."""
+    """A value from a file. Raises `FileError` as `decode` and `load` do."""
+    return decode(load(path), kind, str(path))
+
+
+def load(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a file, or of a pipe. Raises `FileError` when it cannot be read, or has more than `MOST_BYTES`."""
+    data = bytearray()
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            while len(data) <= MOST_BYTES and (block := file.read(_BLOCK_BYTES)):
+                data += block
     except (OSError, ValueError) as error:
         raise FileError(_one_line(f"{path}: cannot read: {_reason(error)}")) from None
-    return decode(data, kind, str(path))
+    if len(data) > MOST_BYTES:
+        raise FileError(_one_line(f"{path}: more than {MOST_BYTES // 2**20} MiB (too large for a file of legato's)"))
+    return bytes(data)
 
 
 def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:

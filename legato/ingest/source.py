@@ -28,6 +28,8 @@ def blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
     try:
         total = path.stat().st_size
         with path.open("rb") as file:
+            if not file.seekable():
+                raise FileError(f"{path}: a pipe (expected a file: a trace is read twice)")
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
@@ -39,6 +41,8 @@ def blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
                 if progress is not None and total:
                     progress(min(file.tell(), total), total)
                 yield block
+    except FileError:
+        raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FileError(f"{path}: damaged gzip data: {one_line(str(error))}") from None
     except OSError as error:

@@ -1,6 +1,7 @@
 """`legato report` and `legato trace` on what other commands write."""
 
 import json
+import os
 
 import pytest
 
@@ -98,3 +99,12 @@ def test_wrong_input_gets_one_line(capsys, folder, names, words):
     status, out, err = run(capsys, "report", *(folder / name for name in names), "-o", folder / "r.html")
     assert (status, out) == (2, "")
     assert len(err.strip().splitlines()) == 1 and words in err
+
+
+def test_a_pipe_is_read_once(capsys, folder):
+    reader, writer = os.pipe()
+    os.write(writer, (folder / "workload.json").read_bytes())
+    os.close(writer)
+    status, _, err = run(capsys, "report", f"/dev/fd/{reader}", "-o", folder / "r.html")
+    os.close(reader)
+    assert status == 0, err

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError
-from legato.core.files import decode, encode, identity, read, write, write_text
+from legato.core.files import decode, encode, identity, load, read, write, write_text
 from legato.core.plan import Message, Plan, Slice
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
@@ -235,7 +235,7 @@ def test_deep_nesting(noun):
 @pytest.mark.parametrize(
     ("path", "literal", "line"),
     [
-        (["ops", 0, "duration_s"], "-1", "ops[0].duration_s: -1.0 (expected finite seconds, at least 0)"),
+        (["ops", 0, "duration_s"], "-1", "ops[0].duration_s: -1.0 (expected 0 to 1e+15 seconds)"),
         (["ops", 0, "duration_s"], "1e999", "ops[0].duration_s: 1e999 (expected a number that 64 bits can hold)"),
         (["ops", 2, "duration_s"], "null", "ops[2].duration_s: null (expected a number)"),
         (["ops", 2, "duration_s"], '"2 ms"', 'ops[2].duration_s: "2 ms" (expected a number)'),
@@ -315,9 +315,14 @@ def test_a_wrong_workload_says_what_where_and_what_was_expected(path, literal, l
         (PLAN, ["messages", 1, "depth"], "0", "messages[1].depth: 0 (expected at least 1)"),
         (PLAN, ["op_order", 0], "1" + "0" * 20, "op_order[0]: 100000000000000000000 (expected a"),
         (PLAN, ["forward_overlap"], "1", "forward_overlap: 1 (expected true or false)"),
-        (TIMELINE, ["iteration_s"], "-1", "iteration_s: -1.0 (expected finite seconds, at least 0)"),
+        (TIMELINE, ["iteration_s"], "-1", "iteration_s: -1.0 (expected 0 to 1e+18 seconds)"),
         (TIMELINE, ["source"], '"guessed"', "source: \"guessed\" (expected one of 'predicted', 'measured')"),
-        (TIMELINE, ["spans", 0, "end_s"], "-1", "spans[0]: span 'b1': 0.0 to -1.0 (expected finite, start <= end)"),
+        (
+            TIMELINE,
+            ["spans", 0, "end_s"],
+            "-1",
+            "spans[0]: span 'b1': 0.0 to -1.0 (expected start <= end, at most 1e+18)",
+        ),
         (TIMELINE, ["spans", 1, "nbytes"], "-1", "spans[1].nbytes: -1 (expected at least 0)"),
         (TIMELINE, ["spans", 1, "nbytes"], '"1 MB"', 'spans[1].nbytes: "1 MB" (expected a whole number or null)'),
         (TIMELINE, ["spans", 1, "kind"], "null", "spans[1].kind: null (expected one of 'forward', "),
@@ -387,6 +392,27 @@ def test_a_file_that_cannot_be_read(tmp_path, name, reason):
     assert str(error.value).isprintable() and str(error.value).startswith(str(tmp_path))
 
 
+def test_a_file_without_an_end(monkeypatch):
+    monkeypatch.setattr("legato.core.files.MOST_BYTES", 3 * 2**20)
+    with pytest.raises(FileError) as error:
+        read("/dev/zero", Workload)
+    assert str(error.value) == "/dev/zero: more than 3 MiB (too large for a file of legato's)"
+
+
+def test_a_file_of_just_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("legato.core.files.MOST_BYTES", 5)
+    (tmp_path / "five").write_bytes(b"12345")
+    assert load(tmp_path / "five") == b"12345"
+
+
+def test_a_pipe_is_read_like_a_file():
+    reader, writer = os.pipe()
+    os.write(writer, encode(WORKLOAD))
+    os.close(writer)
+    assert read(f"/dev/fd/{reader}", Workload) == WORKLOAD
+    os.close(reader)
+
+
 @pytest.mark.parametrize("noun", ALL, ids=lambda noun: type(noun).__name__)
 def test_write_then_read(tmp_path, noun):
     write(tmp_path / "new.json", noun)
@@ -442,3 +468,8 @@ def test_what_is_not_a_regular_file_is_written_to_and_not_replaced(tmp_path):
     assert decode(os.read(reader, 65536), Plan) == PLAN
     os.close(reader)
     assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_name_of_any_length_leaves_a_line_of_a_thousand_characters():
+    long = FileError(f"first {'x' * 10**6} last")
+    assert len(str(long)) == 1000 and str(long).startswith("first x") and str(long).endswith("x last")

@@ -212,6 +212,14 @@ def test_damaged_gzip_and_bombs(tmp_path):
         import_kineto([path])
 
 
+def test_a_pipe_cannot_be_read_twice():
+    reader, writer = os.pipe()
+    with pytest.raises(FileError, match=f"^/dev/fd/{reader}: a pipe .expected a file"):
+        import_kineto([Path(f"/dev/fd/{reader}")])
+    os.close(reader)
+    os.close(writer)
+
+
 def test_the_same_rank_twice_and_steps_that_are_not_there(tmp_path, trace):
     with pytest.raises(InputError, match="rank 0 again"):
         import_kineto([trace, trace])
