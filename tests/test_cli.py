@@ -128,6 +128,7 @@ def test_bad_files_get_one_line(capsys, tmp_path, content, expected):
     [
         ["--bandwidth", "fast"], ["--bandwidth", "-1Gbit"], ["--bandwidth", "0Gbit"], ["--latency", "3"],
         ["--latency", "nan"], ["--workers", "0"], ["--workers", "many"], ["--compute", "two"], ["--reduce", "1Gbit"],
+        ["--workers", "99999999999999999999"], ["--servers", "99999999999999999999"], ["--latency", "1e300s"],
     ],
 )  # fmt: skip
 def test_bad_options_get_one_line(capsys, workload, options):

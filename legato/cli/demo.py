@@ -18,7 +18,7 @@ def demo(
     model: Annotated[
         list[str] | None, typer.Option(help="resnet-50 or gpt2-small; may be repeated. (default: both)")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Worker processes on this machine.", min=2)] = 2,
+    workers: Annotated[int, typer.Option(help="Worker processes on this machine.", min=2, max=64)] = 2,
     steps: Annotated[int, typer.Option(help="Timed training steps, of DDP and of legato each.", min=4)] = 40,
     bandwidth: Annotated[
         str | None,

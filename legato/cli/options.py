@@ -18,9 +18,10 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on s
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", metavar="C.json", help="A calibrated cluster, instead of the four below.")
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of workers. (default: 8)")]
+Workers = Annotated[int | None, typer.Option(help="Number of workers. (default: 8)", max=2**20)]
 Servers = Annotated[
-    int | None, typer.Option(help="Number of parameter servers, for tic, tac and the like. (default: none)", min=1)
+    int | None,
+    typer.Option(help="Number of parameter servers, for tic, tac and the like. (default: none)", min=1, max=2**16),
 ]
 Bandwidth = Annotated[str | None, typer.Option(help="Of a worker's link, like 10Gbit. (default: 10Gbit)")]
 Latency = Annotated[str | None, typer.Option(help="Of one hop, like 30us. (default: 30us)")]

@@ -12,6 +12,9 @@ from legato.core.errors import InputError
 
 __all__ = ["Span", "SpanKind", "Timeline"]
 
+#: Seconds; what is beyond overflows where it is multiplied.
+_LATEST_S = 1e18
+
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
@@ -30,8 +33,10 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
-            raise InputError(f"span {self.name!r}: {self.start_s} to {self.end_s} (expected finite, start <= end)")
+        if not -_LATEST_S <= self.start_s <= self.end_s <= _LATEST_S:
+            raise InputError(
+                f"span {self.name!r}: {self.start_s} to {self.end_s} (expected start <= end, at most {_LATEST_S:.0e})"
+            )
         if self.nbytes is not None and self.nbytes < 0:
             raise InputError(f"nbytes: {self.nbytes} (expected at least 0)")
 
@@ -58,8 +63,8 @@ class Timeline(
     lower_bound_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.iteration_s) and self.iteration_s >= 0):
-            raise InputError(f"iteration_s: {self.iteration_s} (expected finite seconds, at least 0)")
+        if not 0 <= self.iteration_s <= _LATEST_S:
+            raise InputError(f"iteration_s: {self.iteration_s} (expected 0 to {_LATEST_S:.0e} seconds)")
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
         first = min((s.worker for s in self.spans), default=0)

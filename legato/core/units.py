@@ -30,6 +30,9 @@ _RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SPEED = {"g": 1e9, "t": 1e12, "p": 1e15}
 _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for suffix in ("flops", "flop/s")}
+#: What is beyond these is a slip of the pen, and overflows where it is multiplied.
+_LONGEST_S = 1e9
+_SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -48,6 +51,8 @@ def parse_bandwidth(text: str) -> float:
     value = _parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit")
     if value <= 0:
         raise InputError(f"{text!r} is not a bandwidth above zero")
+    if not _SLOWEST_BPS <= value <= _FASTEST_BPS:
+        raise InputError(f"{text!r} is not a bandwidth of 1bit to 1000000Tbit")
     return value
 
 
@@ -55,7 +60,10 @@ def parse_seconds(text: str) -> float:
     """Seconds from `30us`, `500ns`, `1.5ms`, `2s`; a bare `0` is zero."""
     if text.strip() == "0":
         return 0.0
-    return _parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s")
+    value = _parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s")
+    if value > _LONGEST_S:
+        raise InputError(f"{text!r} is not a time of at most {_LONGEST_S:.0e}s")
+    return value
 
 
 def parse_bytes(text: str) -> int:

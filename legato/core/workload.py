@@ -14,6 +14,8 @@ __all__ = ["Op", "Phase", "Tensor", "Workload"]
 
 Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
+#: What is longer overflows where it is multiplied.
+_LONGEST_S = 1e15
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,8 +93,8 @@ class Workload(
     def _check_ops(self) -> None:
         phase = 0
         for i, op in enumerate(self.ops):
-            if not (math.isfinite(op.duration_s) and op.duration_s >= 0):
-                raise InputError(f"ops[{i}].duration_s: {op.duration_s} (expected finite seconds, at least 0)")
+            if not 0 <= op.duration_s <= _LONGEST_S:
+                raise InputError(f"ops[{i}].duration_s: {op.duration_s} (expected 0 to {_LONGEST_S:.0e} seconds)")
             if _ORDER[op.phase] < phase:
                 raise InputError(
                     f"ops[{i}].phase: {op.phase!r} after a later phase (expected forward, backward, optimizer in order)"

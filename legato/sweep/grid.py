@@ -77,11 +77,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             latency_s=self.latency_s,
             racks=self.racks,
             oversubscription=self.oversubscription,
-            link_scale=last_worker(self.slow_link, self.workers),
+            link_scale=last_worker("slow_link", self.slow_link, self.workers),
             server_bandwidth_bps=self.server_bandwidth_bps,
             sharing=self.sharing,
             reduce_s_per_byte=self.reduce_s_per_byte,
-            compute_scale=last_worker(self.slow, self.workers),
+            compute_scale=last_worker("slow", self.slow, self.workers),
             jitter=self.jitter,
             seed=self.seed,
         )

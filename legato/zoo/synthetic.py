@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,15 +13,17 @@ from legato.core.workload import Op, Tensor, Workload
 __all__ = ["add_modules", "scale_compute"]
 
 _SEPARATORS = "/."
+#: The paper adds 125.
+_MOST_COPIES = 10_000
 
 
 def scale_compute(workload: Workload, speedup: float) -> Workload:
     """The same workload on a device that computes `speedup` times as fast (section 8.6).
 
-    Raises `InputError` on a speedup that is not above zero.
+    Raises `InputError` on a speedup that is not from 1e-6 to 1e6.
     """
-    if not (math.isfinite(speedup) and speedup > 0):
-        raise InputError(f"speedup: {speedup} (expected a finite number above 0)")
+    if not 1e-6 <= speedup <= 1e6:
+        raise InputError(f"speedup: {speedup} (expected 1e-06 to 1e+06)")
     return msgspec.structs.replace(
         workload,
         ops=tuple(Op(op.name, op.phase, op.duration_s / speedup, op.deps) for op in workload.ops),
@@ -42,8 +43,8 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
     is no such module, or it is not one that can follow itself: its forward ops
     read exactly one value from outside, and exactly one of them is read outside.
     """
-    if count < 0:
-        raise InputError(f"count: {count} (expected at least 0)")
+    if not 0 <= count <= _MOST_COPIES:
+        raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")
     if count == 0:
         return workload
     part = _find(workload, module)

@@ -82,9 +82,9 @@ def test_merged_intervals_are_sorted_disjoint_and_cover_the_same(spans):
     assert {m for a, b in merged for m in range(a, b)} == {m for a, b in spans for m in range(a, b)}
 
 
-@pytest.mark.parametrize(("start", "end"), [(2, 1), (float("nan"), 1), (0, float("inf"))])
+@pytest.mark.parametrize(("start", "end"), [(2, 1), (float("nan"), 1), (0, float("inf")), (0, 1e300)])
 def test_a_span_needs_finite_times_in_order(start, end):
-    with pytest.raises(InputError, match="expected finite, start <= end"):
+    with pytest.raises(InputError, match="expected start <= end"):
         Span(0, "compute", "op", start, end, "forward")
 
 

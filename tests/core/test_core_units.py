@@ -144,3 +144,15 @@ def test_formatted_sizes(nbytes, text):
 @given(st.floats(1e-9, 1e6))
 def test_a_formatted_time_is_the_time_to_three_digits(seconds):
     assert parse_seconds(format_seconds(seconds).replace(",", "")) == pytest.approx(seconds, rel=5.1e-3)
+
+
+@pytest.mark.parametrize("text", ["1e-300bit", "0.9bit", "1e7Tbit"])
+def test_a_bandwidth_that_no_link_has(text):
+    with pytest.raises(InputError, match="is not a bandwidth of 1bit to 1000000Tbit"):
+        parse_bandwidth(text)
+
+
+def test_a_time_that_nobody_waits():
+    assert parse_seconds("1e9s") == 1e9
+    with pytest.raises(InputError, match=r"'1e300s' is not a time of at most 1e\+09s"):
+        parse_seconds("1e300s")

@@ -81,6 +81,7 @@ def test_optimizer_ops_stay_where_they_are():
     [
         ("inception-v3", "mixed_35x35x288", 1, "unknown module 'mixed_35x35x288'; did you mean 'mixed_35x35x288"),
         ("inception-v3", "mixed_35x35x288b", -1, "count: -1"),
+        ("inception-v3", "mixed_35x35x288b", 99_999_999_999, "count: 99999999999"),
         ("inception-v3", "conv0", 1, "reads 0 values"),
         ("inception-v3", "aux_logits", 1, "gives 0 to others"),
         ("transformer", "decoder_3", 1, "reads 2 values"),

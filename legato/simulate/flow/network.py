@@ -18,6 +18,8 @@ __all__ = ["SHARING", "Network", "Sharing", "last_worker"]
 Sharing = Literal["fifo", "fair"]
 SHARING: tuple[Sharing, ...] = ("fifo", "fair")
 _MOST_WORKERS = 2**20
+#: No machine is so many times as slow as another, or as fast.
+_LARGEST_FACTOR = 1e6
 #: Fabrics that cost what a collective of another name does.
 _PRICED_AS = {"butterfly": "recursive-doubling"}
 
@@ -70,8 +72,8 @@ class Network:
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
         if not 1 <= self.racks <= self.workers:
             raise InputError(f"racks: {self.racks} (expected 1 to the {self.workers} workers)")
-        if not (math.isfinite(self.oversubscription) and self.oversubscription >= 1):
-            raise InputError(f"oversubscription: {self.oversubscription} (expected a finite number, at least 1)")
+        if not 1 <= self.oversubscription <= _LARGEST_FACTOR:
+            raise InputError(f"oversubscription: {self.oversubscription} (expected 1 to {_LARGEST_FACTOR:.0e})")
         if self.sharing not in SHARING:
             raise unknown_name("sharing", self.sharing, SHARING)
         for field in ("compute_scale", "link_scale"):
@@ -79,8 +81,7 @@ class Network:
             if factors and len(factors) != self.workers:
                 raise InputError(f"{field}: {len(factors)} factors (expected {self.workers}, or none)")
             for factor in factors:
-                if not (math.isfinite(factor) and factor > 0):
-                    raise InputError(f"{field}: {factor} (expected a finite number above 0)")
+                _check_factor(field, factor)
         if self.jitter > 10:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
@@ -139,6 +140,15 @@ class Network:
         return factors
 
 
-def last_worker(factor: float, workers: int) -> tuple[float, ...]:
-    """Factors for a `Network`: this one for the last worker, and none for the others."""
+def last_worker(name: str, factor: float, workers: int) -> tuple[float, ...]:
+    """Factors for a `Network`: this one for the last worker, and none for the others.
+
+    Raises `InputError`, by this name, where it is out of range.
+    """
+    _check_factor(name, factor)
     return () if factor == 1 or workers > _MOST_WORKERS else (*[1.0] * (workers - 1), factor)
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+        raise InputError(f"{name}: {factor} (expected {1 / _LARGEST_FACTOR:.0e} to {_LARGEST_FACTOR:.0e})")
