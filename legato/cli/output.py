@@ -16,7 +16,13 @@ from rich.table import Table
 from legato.core.cluster import LinearCost
 from legato.core.units import format_seconds
 
-__all__ = ["describe_cost", "note", "print_json", "print_rows", "print_table", "progress"]
+__all__ = ["describe_cost", "format_gap", "note", "print_json", "print_rows", "print_table", "progress"]
+
+
+def format_gap(gap: float) -> str:
+    """Above a bound: `+2.6%`, and never `-0.0%`."""
+    return f"{gap if abs(gap) > 5e-4 else 0.0:+.1%}"
+
 
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scheduler": ("scheduler", str),
@@ -28,7 +34,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_over_ddp": ("over ddp", lambda v: f"{v:.2f}x"),
     "speedup_over_random": ("over random", lambda v: f"{v:.2f}x"),
     "iterations_per_s": ("a second", lambda v: f"{v:.2f}"),
-    "gap": ("above bound", lambda v: f"{v:+.1%}"),
+    "gap": ("above bound", format_gap),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
     "straggler": ("straggler", lambda v: f"{v:.1%}"),

@@ -26,7 +26,7 @@ from legato.cli.network_options import (
     sharing_of,
 )
 from legato.cli.options import Json
-from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.output import format_gap, note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
@@ -225,7 +225,7 @@ def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
         ("scheduler", lambda row: row.scheduler),
         ("iteration", lambda row: format_seconds(row.iteration_s) if row.iteration_s is not None else "failed"),
         ("speedup", lambda row: f"{row.speedup:.2f}x" if row.speedup is not None else ""),
-        ("above bound", lambda row: f"{row.gap if abs(row.gap) > 5e-4 else 0.0:+.1%}" if row.gap is not None else ""),
+        ("above bound", lambda row: format_gap(row.gap) if row.gap is not None else ""),
         ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
     ]
     table = Table(title=title, header_style="dim")

@@ -129,6 +129,7 @@ def percent(share: float | None) -> str:
     """`3.1%`; fewer digits where they say nothing."""
     if share is None:
         return ""
+    share = share if abs(share) >= 5e-4 else 0.0
     return (f"{share:.1%}" if abs(share) < 1 else f"{share:,.0%}").replace("-", "−")
 
 

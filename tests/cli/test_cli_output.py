@@ -29,3 +29,8 @@ def test_a_pipe_gets_plain_text_of_any_width(capfd):
     output.print_rows(TITLE, [{**ROWS[0], "fabric": "f" * 300}])
     said = capfd.readouterr().out
     assert "f" * 300 in said and "\x1b" not in said and "…" not in said
+
+
+@pytest.mark.parametrize(("gap", "text"), [(-1e-9, "+0.0%"), (4e-4, "+0.0%"), (0.026, "+2.6%"), (-0.02, "-2.0%")])
+def test_a_gap_is_never_minus_nothing(gap, text):
+    assert output.format_gap(gap) == text
