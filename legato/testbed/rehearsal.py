@@ -68,8 +68,8 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
         raise InputError("schedulers: one of them twice")
     if iterations < 1:
         raise InputError(f"iterations: {iterations} (expected at least 1)")
-    if ratio is not None and not 0 < ratio < float("inf"):
-        raise InputError(f"ratio: {ratio} (expected a finite number above 0)")
+    if ratio is not None and not 1e-6 <= ratio <= 1e6:
+        raise InputError(f"ratio: {ratio} (expected 1e-6 to 1e6)")
 
 
 class Trial(msgspec.Struct, frozen=True):

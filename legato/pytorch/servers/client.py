@@ -24,10 +24,10 @@ from legato.core.errors import RankError
 from legato.pytorch import gate
 from legato.pytorch.lowering import PENDING, SENT, Slot
 from legato.pytorch.outermost import Outermost
+from legato.pytorch.servers.changes import Averages, Unchanged
 from legato.pytorch.servers.post import DROP, GRADIENTS, STEP, Post, Sent
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.shares import Arena, Share
-from legato.pytorch.servers.unseen import Averages, Unchanged
 
 __all__ = ["Client"]
 
