@@ -172,6 +172,20 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(monkeypatch):
 
 
 @needs_hosts
+def test_nothing_is_left_behind_by_an_owner_that_is_told_to_end():
+    before = left_behind(), interfaces()
+    code = (
+        "import signal; from legato.testbed.hosts import Hosts\n"
+        f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        child = int(owner.stdout.readline())
+        owner.terminate()
+        assert owner.wait(60) == 128 + signal.SIGTERM
+    assert not runs(child) and (left_behind(), interfaces()) == before
+
+
+@needs_hosts
 def test_an_owner_whose_id_went_to_another_process_is_gone():
     start = testbed._start_time(os.getpid())
     name = f"legato-{os.getpid()}-{start - 1}-00000000-0"
