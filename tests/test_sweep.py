@@ -266,7 +266,7 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"jitters": (0.1,), "fidelity": "collective"}, "like hosts"),
         ({"slow_links": (2.0,), "fidelity": "collective"}, "like hosts"),
         ({"racks": (9,)}, "racks: 9"),
-        ({"slow_links": (0.0,)}, "link_scale: 0"),
+        ({"slow_links": (0.0,)}, "slow_link: 0"),
         ({"oversubscriptions": (0.5,)}, "oversubscription: 0.5"),
         ({"sharing": "unfair"}, "sharing"),
         ({"options": {"group": 2}}, "no such option"),
