@@ -24,13 +24,13 @@ class _Said(logging.Handler):
 
 
 class _Pace:
-    """Computation that lasts twice as long on rank 1 from some step on."""
+    """Computation that lasts several times as long on rank 1 from some step on."""
 
     def __init__(self):
         self.slow = False
 
     def __call__(self, *_):
-        time.sleep(0.04 if self.slow and dist.get_rank() == 1 else 0.02)
+        time.sleep(0.1 if self.slow and dist.get_rank() == 1 else 0.02)
 
 
 def changing(replan):
