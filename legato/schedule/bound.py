@@ -78,6 +78,9 @@ of each of the rest the smaller of d and w counts.
 *Last.* There, too, what is not computed before the message that a tensor waits
 for needs a message of its own after it (`last_message.py`).
 
+*Sequences.* Where messages are dear, all sequences of them are followed at once,
+with the least that each state needs (`sequences.py`).
+
 *Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
 above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
 b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
@@ -108,6 +111,8 @@ from legato.schedule.heads_tails import Detours, HeadsTails, Order, heads_tails
 from legato.schedule.jackson import jackson
 from legato.schedule.last_message import last_message
 from legato.schedule.merge_optimal import merge_neighbours
+from legato.schedule.readiness import InAnyOrder, InTurn
+from legato.schedule.sequences import Levels, sequences
 from legato.schedule.squeezed import squeezed
 from legato.schedule.window import Window
 from legato.simulate.period import Compute
@@ -124,15 +129,16 @@ _MOMENTS, _ZOOMS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "release", "tail", "both", "between", "last"]
+Case = Literal["compute", "release", "tail", "both", "between", "last", "sequences"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no schedule is faster: the indices S of the critical tensors, and what they take.
 
     `case` says which of the arguments above holds: "release", "tail", "both",
-    "between", "last", or "compute", where S is empty and communication does not
-    matter; `moment_s` is the m of "both". The
+    "between", "last", "sequences", or "compute", where S is empty and communication does not
+    matter; `moment_s` is the m of "both", `levels` are the bytes to which "sequences" rounds, with S in
+    the order of its limits. The
     computation before the first tensor of S is ready (`before_s`; before its
     message, where that is "last"), the network with its unavoidable waits
     (`network_s`), and the time after (`after_s`) follow one another and add up to the bound, in seconds.
@@ -144,6 +150,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_s: float
     after_s: float
     moment_s: float = 0.0
+    levels: Levels = ((), ())
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,8 +167,9 @@ def lower_bound(
     compute: Compute = "one",
     order: Order = "captured",
     whole: bool = False,
+    thorough: bool = True,
 ) -> Bound:
-    """The largest of the bounds above over the sets tried.
+    """The largest of the bounds above over the sets tried; without "sequences", which takes longest, if not `thorough`.
 
     It holds for every plan that `legato.simulate.collective` accepts under the
     same `compute` and an `op_order` that `order` allows; with `whole`, for
@@ -185,7 +193,17 @@ def lower_bound(
     if late is not None:
         found = _certified("between", late.seconds, late.tensors, late.first_s, late.last_s)
     last = detours and last_message(known, nbytes, line, whole, detours, beat_s=found.seconds)
-    return _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s) if last else found
+    if last:
+        found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
+    if not thorough:
+        return found
+    ready = InAnyOrder(detours, nbytes) if detours else InTurn(known.head_s, nbytes)
+    relaxed = sequences(known, nbytes, line, whole, ready, beat_s=found.seconds)
+    if relaxed is None:
+        return found
+    first, last_s = min(known.head_s), min(known.tail_s)
+    sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
+    return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
 
 
 def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: float, after_s: float) -> Bound:

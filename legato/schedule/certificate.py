@@ -17,6 +17,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.workload import Workload
 from legato.schedule.bound import Bound
+from legato.schedule.certificate_sequences import check_sequences
 from legato.schedule.heads_tails import Order
 from legato.simulate.period import Compute
 
@@ -55,6 +56,8 @@ def verify_bound(
         proved = _between(workload, cluster, walk, chosen, whole)
     elif case == "last":
         proved = _last(workload, cluster, walk, chosen, whole)
+    elif case == "sequences":
+        proved = check_sequences(workload, cluster, walk, bound.certificate, whole)
     else:
         near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
         proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
@@ -95,7 +98,7 @@ def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[in
     before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, whole, entire).by(first * entire.total)
     after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, whole, entire).by(last * entire.total)
     begin = Fraction(first * entire.total + max(0, work - before - after))
-    if walk.order == "any" and walk.compute_setting == "one":
+    if walk.reorders:
         shared = set.intersection(*(walk.needs(t) for t in chosen))
         begin = max(begin, _detour(workload, walk, shared, chosen, entire, after))
     own = entire.slope * sum(workload.tensors[t].nbytes for t in chosen)
@@ -104,7 +107,7 @@ def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[in
 
 def _last(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
     """The least over all times after the arrival of the chosen tensor, as `bound.py` has it."""
-    if len(chosen) != 1 or walk.order != "any" or walk.compute_setting != "one":
+    if len(chosen) != 1 or not walk.reorders:
         raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
     everything = range(len(workload.tensors))
     entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)
@@ -216,8 +219,11 @@ def _whole(seconds: float) -> int:
 class _Walk:
     """Heads and tails by definition, in units of 1 / _SCALE seconds."""
 
+    scale = _SCALE
+
     def __init__(self, workload: Workload, compute: Compute, order: Order) -> None:
         self.workload, self.compute_setting, self.order = workload, compute, order
+        self.reorders = order == "any" and compute == "one"
         self.duration = [_whole(op.duration_s) for op in workload.ops]
         self.phase = [op.phase for op in workload.ops]
         self.before = [

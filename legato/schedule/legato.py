@@ -44,14 +44,14 @@ from legato.schedule.orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.refill import Refilled
 from legato.schedule.search import Job, Network, search
 from legato.schedule.updates import busy_order
-from legato.schedule.waves import waves
+from legato.schedule.waves import loaded_s, waves
 from legato.simulate.collective import iteration_times
 from legato.simulate.pipelining import message_s
 
 __all__ = ["legato"]
 
 #: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
-_MOVES, _WAVES = 0.25, 8
+_MOVES, _WAVES = 0.25, 64
 #: The part of the budget for few messages, at the most.
 _WAVES_SHARE = 0.8
 
@@ -89,6 +89,7 @@ def legato(
         fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
         if fastest.seconds > least_s * (1 + gap) and cluster.cost(cheapest).startup_s > least_s * gap:
+            stop_at += loaded_s()  # takes seconds when it is first used on a machine
             stop, tries = min(stop_at, time.perf_counter() + _WAVES_SHARE * budget_s), _WAVES * rounds
             fastest.among([waves(workload, cluster, cheapest, enough_s=least_s, rounds=tries, stop_at=stop, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
@@ -150,10 +151,10 @@ def _orders(
 
     What takes least comes first.
     """
-    captured = ((), lower_bound(workload, cluster, whole=True).seconds)
+    captured = ((), lower_bound(workload, cluster, whole=True, thorough=False).seconds)
     if not any_order:
         return [captured]
-    least_s = lower_bound(workload, cluster, order="any", whole=True).seconds
+    least_s = lower_bound(workload, cluster, order="any", whole=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
     orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, stop_at=stop_at, seed=seed)
