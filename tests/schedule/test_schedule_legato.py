@@ -90,8 +90,8 @@ def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster
     check_plan(plan, workload)
     ours = iteration_time(workload, plan, cluster)
     assert ours >= lower_bound(workload, cluster, order="any").seconds * (1 - 1e-9)
-    for name in SCHEDULERS:
-        other = schedule(name, workload, cluster, **({"rounds": 0} if name == "legato" else {}))
+    for name in set(SCHEDULERS) - {"legato"}:
+        other = schedule(name, workload, cluster)
         if any_order or (kind_of(other, workload)[0] == "captured" and runs(other)):
             assert ours <= iteration_time(workload, other, cluster) * (1 + 1e-12), name
     assert plan.scheduler == "legato" and plan.workload_id == legato.identity(workload)
