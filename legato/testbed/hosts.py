@@ -120,7 +120,7 @@ class Hosts:
         try:
             self._remove()
         finally:
-            if self._handles:
+            if self._handles and signal.getsignal(signal.SIGTERM) is _end:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _make(self) -> None:
@@ -157,7 +157,11 @@ class Hosts:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """On SIGTERM, which `timeout` and job schedulers send: end, by way of everything that has to be removed."""
+    """On SIGTERM, which `timeout` and job schedulers send: end, by way of everything that has to be removed.
+
+    Sent to a whole group of processes, it comes twice: from the sender, and from `timeout`.
+    """
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
