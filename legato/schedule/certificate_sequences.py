@@ -47,7 +47,7 @@ def check_sequences(
 ) -> Fraction:
     """The seconds that are claimed. Raises `InputError` if a sequence of messages may take no longer."""
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
-    total = sum(tensor.nbytes for tensor in workload.tensors)
+    total = sum(tensor.nbytes for tensor in workload.tensors) - workload.tensors[certificate.tensors[0]].nbytes
     for levels in certificate.levels:
         if levels[:2] != (0, 1) or levels[-1] != total or any(b <= a for a, b in pairwise(levels)):
             raise InputError(f"certificate: levels of bytes (expected 0, 1, and more of them up to {total})")
@@ -76,41 +76,44 @@ class _Relaxed:
         self.producer = [tensor.ready_after for tensor in workload.tensors]
         self.needs = {op: walk.needs(t) for t, op in enumerate(self.producer)} if walk.reorders else {}
         self.head = {op: sum(walk.duration[i] for i in needs) for op, needs in self.needs.items()}
-        everything, total = list(range(len(self.nbytes))), sum(self.nbytes)
-        tail = [walk.tail(t) for t in everything]
+        first, own = certificate.tensors[0], self.nbytes[certificate.tensors[0]]
+        others = [t for t in range(len(self.nbytes)) if t != first]
+        tail = [walk.tail(t) for t in range(len(self.nbytes))]
         x, y = certificate.levels
-        x_most, y_most = ([*(level - 1 for level in levels[1:]), total] for levels in (x, y))
-        self._price(cluster, (x, x_most, y, y_most), walk.scale)
+        x_most, y_most = ([*(level - 1 for level in levels[1:]), levels[-1]] for levels in (x, y))
+        self._price(cluster, (x, x_most, y, y_most), own, walk.scale)
 
-        first = certificate.tensors[0]
-        rest = total - self.nbytes[first]
-        late = np.array(x) > rest
-        release = [np.where(late, _NEVER, self.ready([], everything, x)), self.ready([first], everything, x)]
+        everything, joined = [first, *others], [level + own for level in x]
+        release = [self.ready([], others, x), self.ready([first], everything, joined)]
         before = [np.zeros((len(x), len(x)), np.int64)] * 2
         for mark in certificate.tensors:
-            covered = [t for t in everything if tail[t] >= tail[mark]]
-            own = sum(self.nbytes[t] for t in covered)
-            release.append(np.where(np.array(x_most) < own, _NEVER, self.ready(covered, everything, x)))
-            earlier = [max(own - most + level, 0) for most in x_most for level in x]
+            covered = [t for t in others if tail[t] >= tail[mark]]
+            carried = sum(self.nbytes[t] for t in covered)
+            at = self.ready([first, *covered], everything, joined)
+            release.append(np.where(np.array(x_most) < carried, _NEVER, at))
+            earlier = [max(carried - most + level, 0) for most in x_most for level in x]
             before.append(self.ready([], covered, earlier).reshape(len(x), len(x)))
-        self.release, self.before = np.array(release), np.array(before)
-        joined = self.ready([first], everything, [min(level, rest) + total - rest for level in x])
-        self.alone = np.where(late, _NEVER, joined)
-        self.left = _in_turn([self.down(s) for s in tail], self.nbytes, [total - most for most in y_most])
-        self.limit = np.array([*(self.down(tail[mark]) for mark in certificate.tensors), 0])
+        self.release, self.before, self.alone = np.array(release), np.array(before), release[1]
+        near, nbytes = [self.down(tail[t]) for t in others], [self.nbytes[t] for t in others]
+        self.left = _in_turn(near, nbytes, [y[-1] - most for most in y_most])
+        limits = [self.down(tail[mark]) for mark in certificate.tensors]
+        self.limit = np.array([limits[0], *limits, 0])
 
     def down(self, value: int | Fraction) -> int:
         """In units, rounded down."""
         return int(value // self.unit)
 
-    def _price(self, cluster: Cluster, levels: Sequence[Sequence[int]], scale: int) -> None:
-        """What messages pay first, and the work of the least and of the most bytes of every level, that rounded up."""
+    def _price(self, cluster: Cluster, levels: Sequence[Sequence[int]], own: int, scale: int) -> None:
+        """What messages pay first, the work for the first tensor, and of the least and most bytes of every level.
+
+        Where it is the most, rounded up.
+        """
         total = sum(self.nbytes)
         costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
         slope = (min(a + b * total for a, b in costs) - alpha) / total
         share = Fraction(scale, 1 if self.whole else 2)
-        self.alpha = self.down(alpha * share)
+        self.alpha, self.first = self.down(alpha * share), self.down(slope * share * own)
         least_x, most_x, least_y, most_y = (np.array([self.down(slope * share * n) for n in of]) for of in levels)
         self.x, self.y = (least_x, most_x + (most_x > 0)), (least_y, most_y + (most_y > 0))
 
@@ -162,54 +165,57 @@ class _Relaxed:
         handed, limits = (1, 1) if self.whole else (len(self.y[0]), len(self.limit))
         least = np.full((len(self.x[0]), handed, len(self.release), limits), _NEVER)
         least[0, 0, 0, 0] = 0
-        for i in range(1, len(least)):
+        for i in range(len(least)):
             for c, release in enumerate(self.release[:, i]):
-                if release < _CLAIMED:
+                if release < _CLAIMED and (i or c):
                     (self._all_reduces if self.whole else self._halves)(least, i, c)
-        return bool((least[-1, -1, -1] < _NEVER).any())
+        return bool(least[-1, -1, -1, -1] < _NEVER)
 
-    def _collected(self, least: Array, i: int, c: int, waits: Array) -> Array:
-        """The least times after a message to level i and coverage c, by the level and all else before it.
+    def _collected(self, least: Array, i: int, c: int, done: Array) -> Array:
+        """The least times after a message to level i and coverage c, by all that states before it are told apart by.
 
-        `waits`: the most work that may have been done, by the level before, and what it is told apart by.
+        `done`: the most work that may have been done, in the same way.
         """
         spent = least[: i + 1].copy()
         spent[i, :, c:] = _NEVER  # it would change nothing
         spent[:i, :, c + 1 :] = _NEVER
         if c:
-            spent[:, :, 0] = np.maximum(spent[:, :, 0], (self.alone[: i + 1, None] - waits)[:, :, None])
+            spent[:, :, 0] = np.maximum(spent[:, :, 0], self.alone[: i + 1, None, None] - done[:, :, 0])
             began = np.where(self.before[c, i, : i + 1] > 0, self.before[c, i, : i + 1] + self.alpha, 0)
             began[0] = 0
-            spent[:, :, :c] = np.maximum(spent[:, :, :c], (began[:, None] - waits)[:, :, None, None])
-        released: Array = np.maximum(spent, (self.release[c, i] - waits)[:, :, None, None])
+            spent[:, :, :c] = np.maximum(spent[:, :, :c], began[:, None, None, None] - done[:, :, :c])
+        released: Array = np.maximum(spent, self.release[c, i] - done)
         return released + self.alpha
 
     def _halves(self, least: Array, i: int, c: int) -> None:
         """All states with level i collected and coverage c, from those before."""
-        least_x, most_x = self.x
-        least_y, most_y = self.y
-        top = max(c - 1, 0)
-        spent = self._collected(least, i, c, most_x[: i + 1, None] + most_y[None, :])
-        spent = np.where((least_y[None, :] > most_x[: i + 1, None])[:, :, None, None], _NEVER, spent).min(axis=(0, 2))
+        (least_x, most_x), (least_y, most_y) = self.x, self.y
+        kinds = range(len(self.limit))
+        own = np.array([[(self.first + 1) * ((before > 0) + (last > 0)) for last in kinds] for before in kinds])
+        spent = self._collected(least, i, c, (most_x[: i + 1, None] + most_y)[:, :, None, None] + own)
+        spent = np.where((least_y > most_x[: i + 1, None])[:, :, None, None], _NEVER, spent).min(axis=(0, 2))
         for j in range(len(least_y)):
             if least_y[j] > most_x[i]:
                 break
-            least[i, j, c, : top + 1] = spent[j, : top + 1]
-            if j:
-                earlier = least[i, : j + 1, c, : top + 1].copy()
-                earlier[j, top] = _NEVER
-                end = earlier + self.alpha + least_x[i] + least_y[j]
-                late = end > _CLAIMED - np.maximum(self.left[: j + 1, None], self.limit[None, : top + 1])
-                handed = np.where(late, _NEVER, earlier + self.alpha).min()
-                least[i, j, c, top] = min(least[i, j, c, top], handed)
+            least[i, j, c, : c + 1] = spent[j, : c + 1]
+            for a in sorted({0, min(c, 1), c}):
+                if j or a:
+                    earlier = least[i, : j + 1, c, : a + 1].copy()
+                    earlier[j, a] = _NEVER
+                    end = earlier + self.alpha + least_x[i] + least_y[j] + self.first * ((c > 1) + (a > 1))
+                    late = end > _CLAIMED - np.maximum(self.left[: j + 1, None], self.limit[: a + 1])
+                    handed = np.where(late, _NEVER, earlier + self.alpha).min()
+                    least[i, j, c, a] = min(least[i, j, c, a], handed)
         least[i, :, c] = np.minimum(least[i, :, c], _NEVER)
 
     def _all_reduces(self, least: Array, i: int, c: int) -> None:
+        """The same where what is collected is handed out."""
         least_x, most_x = self.x
-        spent = self._collected(least, i, c, most_x[: i + 1, None])[:, 0, : c + 1, 0]
-        limit = self.limit[np.maximum(np.arange(c + 1) - 1, 0)]
-        late = spent + least_x[i] > _CLAIMED - np.maximum(self.left[: i + 1, None], limit[None, :])
-        least[i, 0, c, 0] = np.where(late, _NEVER, spent).min()
+        own = np.where(np.arange(len(self.release)) > 0, self.first + 1, 0)[None, None, :, None]
+        spent = self._collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
+        end = spent + least_x[i] + self.first * (c > 1)
+        late = end > _CLAIMED - np.maximum(self.left[: i + 1, None], self.limit[: c + 1])
+        least[i, 0, c, 0] = min(np.where(late, _NEVER, spent).min(), _NEVER)
 
 
 def _in_turn(near: Sequence[int], nbytes: Sequence[int], amounts: Sequence[int]) -> Array:

@@ -1,11 +1,11 @@
 """Whether a relaxed schedule of some seconds exists: the states of `sequences.py`, one after another, compiled.
 
-Arguments, all in seconds: what a message (or half) pays first; the work of the
-least and the most bytes of each level, collected and handed out; by coverage and
-level, when the gradients for it are ready; by coverage, level and level before,
-when what earlier messages of it carried was ready; by level before, when the
-first tensor is ready as well; the tail of what is left, by level handed out, and
-by limit.
+Arguments, all in seconds: what a message (or half) pays first, and its work for
+the first tensor; the work of the least and the most bytes of each level,
+collected and handed out; by coverage and level, when the gradients for it are
+ready; by coverage, level and level before, when what earlier messages of it
+carried was ready; by level before, when the first tensor is ready as well; the
+tail of what is left, by level handed out, and by limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ _ROUNDING = 1e-12
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _begun(ready_s: float, level: int, alpha_s: float) -> float:
+    """When the message before has paid, if it carries what is ready then; nothing is before level 0."""
+    return ready_s + alpha_s if level > 0 and ready_s > 0.0 else 0.0
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_halves(
     seconds: float,
     alpha_s: float,
+    first_s: float,
     x: Floats,
     y: Floats,
     release_s: Floats,
@@ -35,52 +42,56 @@ def fits_halves(
     left_s: Floats,
     limit_s: Floats,
 ) -> bool:
-    """Messages are halves of all-reduces. States: both levels, the coverage, and that of the last second half."""
+    """Messages are halves of all-reduces. States: both levels, the coverage, and that at the last second half."""
     count, handed, coverages = x.shape[1], y.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
-    most = seconds - x[0, -1] - y[0, -1]
-    least = np.full((count, handed, coverages, coverages - 1), _NEVER)
-    covered = np.full((count, handed, coverages, coverages - 1), _NEVER)  # the least of lower coverages but 0
+    most = seconds - x[0, -1] - y[0, -1] - 2 * first_s
+    least = np.full((count, handed, coverages, coverages), _NEVER)
+    covered = np.full((count, handed, coverages, coverages), _NEVER)  # the least of lower coverages but 0
     for i in range(count):
         for j in range(handed):
             if y[0, j] > x[1, i]:
                 break
             for c in range(coverages):
-                top = max(c - 1, 0)
-                for a in range(top + 1):
+                for a in range(c + 1):
                     best = 0.0 if i == j == c == 0 else _NEVER
-                    if i > 0 and release_s[c, i] < seconds:
+                    if (i > 0 or c > 0) and release_s[c, i] < seconds:
                         for p in range(i + 1):
                             if y[0, j] > x[1, p]:
                                 continue
+                            begun = _begun(before_s[c, i, p], p, alpha_s)
                             done = x[1, p] + y[1, j]
-                            spent = least[p, j, c, a] if p < i else _NEVER
+                            if a == 0 and (c > 0 or p < i):
+                                spent = least[p, j, 0, 0]
+                                if c > 0:
+                                    spent = max(spent, max(alone_s[p], begun) - done)
+                                best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
                             if c > 0:
-                                earlier = covered[p, j, c, a]
-                                if a == 0:
-                                    earlier = min(earlier, max(least[p, j, 0, 0], alone_s[p] - done))
-                                if p > 0 and before_s[c, i, p] > 0.0:
-                                    earlier = max(earlier, before_s[c, i, p] + alpha_s - done)
-                                spent = min(spent, earlier)
-                            best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
-                    if j > 0 and a == top:
-                        until = seconds - x[0, i] - y[0, j] - alpha_s
+                                done += first_s * (1 + (a > 0))
+                                spent = max(covered[p, j, c, a], begun - done)
+                                if p < i:
+                                    spent = min(spent, least[p, j, c, a])
+                                best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
+                    if (j > 0 or a > 0) and (a < 2 or a == c):
+                        until = seconds - x[0, i] - y[0, j] - alpha_s - first_s * ((c > 1) + (a > 1))
                         for p in range(j + 1):
                             for last in range(a + 1):
                                 spent = least[i, p, c, last]
-                                if (p < j or last < a) and spent <= until - max(left_s[p], limit_s[last]):
+                                late = max(left_s[p], limit_s[max(last - 1, 0)])
+                                if (p < j or last < a) and spent <= until - late:
                                     best = min(best, spent + alpha_s)
                     if best <= most:
                         least[i, j, c, a] = best
-                    if c > 0 and c + 1 < coverages:
+                    if 0 < c < coverages - 1:
                         covered[i, j, c + 1, a] = min(covered[i, j, c, a], least[i, j, c, a])
-    return bool(least[-1, -1, -1].min() < _NEVER)
+    return bool(least[-1, -1, -1, -1] < _NEVER)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_whole(
     seconds: float,
     alpha_s: float,
+    first_s: float,
     x: Floats,
     y: Floats,
     release_s: Floats,
@@ -94,20 +105,22 @@ def fits_whole(
     seconds *= 1 + _ROUNDING
     least = np.full((count, coverages), _NEVER)
     least[0, 0] = 0.0
-    for i in range(1, count):
+    for i in range(count):
         for c in range(coverages):
-            if release_s[c, i] >= seconds:
+            if release_s[c, i] >= seconds or i == c == 0:
                 continue
             best = _NEVER
             for p in range(i + 1):
                 for last in range(c + 1 if p < i else c):
-                    spent = max(least[p, last], release_s[c, i] - x[1, p])
+                    done = x[1, p] + first_s * (last > 0)
+                    spent = max(least[p, last], release_s[c, i] - done)
                     if last < c and last == 0:
-                        spent = max(spent, alone_s[p] - x[1, p])
-                    if last < c and p > 0 and before_s[c, i, p] > 0.0:
-                        spent = max(spent, before_s[c, i, p] + alpha_s - x[1, p])
+                        spent = max(spent, alone_s[p] - done)
+                    if last < c:
+                        spent = max(spent, _begun(before_s[c, i, p], p, alpha_s) - done)
                     spent += alpha_s
-                    if spent + x[0, i] <= seconds - max(left_s[p], limit_s[max(last - 1, 0)]):
+                    end = spent + x[0, i] + first_s * (c > 1)
+                    if end <= seconds - max(left_s[p], limit_s[max(last - 1, 0)]):
                         best = min(best, spent)
             least[i, c] = best
     return bool(least[-1, -1] < _NEVER)

@@ -21,9 +21,11 @@ bytes: u grows by alpha/2 with every message, and by the time the network waits.
   one: the next second half after those ends at T minus the limit of L(k + 1).
 - *Before.* The message that completes L(k) carries all of it that earlier ones
   did not. What earlier ones carried was computed before the last of these began.
-- *First.* Take a tensor of L(1), of n bytes. Before the first message with bytes
-  of it, x bytes were collected without it; then it is computed, so x + n bytes
-  are, and these among them.
+- *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no
+  other bytes can be taken for it. When the first message with bytes of it starts,
+  it has been computed, besides the x bytes that were collected. The work for it
+  counts when L(1) is collected, and once more when it is handed out, which it is
+  by the last second half after which nothing waits for L(1).
 
 Amounts of bytes are rounded to levels: down, where more of them would need more
 time, and up, where time is counted from the work that has been done. A schedule
@@ -72,7 +74,7 @@ def sequences(
     known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, ready: Readiness, *, beat_s: float
 ) -> Sequences | None:
     """The best bound found, or None if that is not above `beat_s` seconds. `whole`: no halves of all-reduces."""
-    if line.alpha_s <= _DEAR * beat_s:
+    if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2:
         return None
     best = None
     for levels, limits in (_COARSE, _FINE):
@@ -114,33 +116,32 @@ class _Problem:
         levels: int,
         limits: int,
     ) -> None:
-        everything, total = range(len(nbytes)), sum(nbytes)
-        needed = InTurn(known.tail_s, nbytes)
         self.whole, self.tensors = whole, _marks(known, nbytes, line, limits)
-        self.levels = _levels(known, nbytes, ready, needed, whole, levels)
-        x, y = (np.array(of, dtype=np.int64) for of in self.levels)
-        x_most, y_most = (np.append(of[1:] - 1, total) for of in (x, y))
         first = self.tensors[0]
-        rest = total - nbytes[first]
-        covered = [[t for t in everything if known.tail_s[t] >= known.tail_s[mark]] for mark in self.tensors]
-        release = [np.where(x > rest, np.inf, ready.least_s((), x)), ready.least_s([first], x)]
+        others, own = [t for t in range(len(nbytes)) if t != first], nbytes[first]
+        needed = InTurn(known.tail_s, nbytes)
+        self.levels = _levels(known, nbytes, others, ready, needed, whole, levels)
+        x, y = (np.array(of, dtype=np.int64) for of in self.levels)
+        x_most, y_most = (np.append(of[1:] - 1, of[-1]) for of in (x, y))
+        release = [ready.part_s(others, x), ready.least_s([first], x + own)]
         before: list[Floats] = [np.zeros((len(x), len(x)))] * 2
-        for tensors in covered:
-            own = sum(nbytes[t] for t in tensors)
-            release.append(np.where(x_most < own, np.inf, ready.least_s(tensors, x)))
-            earlier = np.maximum(own - (x_most[:, None] - x[None, :]), 0)
-            before.append(ready.part_s(tensors, earlier.ravel()).reshape(earlier.shape))
-        alone = np.where(x > rest, np.inf, ready.least_s([first], np.minimum(x, rest) + nbytes[first]))
+        for mark in self.tensors:
+            covered = [t for t in others if known.tail_s[t] >= known.tail_s[mark]]
+            carried = sum(nbytes[t] for t in covered)
+            release.append(np.where(x_most < carried, np.inf, ready.least_s([first, *covered], x + own)))
+            earlier = np.maximum(carried - (x_most[:, None] - x[None, :]), 0)
+            before.append(ready.part_s(covered, earlier.ravel()).reshape(earlier.shape))
         share = 1.0 if whole else 0.5
         s_per_byte = share * line.beta_s_per_byte
         self.arrays = (
             share * line.alpha_s,
+            s_per_byte * own,
             s_per_byte * np.array([x, x_most]),
             s_per_byte * np.array([y, y_most]),
             np.array(release),
             np.array(before),
-            alone,
-            needed.part_s(everything, total - y_most),
+            release[1],
+            needed.part_s(others, y[-1] - y_most),
             np.array([*(known.tail_s[mark] for mark in self.tensors), 0.0]),
         )
 
@@ -163,22 +164,27 @@ def _marks(known: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: i
 
 
 def _levels(
-    known: HeadsTails, nbytes: Sequence[int], ready: Readiness, needed: InTurn, whole: bool, count: int
+    known: HeadsTails,
+    nbytes: Sequence[int],
+    others: Sequence[int],
+    ready: Readiness,
+    needed: InTurn,
+    whole: bool,
+    count: int,
 ) -> Levels:
     """Half of the levels divide the bytes evenly, half of them the time in which these become ready, or are needed."""
-    total = sum(nbytes)
-    edges = [_jumps(near, nbytes) for near in known[:2]]
-    collected = _chosen(np.minimum(edges[0] + 1, total), lambda amounts: ready.least_s((), amounts), total, count)
-    handed = _chosen(total - edges[1], lambda amounts: needed.least_s((), total - amounts), total, count)
+    total = sum(nbytes[t] for t in others)
+    edges = [_jumps([(near[t], nbytes[t]) for t in others]) for near in known[:2]]
+    collected = _chosen(np.minimum(edges[0] + 1, total), lambda amounts: ready.part_s(others, amounts), total, count)
+    handed = _chosen(total - edges[1], lambda amounts: needed.part_s(others, total - amounts), total, count)
     if whole:
         collected = handed = collected | handed
     return tuple(sorted(collected)), tuple(sorted(handed))
 
 
-def _jumps(near_s: Sequence[float], nbytes: Sequence[int]) -> Amounts:
+def _jumps(near: Sequence[tuple[float, int]]) -> Amounts:
     """Bytes before each tensor, by how near these are, and all."""
-    order = np.argsort(np.array(near_s), kind="stable")
-    return np.append(0, np.cumsum(np.array(nbytes, dtype=np.int64)[order]))
+    return np.cumsum([0, *(nbytes for _, nbytes in sorted(near))], dtype=np.int64)
 
 
 def _chosen(jumps: Amounts, moments: Callable[[Amounts], Floats], total: int, count: int) -> set[int]:

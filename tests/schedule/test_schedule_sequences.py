@@ -85,9 +85,9 @@ WORK, DEAR = layered(), Cluster(2, {"c": LinearCost(2.0, 0.02)})
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda c: {"levels": ((0, 1, 600), (0, 600))}, "levels of bytes"),
-        (lambda c: {"levels": ((0, 1, 600), (0, 1, 599))}, "levels of bytes"),
-        (lambda c: {"levels": ((0, 1, 3, 3, 600), (0, 1, 600))}, "levels of bytes"),
+        (lambda c: {"levels": ((0, 1, 500), (0, 500))}, "levels of bytes"),
+        (lambda c: {"levels": ((0, 1, 500), (0, 1, 499))}, "levels of bytes"),
+        (lambda c: {"levels": ((0, 1, 3, 3, 500), (0, 1, 500))}, "levels of bytes"),
         (lambda c: {"levels": ((), ())}, "levels of bytes"),
         (lambda c: {"tensors": c.tensors[::-1]}, "expected falling tails"),
         (lambda c: {"before_s": 0.0, "network_s": 0.0, "after_s": 0.0}, "a sequence of messages may take 0.0 s"),
@@ -102,7 +102,7 @@ def test_certificates_that_prove_nothing(change, error):
 
 def test_all_reduces_have_one_kind_of_level():
     bound = lower_bound(WORK, DEAR, order="any", whole=True)
-    levels = (bound.certificate.levels[0], (0, 1, WORK.nbytes))
+    levels = (bound.certificate.levels[0], (0, 1, 500))
     certificate = msgspec.structs.replace(bound.certificate, levels=levels)
     with pytest.raises(InputError, match="at different levels"):
         verify_bound(Bound(bound.seconds, certificate), WORK, DEAR, order="any", whole=True)
