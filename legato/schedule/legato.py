@@ -88,10 +88,10 @@ def legato(
     if any_order:
         fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
-        if fastest.seconds > least_s * (1 + gap) and cluster.cost(cheapest).startup_s > least_s * gap:
+        if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
             stop_at += loaded_s()  # takes seconds when it is first used on a machine
             stop, tries = min(stop_at, time.perf_counter() + _WAVES_SHARE * budget_s), _WAVES * rounds
-            fastest.among([waves(workload, cluster, cheapest, enough_s=least_s, rounds=tries, stop_at=stop, seed=seed)])
+            fastest.among([waves(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
         if k and time.perf_counter() > stop_at:
             break
@@ -118,6 +118,14 @@ class _Fastest:
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
                 self.plan, self.seconds = plan, seconds
+
+
+def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
+    """Whether halves of all-reduces, too, can take hardly less; `all_reduces_s` is what whole ones take at least."""
+    if fastest.seconds > all_reduces_s * (1 + gap):
+        return False
+    bound = lower_bound(fastest.workload, fastest.cluster, order="any", thorough=False)
+    return fastest.seconds <= bound.seconds * (1 + gap)
 
 
 def _network(cluster: Cluster, names: Iterable[str]) -> Network:

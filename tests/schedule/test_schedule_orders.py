@@ -1,6 +1,5 @@
-"""Orders of computation to plan for, and schedules of few messages, each with the order that it needs."""
+"""Orders of computation to plan for."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -13,7 +12,6 @@ from legato.schedule import schedule
 from legato.schedule.bound import cheapest_line
 from legato.schedule.caramel_order import serialized_order, update_order
 from legato.schedule.orders import OrderValue, promising_orders
-from legato.schedule.waves import waves
 from legato.schedule.zoom import highest
 from legato.simulate.collective import iteration_time
 
@@ -71,20 +69,3 @@ def test_what_is_needed_late_is_computed_behind_what_would_wait_for_it():
     assert iteration_time(workload, plan, cluster) < iteration_time(
         workload, schedule("legato", workload, cluster), cluster
     )
-
-
-@settings(max_examples=40)
-@given(workloads(optimizer=False), clusters(), st.integers(0, 5))
-def test_waves_are_plans_that_take_what_they_say(workload, cluster, seed):
-    plan = waves(workload, cluster, cluster.default_collective, enough_s=0.0, rounds=30, stop_at=NEVER, seed=seed)
-    check_plan(plan, workload)
-    assert iteration_time(workload, plan, cluster) >= workload.compute_s
-
-
-def test_waves_find_the_best_of_all_ways_to_send_two_gradients():
-    """Each of 4 s, alpha 2: one all-reduce waits for both; two pay twice; the halves can share their second message."""
-    ops = (Op("f", "forward", 0.0), Op("b0", "backward", 0.0), Op("b1", "backward", 4.0, (1,)))
-    workload = Workload("w", ops, (Tensor("x", 4, 1), Tensor("y", 1, 2)))
-    cluster = Cluster(2, {"c": LinearCost(4.0, 1.0)})
-    plan = waves(workload, cluster, "c", enough_s=0.0, rounds=200, stop_at=NEVER, seed=0)
-    assert iteration_time(workload, plan, cluster) == pytest.approx(11)
