@@ -6,7 +6,7 @@ all sequences of them at once.
 
 A schedule is a sequence of halves of all-reduces: first ones collect, second
 ones hand out, and each takes at least alpha/2 + beta/2 * bytes. After each, let
-x bytes be collected and y handed out, and u be the time that was not spent on
+x bytes be collected and y <= x handed out, and u be the time that was not spent on
 bytes: u grows by alpha/2 with every message, and by the time the network waits.
 
 - *Release.* When a first half starts, everything that it or an earlier one
@@ -15,10 +15,10 @@ bytes: u grows by alpha/2 with every message, and by the time the network waits.
   it has a tail of at most T - e. If that is r bytes, one of them has a tail of at
   least Q(r), the least for which r bytes have no larger one.
 - *Coverage.* Let L(1), L(2), ... be the tensors with a tail of at least so much,
-  for falling limits. Let k be the last for which L(k) is collected. That takes
-  until the least time for L(k) and x bytes. And a tensor of L(k + 1) is not
-  collected, so it is not handed out by the second halves until the next first
-  one: the next second half after those ends at T minus the limit of L(k + 1).
+  for falling limits. Let k be the last for which all of L(k) is collected: the
+  message that made it so started after the least time for L(k) and x bytes. While
+  it is k, second halves leave a tensor of L(k + 1) behind, which is not collected;
+  so the second half after them ends at T minus the limit of L(k + 1) at the latest.
 - *Before.* The message that completes L(k) carries all of it that earlier ones
   did not. What earlier ones carried was computed before the last of these began.
 - *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no
