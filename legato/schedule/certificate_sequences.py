@@ -93,7 +93,7 @@ class _Relaxed:
             release.append(np.where(np.array(x_most) < carried, _NEVER, at))
             earlier = [max(carried - most + level, 0) for most in x_most for level in x]
             before.append(self.ready([], covered, earlier).reshape(len(x), len(x)))
-        self.release, self.before, self.alone = np.array(release), np.array(before), release[1]
+        self.release, self.before = np.array(release), np.array(before)
         near, nbytes = [self.down(tail[t]) for t in others], [self.nbytes[t] for t in others]
         self.left = _in_turn(near, nbytes, [y[-1] - most for most in y_most])
         limits = [self.down(tail[mark]) for mark in certificate.tensors]
@@ -180,7 +180,7 @@ class _Relaxed:
         spent[i, :, c:] = _NEVER  # it would change nothing
         spent[:i, :, c + 1 :] = _NEVER
         if c:
-            spent[:, :, 0] = np.maximum(spent[:, :, 0], self.alone[: i + 1, None, None] - done[:, :, 0])
+            spent[:, :, 0] = np.maximum(spent[:, :, 0], self.release[1, : i + 1, None, None] - done[:, :, 0])
             began = np.where(self.before[c, i, : i + 1] > 0, self.before[c, i, : i + 1] + self.alpha, 0)
             began[0] = 0
             spent[:, :, :c] = np.maximum(spent[:, :, :c], began[:, None, None, None] - done[:, :, :c])

@@ -1,26 +1,33 @@
-"""Whether a relaxed schedule of some seconds exists: the states of `sequences.py`, one after another, compiled.
-
-Arguments, all in seconds: what a message (or half) pays first, and its work for
-the first tensor; the work of the least and the most bytes of each level,
-collected and handed out; by coverage and level, when the gradients for it are
-ready; by coverage, level and level before, when what earlier messages of it
-carried was ready; by level before, when the first tensor is ready as well; the
-tail of what is left, by level handed out, and by limit.
-"""
+"""Whether a relaxed schedule of some seconds exists: the states of `sequences.py`, one after another, compiled."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["fits_halves", "fits_whole"]
+__all__ = ["Relaxed", "fits_halves", "fits_whole"]
 
 Floats = npt.NDArray[np.float64]
 
 _NEVER = 1e300
 #: Far more than the rounding of some dozen float additions, relative to the seconds that are tried.
 _ROUNDING = 1e-12
+
+
+class Relaxed(NamedTuple):
+    """What every sequence of messages has to wait for, in seconds; `sequences.py` says what coverage is."""
+
+    alpha_s: float  # what a message (or half) pays first
+    first_s: float  # its work for the first tensor
+    collected_s: Floats  # by level: the work of its least and of its most bytes, [2, levels]
+    handed_s: Floats  # the same of bytes handed out
+    release_s: Floats  # by coverage and level: when the gradients for it are ready
+    before_s: Floats  # by coverage, level and level before: when what earlier messages carried of it was ready
+    left_s: Floats  # by level handed out: the tail of what is left
+    limit_s: Floats  # by coverage: the tail of something that is not collected, from coverage 1 on
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -30,19 +37,9 @@ def _begun(ready_s: float, level: int, alpha_s: float) -> float:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def fits_halves(
-    seconds: float,
-    alpha_s: float,
-    first_s: float,
-    x: Floats,
-    y: Floats,
-    release_s: Floats,
-    before_s: Floats,
-    alone_s: Floats,
-    left_s: Floats,
-    limit_s: Floats,
-) -> bool:
+def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
     """Messages are halves of all-reduces. States: both levels, the coverage, and that at the last second half."""
+    alpha_s, first_s, x, y, release_s, before_s, left_s, limit_s = relaxed
     count, handed, coverages = x.shape[1], y.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
     most = seconds - x[0, -1] - y[0, -1] - 2 * first_s
@@ -64,7 +61,7 @@ def fits_halves(
                             if a == 0 and (c > 0 or p < i):
                                 spent = least[p, j, 0, 0]
                                 if c > 0:
-                                    spent = max(spent, max(alone_s[p], begun) - done)
+                                    spent = max(spent, max(release_s[1, p], begun) - done)
                                 best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
                             if c > 0:
                                 done += first_s * (1 + (a > 0))
@@ -88,19 +85,9 @@ def fits_halves(
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def fits_whole(
-    seconds: float,
-    alpha_s: float,
-    first_s: float,
-    x: Floats,
-    y: Floats,
-    release_s: Floats,
-    before_s: Floats,
-    alone_s: Floats,
-    left_s: Floats,
-    limit_s: Floats,
-) -> bool:
+def fits_whole(seconds: float, relaxed: Relaxed) -> bool:
     """Messages are all-reduces. States: the level, of bytes collected and handed out, and the coverage."""
+    alpha_s, first_s, x, _, release_s, before_s, left_s, limit_s = relaxed
     count, coverages = x.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
     least = np.full((count, coverages), _NEVER)
@@ -115,7 +102,7 @@ def fits_whole(
                     done = x[1, p] + first_s * (last > 0)
                     spent = max(least[p, last], release_s[c, i] - done)
                     if last < c and last == 0:
-                        spent = max(spent, alone_s[p] - done)
+                        spent = max(spent, release_s[1, p] - done)
                     if last < c:
                         spent = max(spent, _begun(before_s[c, i, p], p, alpha_s) - done)
                     spent += alpha_s

@@ -53,6 +53,8 @@ __all__ = ["Levels", "Sequences", "sequences"]
 
 #: Below this part of the bound, a message is too cheap for their number to matter.
 _DEAR = 0.002
+#: Up to here floats count bytes exactly.
+_MOST_BYTES = 2**53
 #: Levels of bytes, and limits of tails: at first, and around what these prove.
 _COARSE, _FINE = (24, 6), (72, 12)
 #: How exactly the bound is found, relative; and how far floats may be off.
@@ -74,7 +76,7 @@ def sequences(
     known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, ready: Readiness, *, beat_s: float
 ) -> Sequences | None:
     """The best bound found, or None if that is not above `beat_s` seconds. `whole`: no halves of all-reduces."""
-    if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2:
+    if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2 or sum(nbytes) > _MOST_BYTES:
         return None
     best = None
     for levels, limits in (_COARSE, _FINE):
@@ -133,23 +135,22 @@ class _Problem:
             before.append(ready.part_s(covered, earlier.ravel()).reshape(earlier.shape))
         share = 1.0 if whole else 0.5
         s_per_byte = share * line.beta_s_per_byte
-        self.arrays = (
+        self.arrays = (  # of a `Relaxed`
             share * line.alpha_s,
             s_per_byte * own,
             s_per_byte * np.array([x, x_most]),
             s_per_byte * np.array([y, y_most]),
             np.array(release),
             np.array(before),
-            release[1],
             needed.part_s(others, y[-1] - y_most),
             np.array([*(known.tail_s[mark] for mark in self.tensors), 0.0]),
         )
 
     def fits(self, seconds: float) -> bool:
         """Whether some sequence of messages takes so long at most."""
-        from legato.schedule.sequence_states import fits_halves, fits_whole  # compiled when it is needed first
+        from legato.schedule.sequence_states import Relaxed, fits_halves, fits_whole  # compiled when needed first
 
-        return bool((fits_whole if self.whole else fits_halves)(seconds, *self.arrays))
+        return bool((fits_whole if self.whole else fits_halves)(seconds, Relaxed(*self.arrays)))
 
 
 def _marks(known: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
