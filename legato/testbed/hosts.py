@@ -21,6 +21,12 @@ cores busy 95, 93 and 90%. Segments of an eighth of a millisecond carry 94, 91
 and 84% then, and ten times the time in soft interrupts (3.7 s instead of 0.3 s
 of a run of 9 s) when four hosts all send.
 
+[Note: TCP] Congestion control is Linux's usual one, cubic, whatever the machine
+has set: machines of some clouds have BBR, which paces what it sends by its own
+guess of the link's rate, and now and then sends next to nothing to look at the
+delay. It is an attribute of the route to the other hosts, since a namespace may
+not choose for itself what the machine has not allowed.
+
 [Note: leaving] A namespace's name holds its owner's process id and start time.
 Leaving the context removes everything, on success, error, Ctrl-C and SIGTERM
 alike. An owner that was killed leaves its namespaces behind; the next `Hosts` finds that
@@ -55,6 +61,7 @@ _SEGMENT_S = 500e-6
 _SEGMENT_BYTES = (4096, 65536)
 _BUCKET = 2  # segments
 _QUEUE = "50ms"
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _PATIENCE_S = 3.0
 
 
@@ -136,11 +143,13 @@ class Hosts:
         segment = int(min(max(_SEGMENT_S * self.bandwidth_bps / 8, _SEGMENT_BYTES[0]), _SEGMENT_BYTES[1]))
         burst = int(_BUCKET * max(_SEGMENT_S * self.bandwidth_bps / 8, segment))
         shape = f"root tbf rate {self.bandwidth_bps:.0f}bit burst {burst}b latency {_QUEUE}"
+        control = "cubic" if "cubic" in _CONGESTION_CONTROLS.read_text().split() else "reno"  # every kernel has that
         for i, host in enumerate(hosts):
             setup = [
                 "link set lo up",
                 f"address add {self.address(i)}/24 dev {self.interface}",
                 f"link set {self.interface} gso_max_size {segment} up",
+                f"route replace 10.77.0.0/24 dev {self.interface} src {self.address(i)} congctl {control}",
             ]
             _tool("ip", "-n", host, "-batch", "-", lines=setup)
             _tool("tc", "-n", host, "-batch", "-", lines=[f"qdisc add dev {self.interface} {shape}"])
