@@ -210,8 +210,9 @@ class Exchange:
 
         When it has to be updated, every other parameter whose gradient has
         arrived by now is updated in the same call of the optimizer, which
-        costs less than one call each. Inside the backward pass a gradient is
-        this rank's own, as hooks of the user's see it under DDP.
+        costs less than one call each; where the parameter's own gradient is
+        still on its way, they are updated while it is. Inside the backward pass
+        a gradient is this rank's own, as hooks of the user's see it under DDP.
         """
         if slot.stage == SENT and self.in_backward:
             if self._lends and slot.has_grad and slot.whole is None:
@@ -223,8 +224,11 @@ class Exchange:
             self._deliver(slot)
             gate.open_(slot)
         elif slot.stage == PENDING:
-            self._deliver(slot)
-            self._update([slot, *(s for s in self.slots if s is not slot and s.stage == PENDING and self._arrived(s))])
+            if not self._arrived(slot) and (others := self._pending_here()):
+                self._update(others)
+            for wire in slot.wires:
+                self._wait(wire)
+            self._update(self._pending_here())
 
     def settle(self) -> None:
         """Bring every parameter up to date."""
@@ -232,8 +236,6 @@ class Exchange:
             if slot.stage == SENT:
                 self.resolve(slot)
         pending = [slot for slot in self._as_they_come_in if slot.stage == PENDING]
-        for slot in pending:
-            self._deliver(slot)
         if pending:
             self._update(pending)
 
@@ -242,7 +244,7 @@ class Exchange:
         gate.open_(slot)
 
     def _update(self, slots: list[Slot]) -> None:
-        for slot in slots[1:]:
+        for slot in slots:
             self._deliver(slot)
         by_update: dict[int, list[Slot]] = {}
         for slot in slots:
@@ -256,6 +258,9 @@ class Exchange:
             update.apply([slot.parameter for slot in group])
         if self.tracer:
             self.tracer.switch(resume)
+
+    def _pending_here(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.stage == PENDING and self._arrived(slot)]
 
     def _arrived(self, slot: Slot) -> bool:
         return all(wire.work is None or wire.work.is_completed() for wire in slot.wires)

@@ -4,12 +4,14 @@ import datetime
 import os
 import random
 import threading
+from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 import training
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from legato.core.cluster import Cluster
 from legato.core.errors import RankError
@@ -71,6 +73,56 @@ def threads():
     for thread in ours:
         thread.join(10)
     return [*counts, _links()]
+
+
+def spinning():
+    """The policies of gloo's threads that wait for bytes: of a link's own, and of this thread after it was made."""
+    group = dist.new_group()
+    before = set(os.listdir("/proc/self/task"))
+    link = in_order(group)
+    mine = set(os.listdir("/proc/self/task")) - before
+    names = {int(task): Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in mine}
+    policies = [os.sched_getscheduler(task) for task, name in names.items() if name == "gloo_tcp_loop"]
+    link(torch.zeros(10), Message(SLICES)).wait()
+    return sorted(policies), os.sched_getscheduler(0)
+
+
+class Seen(torch.optim.Optimizer):
+    """Says which parameters it updates."""
+
+    steps_parameters_alone = True
+
+    def __init__(self, model, say):
+        super().__init__(model.parameters(), {})
+        self.names, self.say = {id(p): name for name, p in model.named_parameters()}, say
+
+    def step(self):
+        self.say([self.names[id(p)] for g in self.param_groups for p in g["params"] if p.grad is not None])
+
+
+def updates_while_waiting():
+    """Rank 1 sends `late` only when rank 0, which asks for it first, has updated `early`. What was updated together."""
+    rank, store, updated = dist.get_rank(), _get_default_store(), []
+
+    def say(names):
+        updated.append(names)
+        store.set(f"updated on {rank}", "")
+
+    model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
+    messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
+    wrapped, optimizer = distribute(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
+    late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
+    if rank == 1:
+        late.register_hook(lambda _: store.wait(["updated on 0"], datetime.timedelta(seconds=20)))
+    (late + early).backward()
+    optimizer.step()
+    if rank == 0:
+        wrapped._exchange.wires[0].work.wait()  # `early` is in
+        model["late"](torch.ones(1, 3))
+    wrapped.flush()
+    dist.barrier()
+    store.delete_key(f"updated on {rank}")
+    return updated
 
 
 def _links():

@@ -1,5 +1,7 @@
 """Messages by every collective, in chunks and in halves: exact sums, DDP's weights, and what a dead peer does."""
 
+import os
+
 import messages
 import pytest
 import torch
@@ -53,6 +55,16 @@ def test_sums_of_tensors_on_a_gpu(two_ranks):
 @pytest.mark.parametrize("name", sorted(ROUNDS))
 def test_all_ranks_have_the_same_bits(three_ranks, name):
     assert three_ranks.run(messages.same_everywhere, name, 2) == [0.0] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")
+def test_the_thread_that_waits_for_bytes_interrupts_nobody(two_ranks):
+    assert two_ranks.run(messages.spinning) == [([os.SCHED_BATCH], os.SCHED_OTHER)] * 2
+
+
+def test_what_is_there_is_updated_while_the_rest_is_waited_for(two_ranks):
+    updated, _ = two_ranks.run(messages.updates_while_waiting)
+    assert updated == [["early.weight"], ["late.weight"]]
 
 
 def test_a_thread_only_where_there_are_steps(two_ranks):

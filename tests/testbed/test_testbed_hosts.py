@@ -93,6 +93,17 @@ def test_directions_and_pairs_do_not_disturb_each_other(four):
 
 
 @needs_hosts
+def test_congestion_control_is_not_the_machines_choice(four):
+    look = (
+        "import socket; s = socket.socket(); s.settimeout(0.01); "
+        f"s.connect_ex(({four.address(1)!r}, 9)); print(s.getsockopt(6, socket.TCP_CONGESTION, 16).decode())"
+    )
+    said, _ = four.popen(0, [sys.executable, "-c", look], stdout=subprocess.PIPE, text=True).communicate()
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    assert said.strip("\0\n") == ("cubic" if "cubic" in known else "reno")
+
+
+@needs_hosts
 def test_a_process_inside_sees_its_host_and_nothing_else(four):
     look = "import os; print(sorted(n for _, n in __import__('socket').if_nameindex()), os.environ['A'], os.getpid())"
     process = four.popen(
