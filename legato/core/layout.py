@@ -10,19 +10,17 @@ behind the others, and in front of a slice that is gone on with.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 
-__all__ = ["Layout", "allocate", "lay_out"]
+__all__ = ["Layout", "apart", "chains", "lay_out"]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """A message's slices in their order in memory; numbers are elements from the start of its buffer."""
 
     slices: tuple[Slice, ...]
@@ -70,19 +68,8 @@ def _place_flags(slices: Sequence[Slice], flags: dict[str, int], at: int) -> int
     return at
 
 
-def allocate(layouts: Sequence[Layout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
-    """A buffer of zeros for each layout, of these dtypes and devices."""
-    buffers: dict[int, Tensor] = {}
-    for chain in _chains(layouts):
-        dtype, device = kinds[chain[0]]
-        sizes = [layouts[i].elements for i in chain]
-        memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        buffers.update(zip(chain, torch.split(memory, sizes), strict=True))
-    return [buffers[i] for i in range(len(layouts))]
-
-
-def _chains(layouts: Sequence[Layout]) -> list[list[int]]:
-    """All layouts, those next to one another that fit together."""
+def chains(layouts: Sequence[Layout]) -> list[list[int]]:
+    """All layouts by index, those next to one another that fit together: each list is one piece of memory."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
     inner = set(following.values())
@@ -98,3 +85,32 @@ def _chains(layouts: Sequence[Layout]) -> list[list[int]]:
         if chain:
             chains.append(chain)
     return chains
+
+
+def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> set[str]:
+    """The tensors that are cut and do not lie in one piece of memory: their gradients have to be put together.
+
+    `sizes` are whole tensors, in bytes; halves of all-reduces have equally many elements for each of the ranks.
+    """
+    owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]  # second halves take the first ones'
+    cuts = [slice_ for message in owning for slice_ in message.slices if slice_.nbytes < sizes[slice_.tensor]]
+    if not cuts:
+        return set()
+    element_size = math.gcd(4, *(byte for cut in cuts for byte in (cut.start, cut.stop)))
+    layouts = [
+        lay_out(message, sizes, element_size, ranks if message.kind == "reduce_scatter" else 1) for message in owning
+    ]
+    places: dict[str, list[tuple[int, int, int]]] = {cut.tensor: [] for cut in cuts}  # (first byte, memory, where)
+    for memory, chain in enumerate(chains(layouts)):
+        at = 0
+        for layout in (layouts[i] for i in chain):
+            for piece, start in zip(layout.slices, layout.starts, strict=True):
+                if piece.tensor in places:
+                    places[piece.tensor].append((piece.start, memory, at + start))
+            at += layout.elements
+    return {
+        tensor
+        for tensor, found in places.items()
+        for (byte, memory, at), (next_byte, next_memory, next_at) in itertools.pairwise(sorted(found))
+        if memory != next_memory or next_at - at != (next_byte - byte) // element_size
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.errors import PlanError
+from legato.core.layout import Layout, chains, lay_out
 from legato.core.plan import Message, Plan, Slice, check_messages
-from legato.pytorch.layout import Layout, allocate, lay_out
 
 if TYPE_CHECKING:
     from legato.pytorch.deferred import Update
@@ -151,7 +151,18 @@ def _placed(
         lay_out(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
         for message, first in zip(messages, firsts, strict=True)
     ]
-    return list(zip(layouts, allocate(layouts, [(p.dtype, p.device) for p in firsts]), strict=True))
+    return list(zip(layouts, _allocated(layouts, [(p.dtype, p.device) for p in firsts]), strict=True))
+
+
+def _allocated(layouts: Sequence[Layout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
+    """A buffer of zeros for each layout, of these dtypes and devices."""
+    buffers: dict[int, Tensor] = {}
+    for chain in chains(layouts):
+        dtype, device = kinds[chain[0]]
+        sizes = [layouts[i].elements for i in chain]
+        memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        buffers.update(zip(chain, torch.split(memory, sizes), strict=True))
+    return [buffers[i] for i in range(len(layouts))]
 
 
 def _wire(index: int, message: Message, layout: Layout, buffer: Tensor, slots: dict[str, Slot]) -> Wire:

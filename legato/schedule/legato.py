@@ -15,6 +15,9 @@ The turns start from several orders: ready order, Jackson's preemptive order
 (PACE's), and messages of equal sizes (P3's). Then single messages are merged,
 halved and shifted at random, and contents dealt anew, until the iteration is
 within `gap` of the proven lower bound or the budget is spent (`search.py`).
+A tensor whose pieces are scattered over messages has to be put together by a
+worker; where that is known to take time, all this is done without cuts first,
+then with cuts that leave every tensor in one piece of memory.
 Every message takes the collective, and the depth, that is cheapest for its size.
 All this for the captured order of computation; where plans need not be run, also
 for others (`orders.py`), for halves of all-reduces (`halves.py`), and, where
@@ -26,6 +29,7 @@ Deviation from nobody: this one is ours. Units: seconds and bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -52,6 +56,8 @@ __all__ = ["legato"]
 
 #: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
 _MOVES, _WAVES = 0.25, 64
+#: Tensors are cut if they have so much of all bytes, where cuts have their price: nothing, large ones, all.
+_WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The part of the budget for few messages, at the most.
 _WAVES_SHARE = 0.8
 
@@ -96,9 +102,10 @@ def legato(
         if k and time.perf_counter() > stop_at:
             break
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
-        for tails in _tails(workload, in_order, order):
+        for tails, part in itertools.product(_tails(workload, in_order, order), _cuts(cluster)):
             if fastest.seconds > bound_s * (1 + gap):
-                job = Job(ready, tails, nbytes, network, bound_s)
+                whole_below = None if part is None else int(part * workload.nbytes) + 1
+                job = Job(ready, tails, nbytes, network, bound_s, whole_below)
                 best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
                 fastest.among(_plans(best, job, workload, cluster, order))
     assert fastest.plan is not None
@@ -189,6 +196,14 @@ def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) ->
     if order or not workload.phase_ops("optimizer"):
         return [in_order]
     return [in_order, heads_tails(workload, "one", "captured").tail_s]
+
+
+def _cuts(cluster: Cluster) -> tuple[float | None, ...]:
+    """Below which part of all bytes a tensor is not to be cut; None where it does not matter what is cut and how.
+
+    It matters where a gradient that does not lie in one piece of memory has to be put together.
+    """
+    return _WHOLE_BELOW if cluster.unpack_s_per_byte else (None,)
 
 
 def _plans(best: Refilled, job: Job, workload: Workload, cluster: Cluster, order: tuple[int, ...]) -> list[Plan]:

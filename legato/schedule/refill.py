@@ -43,6 +43,7 @@ def refill(
     cost: Callable[[int], float],
     *,
     first_come: int = 0,
+    whole_below: int | None = None,
 ) -> Refilled:
     """Fill messages of these sizes, which are kept but for the alignment of cuts.
 
@@ -50,45 +51,75 @@ def refill(
     `ready_s`, `tail_s` and `nbytes` are by tensor, `cost` is the seconds of a
     message by its bytes. The first `first_come` messages take what became ready
     first instead, which completes more tensors early, if it costs lateness.
+    With `whole_below` every tensor lies in one piece of memory in the end
+    (`legato.core.layout`): those of fewer bytes are not cut, so a message ends at
+    the nearest border of one, and cuts make further messages where one would
+    hold two that were begun before it, or two that are left unfinished.
     """
     arriving = sorted(range(len(nbytes)), key=ready_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
     sent = [0] * len(nbytes)
-    messages: list[list[Piece]] = []
+    out = _Outbox(tail_s, nbytes, cost, one_piece=whole_below is not None)
     arrived = asked = given = 0
-    now = late = 0.0
     for k, size in enumerate(sizes):
         if k == first_come:
             urgent = [(-tail_s[t], t) for _, t in urgent]
             heapq.heapify(urgent)
         asked += size
-        while arriving and (arrived < asked or ready_s[arriving[-1]] <= now):
+        while arriving and (arrived < asked or ready_s[arriving[-1]] <= out.now):
             t = arriving.pop()
             arrived += nbytes[t]
-            now = max(now, ready_s[t])
+            out.now = max(out.now, ready_s[t])
             heapq.heappush(urgent, (ready_s[t] if k < first_come else -tail_s[t], t))
-        message: list[Piece] = []
-        before = given
         while urgent and given < asked:
             t = urgent[0][1]
             left = nbytes[t] - sent[t]
             take = min(left, asked - given)
-            if take < left:
+            if take < left and nbytes[t] < (whole_below or 0):
+                if out.message and 2 * take < left:
+                    break
+                take = left
+            elif take < left:
                 take -= take % ALIGNMENT
                 if take == 0:
                     break
-            message.append(Piece(t, sent[t], take))
+            out.put(Piece(t, sent[t], take))
             sent[t] += take
             given += take
             if sent[t] == nbytes[t]:
                 heapq.heappop(urgent)
-        if message:
-            messages.append(message)
-            now += cost(given - before)
-            late = max(late, now + max(tail_s[piece.tensor] for piece in message))
-    rest = [Piece(t, sent[t], nbytes[t] - sent[t]) for _, t in sorted(urgent)]
-    if rest:  # of cuts that were moved to their alignment
-        messages.append(rest)
-        now += cost(sum(piece.nbytes for piece in rest))
-        late = max(late, now + max(tail_s[piece.tensor] for piece in rest))
-    return Refilled(late, messages)
+        out.close()
+    for _, t in sorted(urgent):  # what is left of cuts that were moved to their alignment
+        out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
+    out.close()
+    return Refilled(out.late, out.messages)
+
+
+class _Outbox:
+    """Messages as they are filled, when the network is free after them, and how late what they hold is."""
+
+    def __init__(
+        self, tail_s: Sequence[float], nbytes: Sequence[int], cost: Callable[[int], float], *, one_piece: bool
+    ) -> None:
+        self.tail_s, self.nbytes, self.cost, self.one_piece = tail_s, nbytes, cost, one_piece
+        self.messages: list[list[Piece]] = []
+        self.message: list[Piece] = []
+        self.begun_before = self.left_unfinished = False  # whether the message has such a piece
+        self.now = self.late = 0.0
+
+    def put(self, piece: Piece) -> None:
+        before, after = piece.start > 0, piece.start + piece.nbytes < self.nbytes[piece.tensor]
+        if self.one_piece and ((before and (self.begun_before or after)) or (after and self.left_unfinished)):
+            self.close()
+        self.message.append(piece)
+        self.begun_before |= before
+        self.left_unfinished |= after
+        if self.one_piece and before and after:  # such a piece is alone
+            self.close()
+
+    def close(self) -> None:
+        if self.message:
+            self.messages.append(self.message)
+            self.now += self.cost(sum(piece.nbytes for piece in self.message))
+            self.late = max(self.late, self.now + max(self.tail_s[piece.tensor] for piece in self.message))
+        self.message, self.begun_before, self.left_unfinished = [], False, False

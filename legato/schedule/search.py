@@ -46,19 +46,28 @@ class Network(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is to be sent, by tensor."""
+    """What is to be sent, by tensor; `whole_below` as in `refill`."""
 
     ready_s: list[float]
     tail_s: list[float]
     nbytes: list[int]
     network: Network
     bound_s: float
+    whole_below: int | None = None
 
     def cost(self, nbytes: int) -> float:
         return float(self.network.cost(nbytes))
 
     def deal(self, sizes: Sequence[int], first_come: int = 0) -> Refilled:
-        return refill(sizes, self.ready_s, self.tail_s, self.nbytes, self.cost, first_come=first_come)
+        return refill(
+            sizes,
+            self.ready_s,
+            self.tail_s,
+            self.nbytes,
+            self.cost,
+            first_come=first_come,
+            whole_below=self.whole_below,
+        )
 
 
 def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:

@@ -12,8 +12,10 @@ A worker computes on one stream, op after op in `op_order`, each as soon as the
 stream is free and what it needs is there; or, with compute "unlimited" (PACE),
 every op as soon as what it needs is there. What needs what is in `period.py`;
 a plan without forward overlap holds optimizer and forward ops until its last
-message is in and unpacked. (Earlier messages are unpacked meanwhile; with
-forward overlap, gradients are used where they arrived.)
+message is in and unpacked. (Earlier messages are unpacked meanwhile.) With
+forward overlap gradients are used where they arrived, but for those that are cut
+and do not lie in one piece of memory (`legato.core.layout`): they are put
+together just before the first op that reads them, by the worker's own stream.
 
 All workers do the same at the same time: spans are those of worker 0.
 """
@@ -25,6 +27,7 @@ from typing import NamedTuple
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, PlanError
+from legato.core.layout import apart
 from legato.core.plan import Message, Plan, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
@@ -61,7 +64,7 @@ def simulate(
     """
     period = Period(workload)
     wires = _prepare(period, plan, cluster, compute)
-    done = _Pass(period, plan, wires, compute, cluster.unpack_s_per_byte)
+    done = _Pass(period, plan, wires, compute, cluster)
     done.run()
     spans = [
         Span(0, "compute", op.name, start, end, op.phase)
@@ -89,7 +92,7 @@ def iteration_times(
     period = Period(workload)
     times = []
     for plan in plans:
-        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute, cluster.unpack_s_per_byte)
+        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
         done.run()
         times.append(done.iteration_s)
     return times
@@ -134,9 +137,7 @@ class _Pass:
     can move, the plan waits for itself.
     """
 
-    def __init__(
-        self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute, unpack_s_per_byte: float
-    ) -> None:
+    def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute, cluster: Cluster) -> None:
         self.period, self.plan, self.wires = period, plan, wires
         self.one_stream = compute == "one"
         self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
@@ -150,8 +151,23 @@ class _Pass:
             for t in wire.tensors:
                 self.missing[t] += 1
         self.stream = self.network = 0.0  # free from here on
-        self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * unpack_s_per_byte
+        self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * cluster.unpack_s_per_byte
+        self.gather_s = self._gather_s(cluster) if plan.forward_overlap else {}
         self.computed = 0
+
+    def _gather_s(self, cluster: Cluster) -> dict[int, float]:
+        """How long an op has to put gradients together before it starts, if it has to."""
+        tensors = self.period.workload.tensors
+        if not cluster.unpack_s_per_byte:
+            return {}
+        place = {op: k for k, op in enumerate(self.order)}
+        gather_s: dict[int, float] = {}
+        for name in apart(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
+            tensor = tensors[self.period.tensor_id[name]]
+            if tensor.readers:
+                first = min(tensor.readers, key=place.__getitem__)
+                gather_s[first] = gather_s.get(first, 0.0) + tensor.nbytes * cluster.unpack_s_per_byte
+        return gather_s
 
     @property
     def iteration_s(self) -> float:
@@ -185,6 +201,7 @@ class _Pass:
                     return
             for op in waits[i]:
                 start = max(start, op_end[op])
+            start += self.gather_s.get(i, 0.0)
             self.op_start[i] = start
             self.stream = op_end[i] = start + duration[i]
             self.computed += 1

@@ -2,25 +2,31 @@
 
 import itertools
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legato.core.layout import apart, chains, lay_out
 from legato.core.plan import Message, Slice
-from legato.pytorch.layout import allocate, lay_out
 
 SIZES = {"a": 40, "b": 4, "c": 24}
 
 
 def buffers_of(*messages, multiple=1):
+    """The layouts, and the first byte of each buffer, in a memory in which chains lie far from one another."""
     layouts = [lay_out(Message(tuple(slices)), SIZES, 4, multiple) for slices in messages]
-    return layouts, allocate(layouts, [(torch.float32, torch.device("cpu"))] * len(layouts))
+    begins = {}
+    for k, chain in enumerate(chains(layouts)):
+        at = 10_000 * k
+        for i in chain:
+            begins[i] = at
+            at += 4 * layouts[i].elements
+    return layouts, [begins[i] for i in range(len(layouts))]
 
 
 def place(layouts, buffers, tensor):
     """Where in memory each slice of a tensor lies, by its first byte in the tensor."""
     return {
-        piece.start: buffer.data_ptr() + 4 * at
+        piece.start: buffer + 4 * at
         for layout, buffer in zip(layouts, buffers, strict=True)
         for piece, at in zip(layout.slices, layout.starts, strict=True)
         if piece.tensor == tensor
@@ -47,25 +53,49 @@ def test_what_is_filled_up_for_the_ranks_is_not_gone_on_with():
     assert [layout.elements for layout in layouts] == [8, 8] and layouts[0].leaves is None
 
 
-@given(st.data())
-def test_nothing_overlaps(data):
+def test_what_is_in_three_messages_with_others_between_is_apart():
+    first, middle, last = Slice("a", 0, 8), Slice("a", 8, 20), Slice("a", 20, 40)
+    b, c = Slice("b", 0, 4), Slice("c", 0, 24)
+    alone = [Message((first, c)), Message((middle,)), Message((last, b))]
+    beside = [Message((first,)), Message((middle, b)), Message((last, c))]
+    assert apart(alone, SIZES, 2) == set() and apart(beside, SIZES, 2) == {"a"}
+
+
+@st.composite
+def cut_up(draw):
+    """Messages of slices of everything."""
     slices = []
     for tensor, size in SIZES.items():
-        cuts = sorted({0, size, *(4 * c for c in data.draw(st.lists(st.integers(0, size // 4), max_size=4)))})
+        cuts = sorted({0, size, *(4 * c for c in draw(st.lists(st.integers(0, size // 4), max_size=4)))})
         slices += [Slice(tensor, a, b) for a, b in itertools.pairwise(cuts)]
-    slices = data.draw(st.permutations(slices))
-    ends = sorted({0, len(slices), *data.draw(st.lists(st.integers(0, len(slices)), max_size=6))})
-    messages = [slices[a:b] for a, b in itertools.pairwise(ends)]
-    layouts, buffers = buffers_of(*messages, multiple=data.draw(st.sampled_from([1, 2, 3])))
+    slices = draw(st.permutations(slices))
+    ends = sorted({0, len(slices), *draw(st.lists(st.integers(0, len(slices)), max_size=6))})
+    return [slices[a:b] for a, b in itertools.pairwise(ends)]
+
+
+@given(cut_up(), st.sampled_from([1, 2, 3]))
+def test_nothing_overlaps(messages, multiple):
+    layouts, buffers = buffers_of(*messages, multiple=multiple)
     seen = set()
     for slices, layout, buffer in zip(messages, layouts, buffers, strict=True):
-        assert set(layout.slices) == set(slices) and buffer.numel() == layout.elements
+        assert set(layout.slices) == set(slices)
         taken = [
             at + i for piece, at in zip(layout.slices, layout.starts, strict=True) for i in range(piece.nbytes // 4)
         ]
         taken += layout.flags.values()
         assert len(set(taken)) == len(taken) == sum(s.nbytes // 4 + (s.start == 0) for s in slices)
         assert set(layout.flags) == {s.tensor for s in slices if s.start == 0}
-        where = {buffer.data_ptr() + 4 * i for i in range(buffer.numel())}
-        assert set(taken) <= set(range(buffer.numel())) and not where & seen
+        where = {buffer + 4 * i for i in range(layout.elements)}
+        assert set(taken) <= set(range(layout.elements)) and not where & seen
         seen |= where
+
+
+@given(cut_up(), st.sampled_from([1, 2, 3]))
+def test_apart_is_what_has_a_gap_somewhere(messages, ranks):
+    kind = "all_reduce" if ranks == 1 else "reduce_scatter"
+    found = apart([Message(tuple(slices), kind) for slices in messages], SIZES, ranks)
+    layouts, buffers = buffers_of(*messages, multiple=ranks)
+    for tensor in SIZES:
+        at = place(layouts, buffers, tensor)
+        together = all(where - first == at[0] for first, where in at.items())
+        assert (tensor in found) == (not together)

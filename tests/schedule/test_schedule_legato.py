@@ -11,7 +11,8 @@ from strategies import clusters, workloads
 
 import legato
 from legato.core.cluster import Cluster
-from legato.core.plan import check_plan
+from legato.core.layout import apart
+from legato.core.plan import check_messages, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.bound import kind_of, lower_bound
@@ -81,10 +82,38 @@ def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
         assert found.seconds <= late + 1e-9
 
 
+@given(PIECES, st.integers(0, 6), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
+    """Everything is sent once and lies together, what is small is not cut, and the lateness is what is said."""
+    ready, tail, units = map(list, zip(*pieces, strict=True))
+    nbytes = [ALIGNMENT * n for n in units]
+    sizes, left = [], sum(units)
+    while left:
+        sizes.append(rng.randint(1, left))
+        left -= sizes[-1]
+    cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
+    whole_below = ALIGNMENT * units_whole
+    found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost, whole_below=whole_below)
+    names = {str(t): n for t, n in enumerate(nbytes)}
+    messages = [
+        legato.Message(tuple(legato.Slice(str(p.tensor), p.start, p.start + p.nbytes) for p in m))
+        for m in found.messages
+    ]
+    check_messages(legato.Plan("x", tuple(messages)), names)
+    assert apart(messages, names, 2) == set()
+    assert all(p.nbytes == nbytes[p.tensor] for m in found.messages for p in m if nbytes[p.tensor] < whole_below)
+    now = late = 0
+    for message in found.messages:
+        now = max(now, *(ready[p.tensor] for p in message)) + cost(sum(p.nbytes for p in message))
+        late = max(late, now + max(tail[p.tensor] for p in message))
+    assert found.seconds >= late - 1e-9
+
+
 @settings(max_examples=60)
-@given(workloads(), clusters(), st.booleans())
-def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster, any_order):
+@given(workloads(), clusters(), st.booleans(), st.sampled_from([0.0, 0.0, 0.125]))
+def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster, any_order, unpack_s_per_byte):
     """By default, than any other that can be run as predicted; and then it can be run as predicted itself."""
+    cluster = replace(cluster, unpack_s_per_byte=unpack_s_per_byte)
     plan = schedule("legato", workload, cluster, rounds=20, any_order=any_order)
     assert any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))
     check_plan(plan, workload)

@@ -3,10 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from strategies import clusters, op_orders, plans, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
+from legato.core.layout import apart
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulate.collective import iteration_time, simulate
@@ -65,6 +67,18 @@ def test_the_last_message_is_unpacked_before_the_forward_pass():
     assert iteration_time(TWO, fifo, slow) == 29
     in_place = Plan("in place", fifo.messages, forward_overlap=True)
     assert iteration_time(TWO, in_place, slow) == iteration_time(TWO, in_place, NETWORK)
+
+
+def test_a_gradient_in_pieces_is_put_together_by_the_first_op_that_reads_it():
+    slow = Cluster(4, NETWORK.collectives, unpack_s_per_byte=0.1)
+    pieces = [Message((Slice("w1", *cut),), collective="free") for cut in ((0, 8), (8, 16), (16, 20))]
+    chained = Plan("chained", (whole("w2"), *pieces), forward_overlap=True)
+    assert iteration_time(TWO, chained, slow) == iteration_time(TWO, chained, NETWORK)
+    with_w2 = Message((Slice("w1", 8, 16), *whole("w2").slices))  # in the middle of what is in no other message
+    plan = Plan("scattered", (pieces[0], with_w2, pieces[2]), forward_overlap=True)
+    compute, network = lanes(simulate(TWO, plan, slow))
+    assert network == [("w1 +1", 3, 16)]
+    assert compute[2:] == [("u1", 18, 19), ("f1", 19, 22), ("u2", 22, 23), ("f2", 23, 27)]
 
 
 def test_with_forward_overlap_an_op_waits_for_what_it_reads():
@@ -155,10 +169,19 @@ def test_an_unknown_compute_setting():
         simulate(TWO, Plan("p", (whole("w2", "w1"),)), NETWORK, compute="two")
 
 
+def _by_phase(workload):
+    return [i for phase in ("backward", "optimizer", "forward") for i in workload.phase_ops(phase)]
+
+
 def event_loop(workload, plan, cluster, compute):
     """(start of every op, start of every message), or None for a plan that waits for itself: by events in time."""
     ops, order = workload.ops, plan.op_order or workload.iteration_order()
     names = {t.name: t for t in workload.tensors}
+    gather = [0.0] * len(ops)
+    for name in apart(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
+        if readers := set(names[name].readers):
+            first = next(i for i in (order if compute == "one" else _by_phase(workload)) if i in readers)
+            gather[first] += cluster.unpack_s_per_byte * names[name].nbytes
     halves = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 2, "push": 2, "pull": 2}
     op_start, message_start, running, now = {}, {}, [], 0.0
     done_ops, done_messages = set(), set()
@@ -187,8 +210,8 @@ def event_loop(workload, plan, cluster, compute):
         started = False
         for i in range(len(ops)):
             if i not in op_start and op_can_start(i):
-                op_start[i], started = now, True
-                running.append((now + ops[i].duration_s, "op", i))
+                op_start[i], started = now + gather[i], True
+                running.append((now + gather[i] + ops[i].duration_s, "op", i))
                 if compute == "one":
                     break
         m = len(message_start)
@@ -211,6 +234,8 @@ def event_loop(workload, plan, cluster, compute):
 @given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))
+    if plan.forward_overlap:
+        cluster = replace(cluster, unpack_s_per_byte=data.draw(st.sampled_from([0.0, 0.25])))
     expected = event_loop(workload, plan, cluster, compute)
     if expected is None:
         assert reorder and compute == "one"  # backward first never waits for itself
