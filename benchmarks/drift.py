@@ -71,9 +71,7 @@ def main() -> None:
         wrapped.flush()
         total = time.perf_counter() - start
         dist.destroy_process_group()
-    print(
-        f"{len(slices)} messages, {total / passes * 1e3:.1f} ms a pass, {meter.seconds / total:.3%} of it for this"
-    )
+    print(f"{len(slices)} messages, {total / passes * 1e3:.1f} ms a pass, {meter.seconds / total:.3%} of it for this")
 
 
 if __name__ == "__main__":

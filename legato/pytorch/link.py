@@ -20,26 +20,15 @@ failed: a send to a rank that is gone can take all of its time to find out.
 [Note: halves] gloo's own reduce-scatter is an all-reduce, most of whose result
 it throws away. Halves of an all-reduce are therefore made of steps over gloo: a
 ring's, where the plan names no other collective.
-
-[Note: who spins] gloo has a thread that waits for bytes, and another one that
-works on them. Where the second holds the lock of a connection, the first does
-not sleep: it asks again and again, until the lock is free. If both are on one
-core, and bytes come in while the lock is held, Linux lets the first thread
-interrupt the second, and it asks until the next tick of the scheduler, for up
-to 4 ms. On two cores that happens in almost every message: one of 64 bytes
-takes 2 ms instead of 0.2. Threads of the policy SCHED_BATCH interrupt nobody
-when they wake up, and so the first thread has it. Nobody needs a right for
-that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as _Timeout
 from datetime import timedelta
@@ -54,6 +43,7 @@ from legato.core.errors import PlanError
 from legato.core.plan import Message
 from legato.pytorch.collectives import Collectives
 from legato.pytorch.rounds import ROUNDS
+from legato.pytorch.threads import threads_that_wait
 
 __all__ = ["Link", "in_order"]
 
@@ -238,24 +228,9 @@ def _gloo(group: Any, timeout: timedelta) -> Any:
     options._threads = 1
     options._timeout = timeout
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    with _threads_that_do_not_interrupt():  # [Note: who spins]
+    with threads_that_wait():
         options._devices = [backend.create_device(interface=name) for name in interfaces] or [
             backend.create_default_device()
         ]
     store = torch._C._distributed_c10d.PrefixStore(f"legato/{group.group_name}", _get_default_store())
     return backend(store, group.rank(), group.size(), options)
-
-
-@contextlib.contextmanager
-def _threads_that_do_not_interrupt() -> Iterator[None]:
-    """Threads that are started in here have the policy SCHED_BATCH, where this thread has the ordinary one (Linux)."""
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with contextlib.suppress(OSError):  # a sandbox may forbid it: then gloo is as slow as it always is
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        if os.sched_getscheduler(0) == os.SCHED_BATCH:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -36,6 +36,7 @@ from legato.pytorch.flight import Flight
 from legato.pytorch.link import in_order
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recovery import abandon, standing
+from legato.pytorch.threads import threads_that_wait
 from legato.pytorch.tracing import Tracer
 from legato.pytorch.watch import Watch
 
@@ -74,8 +75,9 @@ class DistributedModel(nn.Module):
         ranks = dist.get_process_group_ranks(group)
         # Groups of our own: nobody else's collectives come between two messages of the plan.
         timeout = group._get_backend(group_device(group)).options._timeout
-        self._group = dist.new_group(ranks, timeout)
-        self._buffer_group = dist.new_group(ranks, timeout)
+        with threads_that_wait():
+            self._group = dist.new_group(ranks, timeout)
+            self._buffer_group = dist.new_group(ranks, timeout)
         self._parameters_taking_part = trained_parameters(module)
         agree(describe(plan, module, self._parameters_taking_part), self._group)
         self._watch = Watch(self._group, Flight(self._group.rank(), flight_dir), _standing(weakref.ref(self)))

@@ -31,6 +31,7 @@ from legato.pytorch.servers.post import Layout, Post, join
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import Server
 from legato.pytorch.servers.shares import Share, default_plan, shares_of
+from legato.pytorch.threads import threads_that_wait
 from legato.pytorch.watch import Watch
 
 __all__ = ["parameter_servers"]
@@ -157,7 +158,8 @@ def _meet(group: Any, layout: Layout, patience_s: float, problem: str = "") -> A
     if layout.size < dist.get_world_size():
         return group  # a new one would need the ranks that are not in it
     try:
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+        with threads_that_wait():
+            return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
     except RuntimeError as error:
         raise RankError(f"rank {rank}: the ranks cannot connect: {str(error).splitlines()[0]}") from error
 
