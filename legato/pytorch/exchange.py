@@ -121,7 +121,6 @@ class Exchange:
     def _gradient_ready(self, slot: Slot) -> None:
         if self.enabled:
             self._mark_ready(slot)
-            self._advance()
 
     def _begin_backward(self) -> None:
         self.settle()
@@ -143,37 +142,39 @@ class Exchange:
         for slot in self.slots:
             if not slot.ready:
                 self._mark_ready(slot)
-        self._advance()
         self.in_backward = False
         self.watch.flight.note("backward ends", self.passes)
         if self.tracer:
             self.tracer.switch(None)
 
     def _mark_ready(self, slot: Slot) -> None:
+        """Pack a gradient, message by message: each goes out while the rest is packed."""
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
-        self._pack(slot, grad)
-        slot.ready = True
-        slot.stage = SENT
-        gate.close(slot, self.resolve)
-        for wire in slot.wires:
-            wire.missing -= 1
-
-    def _pack(self, slot: Slot, grad: Tensor | None) -> None:
-        slot.has_grad = grad is not None
         for wire in slot.wires:
             self._wait_for_buffer(wire)
+        slot.has_grad, slot.ready, slot.stage = grad is not None, True, SENT
+        gate.close(slot, self.resolve)
+        for wire in slot.wires:
+            self._pack(slot, wire, grad)
+            wire.missing -= 1
+            self._advance()
+        if self._lends and slot.has_grad:
+            with gate.unseen():
+                slot.parameter.grad = slot.whole
+
+    def _pack(self, slot: Slot, wire: Wire, grad: Tensor | None) -> None:
         with gate.unseen():
             for piece in slot.pieces:
+                if piece.wire is not wire:
+                    continue
                 if grad is None:
                     piece.view.zero_()
                 else:
                     torch.mul(piece.of(grad), self._scale, out=piece.view)
                 if piece.flag is not None:
                     piece.flag.fill_(float(slot.has_grad))
-            if self._lends and slot.has_grad:
-                slot.parameter.grad = slot.whole
 
     def _advance(self) -> None:
         while self.next < len(self.wires) and self.wires[self.next].missing == 0:

@@ -125,6 +125,31 @@ def updates_while_waiting():
     return updated
 
 
+def packed_and_sent():
+    """What happens to the gradient of one tensor in two messages, in order."""
+    model, happened = nn.Linear(4, 2, bias=False), []
+    messages = tuple(Message((Slice("weight", start, start + 16),)) for start in (0, 16))
+    wrapped, optimizer = distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
+    )
+    exchange = wrapped._exchange
+    pack, link = exchange._pack, exchange._link
+
+    def packing(slot, wire, grad):
+        happened.append(f"packed {wire.index}")
+        pack(slot, wire, grad)
+
+    def sending(buffer, message):
+        happened.append(f"sent {messages.index(message)}")
+        return link(buffer, message)
+
+    exchange._pack, exchange._link = packing, sending
+    wrapped(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    wrapped.flush()
+    return happened
+
+
 def _links():
     return sum(thread.name.startswith("legato-link") for thread in threading.enumerate())
 

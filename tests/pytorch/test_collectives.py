@@ -67,6 +67,10 @@ def test_what_is_there_is_updated_while_the_rest_is_waited_for(two_ranks):
     assert updated == [["early.weight"], ["late.weight"]]
 
 
+def test_a_gradient_goes_out_while_the_rest_of_it_is_packed(two_ranks):
+    assert two_ranks.run(messages.packed_and_sent) == [["packed 0", "sent 0", "packed 1", "sent 1"]] * 2
+
+
 def test_a_thread_only_where_there_are_steps(two_ranks):
     assert two_ranks.run(messages.threads) == [[0, 1, 0]] * 2
 
