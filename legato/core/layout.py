@@ -87,7 +87,7 @@ def chains(layouts: Sequence[Layout]) -> list[list[int]]:
     return chains
 
 
-def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> set[str]:
+def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
     """The tensors that are cut and do not lie in one piece of memory: their gradients have to be put together.
 
     `sizes` are whole tensors, in bytes; halves of all-reduces have equally many elements for each of the ranks.
@@ -95,7 +95,7 @@ def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> 
     owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]  # second halves take the first ones'
     cuts = [slice_ for message in owning for slice_ in message.slices if slice_.nbytes < sizes[slice_.tensor]]
     if not cuts:
-        return set()
+        return []
     element_size = math.gcd(4, *(byte for cut in cuts for byte in (cut.start, cut.stop)))
     layouts = [
         lay_out(message, sizes, element_size, ranks if message.kind == "reduce_scatter" else 1) for message in owning
@@ -108,9 +108,11 @@ def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> 
                 if piece.tensor in places:
                     places[piece.tensor].append((piece.start, memory, at + start))
             at += layout.elements
-    return {
+    return [
         tensor
         for tensor, found in places.items()
-        for (byte, memory, at), (next_byte, next_memory, next_at) in itertools.pairwise(sorted(found))
-        if memory != next_memory or next_at - at != (next_byte - byte) // element_size
-    }
+        if any(
+            memory != next_memory or next_at - at != (next_byte - byte) // element_size
+            for (byte, memory, at), (next_byte, next_memory, next_at) in itertools.pairwise(sorted(found))
+        )
+    ]

@@ -100,7 +100,7 @@ def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
         for m in found.messages
     ]
     check_messages(legato.Plan("x", tuple(messages)), names)
-    assert apart(messages, names, 2) == set()
+    assert apart(messages, names, 2) == []
     assert all(p.nbytes == nbytes[p.tensor] for m in found.messages for p in m if nbytes[p.tensor] < whole_below)
     now = late = 0
     for message in found.messages:
