@@ -9,7 +9,8 @@ their number.
 it costs the hosts behind its bytes, and a line through large ones has no alpha:
 it would be free to cut them up. It is not. In rehearsals of ResNet-50 on four
 hosts at 1 Gbit, plans of 92 and 98 messages took 70 ms longer than predicted in
-this way: an eighth of the floor a message. So alpha is at least that.
+this way (with a floor of 5.8 ms): an eighth of the floor a message. So alpha is
+at least that.
 """
 
 from __future__ import annotations
