@@ -55,15 +55,19 @@ def test_grouping_says_when_there_is_nothing_to_win():
     assert group([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.1).seconds == 6.0
 
 
-@given(PIECES, st.integers(0, 6), st.randoms(use_true_random=False))
-def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
-    """Against dealing the units out at random: nothing that keeps sizes is less late."""
-    ready, tail, units = map(list, zip(*pieces, strict=True))
-    nbytes = [ALIGNMENT * n for n in units]
+def random_sizes(units, rng):
     sizes, left = [], sum(units)
     while left:
         sizes.append(rng.randint(1, left))
         left -= sizes[-1]
+    return sizes
+
+
+@given(PIECES, st.integers(0, 6), st.randoms(use_true_random=False))
+def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
+    """Against dealing the units out at random: nothing that keeps sizes is less late."""
+    ready, tail, units = map(list, zip(*pieces, strict=True))
+    nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
     cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
     found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost)
     assert [sum(p.nbytes for p in m) for m in found.messages] == [ALIGNMENT * n for n in sizes]
@@ -86,11 +90,7 @@ def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
 def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
     """Everything is sent once and lies together, what is small is not cut, and the lateness is what is said."""
     ready, tail, units = map(list, zip(*pieces, strict=True))
-    nbytes = [ALIGNMENT * n for n in units]
-    sizes, left = [], sum(units)
-    while left:
-        sizes.append(rng.randint(1, left))
-        left -= sizes[-1]
+    nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
     cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
     whole_below = ALIGNMENT * units_whole
     found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost, whole_below=whole_below)
