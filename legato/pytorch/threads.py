@@ -23,13 +23,14 @@ __all__ = ["threads_that_wait"]
 @contextlib.contextmanager
 def threads_that_wait() -> Iterator[None]:
     """Threads that are started in here have the policy SCHED_BATCH, where this thread has the ordinary one (Linux)."""
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with contextlib.suppress(OSError):  # a sandbox may forbid it: then gloo is as slow as it always is
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        changed = os.sched_getscheduler(0) == os.SCHED_OTHER
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (AttributeError, OSError):  # another system, or a sandbox: gloo is as slow as it always is there
+        changed = False
     try:
         yield
     finally:
-        if os.sched_getscheduler(0) == os.SCHED_BATCH:
+        if changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 from legato.pytorch.rounds import ROUNDS
+from legato.pytorch.threads import threads_that_wait
 
 pytestmark = pytest.mark.processes
 
@@ -60,6 +61,18 @@ def test_all_ranks_have_the_same_bits(three_ranks, name):
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")
 def test_the_thread_that_waits_for_bytes_interrupts_nobody(two_ranks):
     assert two_ranks.run(messages.spinning) == [([os.SCHED_BATCH], os.SCHED_OTHER)] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")
+@pytest.mark.parametrize("forbidden", ["sched_getscheduler", "sched_setscheduler"])
+def test_where_policies_are_forbidden_threads_keep_theirs(monkeypatch, forbidden):
+    def refuse(*_):
+        raise PermissionError
+
+    look = os.sched_getscheduler
+    monkeypatch.setattr(os, forbidden, refuse)
+    with threads_that_wait():
+        assert look(0) == os.SCHED_OTHER
 
 
 def test_what_is_there_is_updated_while_the_rest_is_waited_for(two_ranks):
