@@ -17,6 +17,7 @@ demo: install
 test: install
 	$(BIN)/ruff check legato tests examples benchmarks
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/pytest
 
 lint: install

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from legato.core.plan import Message, Slice
 from legato.core.units import format_bytes, format_seconds, parse_bandwidth
-from legato.pytorch.link import in_order
+from legato.pytorch.network.channel import in_order
 from legato.testbed.hosts import Hosts
 
 SIZES = tuple(4096 * 8**k for k in range(5))  # 4 KiB to 16 MiB

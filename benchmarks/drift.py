@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import distribute, drift
-from legato.pytorch.drift import Drift
+from legato.pytorch import distribute
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.tracing import Tracer
+from legato.pytorch.runtime import drift
+from legato.pytorch.runtime.drift import Drift
+from legato.pytorch.runtime.tracing import Tracer
 
 
 class Meter:

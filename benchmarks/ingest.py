@@ -23,7 +23,7 @@ import msgspec
 IMPORT = """
 import resource, sys, time
 from pathlib import Path
-from legato.ingest.kineto import import_kineto
+from legato.ingest.kineto.importer import import_kineto
 start = time.perf_counter()
 job = import_kineto([Path(sys.argv[1])]).workload
 print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(job.ops), job.nbytes)

@@ -11,7 +11,7 @@ from schedulers import GIGABITS, LATENCY_S, MODELS, WORKERS
 
 from legato.core.cluster import Cluster
 from legato.schedule import schedule
-from legato.simulate.collective import iteration_time
+from legato.simulator.collective import iteration_time
 from legato.zoo import workload
 
 

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from legato.core.plan import Message, Slice
 from legato.core.units import format_bytes
-from legato.pytorch.link import in_order
+from legato.pytorch.network.channel import in_order
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 STREAM = 8

@@ -21,10 +21,10 @@ from legato.core.files import write
 from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS, schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.certificate import verify_bound
-from legato.schedule.jackson import jackson
-from legato.simulate.collective import iteration_time, simulate
+from legato.schedule.basics.jackson import jackson
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.simulator.collective import iteration_time, simulate
 
 RUNS = 9
 
@@ -124,7 +124,7 @@ def main() -> None:
     for name in SERVER_SCHEDULERS:
         seconds = median_s(lambda name=name: schedule(name, joined, servers))  # type: ignore[misc]
         print(f"{name + ', 5,000 ops, 400 tensors':34}{format_seconds(seconds):>10}")
-    for module in ("legato", "legato.schedule.bound"):
+    for module in ("legato", "legato.schedule.bound.lower_bound"):
         command = [
             sys.executable,
             "-c",

@@ -22,8 +22,8 @@ from grid_picture import draw
 from legato.core.cluster import Cluster
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import kind_of, lower_bound
-from legato.simulate.collective import iteration_time
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
 MODELS = (

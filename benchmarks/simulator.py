@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any
 
 from legato.core.workload import Workload
-from legato.simulate.flow import FABRICS, Network, fabric, simulate_flow
-from legato.simulate.flow.engine import run_services
-from legato.simulate.flow.run import compile_flow
+from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
+from legato.simulator.flow.engine import run_services
+from legato.simulator.flow.run import compile_flow
 from legato.zoo import workload as model
 
 MODEL = "resnet-v1-50"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from legato.core import __version__
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import CaptureError, FileError, InputError, LegatoError, PlanError, RankError
 from legato.core.files import identity, read, write
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
-
-__version__ = "0.1.0"
 
 _NEEDS_TORCH = ("calibrate", "capture", "distribute", "parameter_servers")
 
@@ -36,6 +35,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "Workload",
+    "__version__",
     "calibrate",
     "capture",
     "check_plan",

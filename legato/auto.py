@@ -9,7 +9,7 @@ and all go over to its plan before the next step. If rank 0 could not record
 and rank 0 logs why.
 
 [Note: replan] The runtime compares the pace of training with that of the plan's
-first steps (`legato.pytorch.drift`). With `replan="auto"` a lasting change makes
+first steps (`legato.pytorch.runtime.drift`). With `replan="auto"` a lasting change makes
 all ranks begin as above once more, before the same step.
 """
 
@@ -23,16 +23,16 @@ from legato.core import files
 from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.pytorch.agreement import broadcast_bytes
-from legato.pytorch.calibrate import calibrate
-from legato.pytorch.capture import PhaseTimes, to_workload
-from legato.pytorch.model import DistributedModel
-from legato.pytorch.model import distribute as distribute_as_planned
+from legato.pytorch.network.agreement import broadcast_bytes
+from legato.pytorch.network.calibrate import calibrate
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.recorder import Recorder, Step
-from legato.pytorch.tracing import Tracer
+from legato.pytorch.recording.capture import PhaseTimes, to_workload
+from legato.pytorch.recording.recorder import Recorder, Step
+from legato.pytorch.runtime.model import DistributedModel
+from legato.pytorch.runtime.model import distribute as distribute_as_planned
+from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import best, compare
-from legato.schedule.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = ["distribute"]
 
@@ -63,8 +63,8 @@ def distribute(
     `gradient_as_bucket_view` are DDP's. When computation or communication goes
     at another pace than in the first steps under the plan, rank 0 logs it, and
     with `replan="auto"` all ranks plan anew. `debug` asks for checks at run
-    time (`legato.pytorch.checks`); `flight_dir` is where the record of the last
-    messages goes when something fails (`legato.pytorch.flight`).
+    time (`legato.pytorch.runtime.debug`); `flight_dir` is where the record of the last
+    messages goes when something fails (`legato.pytorch.network.watchdog`).
 
     Raises `InputError` (`PlanError` for a plan of another model), and
     `RankError`, on every rank, when the ranks do not have the same model and

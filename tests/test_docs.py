@@ -29,8 +29,8 @@ from markdown_it import MarkdownIt
 import legato
 from legato.cli import app
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
-from legato.schedule.bound import Bound
-from legato.simulate.flow import FABRICS
+from legato.schedule.bound.lower_bound import Bound
+from legato.simulator.flow import FABRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]

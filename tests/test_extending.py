@@ -13,10 +13,10 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "extending.md"
-#: What the page saves its files as, and where it adds their entries: (registry, its dict, module, name).
+#: What the page saves its files as, and where it adds their entries: (registry, its dict, import).
 REGISTRIES = (
-    ("legato/schedule/__init__.py", "SCHEDULERS", "legato.schedule.sweep_up", "sweep_up"),
-    ("legato/simulate/flow/fabrics/__init__.py", "FABRICS", "legato.simulate.flow.fabrics.star", "Star"),
+    ("legato/schedule/published/__init__.py", "PUBLISHED", "from legato.schedule.published import sweep_up"),
+    ("legato/simulator/flow/fabrics/__init__.py", "FABRICS", "from legato.simulator.flow.fabrics.star import Star"),
 )
 
 
@@ -34,12 +34,12 @@ def copy(tmp_path_factory):
     for path, content in zip(paths, files, strict=True):
         assert not (folder / path).exists()
         (folder / path).write_text(content)
-    for (path, registry, module, name), entry in zip(REGISTRIES, entries, strict=True):
+    for (path, registry, line), entry in zip(REGISTRIES, entries, strict=True):
         assert f"`{path}`" in text and f"`{registry}`" in text
         here = (folder / path).read_text()
         here, added = re.subn(rf"^({registry}: dict\[.*\] = {{\n)", rf"\1{entry}", here, flags=re.MULTILINE)
         assert added == 1
-        (folder / path).write_text(here.replace("\nfrom legato", f"\nfrom {module} import {name}\nfrom legato", 1))
+        (folder / path).write_text(here.replace("\nfrom legato", f"\n{line}\nfrom legato", 1))
     return folder
 
 

@@ -15,7 +15,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.compare import compare
-from legato.simulate.flow import FABRICS, Network, fabric, simulate_flow
+from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
 from legato.sweep import Grid, sweep, write_rows
 from legato.sweep.journal import Journal, journal_of
 from legato.sweep.parallel import in_parallel

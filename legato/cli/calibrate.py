@@ -35,7 +35,7 @@ def calibrate(
 
     import torch.distributed as dist
 
-    from legato.pytorch.calibrate import calibrate as run
+    from legato.pytorch.network.calibrate import calibrate as run
 
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
@@ -62,7 +62,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _show(found: object, output: Path, json: bool) -> None:
-    from legato.pytorch.calibrate import Calibration
+    from legato.pytorch.network.calibrate import Calibration
 
     assert isinstance(found, Calibration)
     cost = found.cluster.cost()

@@ -29,8 +29,8 @@ def capture(
 
     Example: [bold]legato capture train.py:training -o resnet.json[/]
     """
-    from legato.pytorch.capture import capture as run
-    from legato.pytorch.training import load_training, set_threads
+    from legato.pytorch.recording.capture import capture as run
+    from legato.pytorch.recording.load import load_training, set_threads
 
     set_threads(threads)
     model, optimizer, loss = load_training(training)

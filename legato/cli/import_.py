@@ -16,7 +16,7 @@ from legato.core.units import format_bytes, format_seconds, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.ingest.step import Imported
+    from legato.ingest.traced import Imported
 
 _FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
 
@@ -54,7 +54,7 @@ def import_(
     with progress("reading") as advance:
         if format in ("kineto", "execution-trace"):
             from legato.ingest.execution_trace import import_execution_traces
-            from legato.ingest.kineto import import_kineto
+            from legato.ingest.kineto.importer import import_kineto
 
             _refuse(format, only_send)
             read = import_kineto if format == "kineto" else import_execution_traces
@@ -63,7 +63,7 @@ def import_(
                 traces, name=name, step=step, rank=rank, keep_idle=keep_idle, batch_size=batch_size, progress=advance
             )
         elif format == "chakra":
-            from legato.ingest.chakra import import_chakra
+            from legato.ingest.chakra.importer import import_chakra
 
             _refuse(format, only_send | only_step)
             found = import_chakra(traces, name=name, rank=rank, batch_size=batch_size, progress=advance)

@@ -67,7 +67,7 @@ def fabric_options(
 
 
 def sharing_of(text: str) -> Literal["fifo", "fair"]:
-    from legato.simulate.flow import SHARING
+    from legato.simulator.flow import SHARING
 
     for known in SHARING:
         if text == known:

@@ -47,7 +47,7 @@ def plan(
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
     from legato.schedule.compare import best, compare
-    from legato.schedule.ddp import bucket_caps
+    from legato.schedule.published.ddp import bucket_caps
 
     if compute not in ("one", "unlimited"):
         raise InputError(f"--compute {compute!r} (expected one or unlimited)")

@@ -18,7 +18,7 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
-    from legato.testbed.server_rehearsal import ServerRehearsal
+    from legato.testbed.servers.rehearsal import ServerRehearsal
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload whose training is rehearsed.")]
 Scheduler = Annotated[
@@ -136,7 +136,7 @@ def _rehearse_servers(
     json: bool,
 ) -> None:
     from legato.testbed.rehearsal import STAGES
-    from legato.testbed.server_rehearsal import ServerTask, rehearse_servers, select_orders
+    from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, select_orders
 
     names = _names(scheduler or "random,tic,tac")
     _make(output)

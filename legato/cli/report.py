@@ -91,7 +91,7 @@ def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
 def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
     """What to do, in plain words and by prediction, and the plans that it is about."""
     from legato.schedule.compare import best, compare
-    from legato.schedule.ddp import bucket_caps
+    from legato.schedule.published.ddp import bucket_caps
 
     ddp, merged, ours = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen, plans = best([ddp, merged, ours]), (ddp.plan, merged.plan, ours.plan)
@@ -163,7 +163,7 @@ def _write_sends(output: Path, workload: Path | None, workers: int | None, serve
 def _write_chakra(
     found: list[Timeline], output: Path, workload: Path | None, plan: Path | None, workers: int | None
 ) -> None:
-    from legato.ingest.chakra_export import export_chakra
+    from legato.ingest.chakra.export import export_chakra
 
     if len(found) != 1 or workload is None or plan is None:
         raise InputError("a Chakra trace is of one timeline, and needs --workload and --plan")

@@ -36,8 +36,8 @@ from legato.core.units import format_seconds, parse_bandwidth, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulate.flow import Network
-    from legato.simulate.flow.fabrics.protocol import Fabric
+    from legato.simulator.flow import Network
+    from legato.simulator.flow.fabrics.protocol import Fabric
 
 #: A timeline file is for looking at; more workers than these are left out of it.
 _MOST_DRAWN = 32
@@ -81,8 +81,8 @@ def simulate(
 
     Example: [bold]legato simulate vgg.json --fabric all --workers 32 --bandwidth 25Gbit[/]
     """
-    from legato.simulate.flow import Network
-    from legato.simulate.flow.network import last_worker
+    from legato.simulator.flow import Network
+    from legato.simulator.flow.network import last_worker
 
     if fidelity not in get_args(Fidelity):
         raise unknown_name("fidelity", fidelity, get_args(Fidelity))
@@ -141,8 +141,8 @@ Run = Callable[[str, "Fabric", Plan | None], tuple[Timeline | Callable[[], Timel
 
 def _fabrics(names: str, options: dict[str, Any], workers: int) -> dict[str, Fabric]:
     """The fabrics asked for, each with those of the options that it has; an option that none has is wrong."""
-    from legato.simulate.flow import FABRICS
-    from legato.simulate.flow.fabrics import check_options, fitting
+    from legato.simulator.flow import FABRICS
+    from legato.simulator.flow.fabrics import check_options, fitting
 
     chosen = list(FABRICS) if names == "all" else [name.strip() for name in names.split(",")]
     check_options(chosen, options)
@@ -168,7 +168,7 @@ def _rows(
     chosen: dict[str, Fabric], planned: Callable[[str, Fabric], Plan | None], run: Run
 ) -> tuple[list[dict[str, Any]], Timeline]:
     """A row a fabric, and the fastest one's timeline."""
-    from legato.simulate.flow import BASELINE, FABRICS
+    from legato.simulator.flow import BASELINE, FABRICS
 
     rows, drawn = [], []
     with progress("simulating") as advance:
@@ -188,7 +188,7 @@ def _rows(
 
 
 def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> Run:
-    from legato.simulate.flow import simulate_flow
+    from legato.simulator.flow import simulate_flow
 
     job = jobs[0] if len(jobs) == 1 else jobs
 
@@ -206,8 +206,8 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
 
 def _collective(jobs: Sequence[Workload], network: Network) -> Run:
     """One shared resource, identical workers: what the planners see."""
-    from legato.simulate import collective
-    from legato.simulate.flow import plain_plan
+    from legato.simulator import collective
+    from legato.simulator.flow import plain_plan
 
     if len(jobs) > 1 or not network.plain:
         raise InputError("--fidelity collective: all hosts are alike, behind one switch (expected --fidelity flow)")
@@ -232,7 +232,7 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
 
 def _cost(name: str, fabric: Fabric, network: Network) -> LinearCost | None:
     """Of an all-reduce, or of a push and a pull: MG-WFBP's Table II; of servers, what their links carry."""
-    from legato.simulate.flow.fabrics.servers import Servers
+    from legato.simulator.flow.fabrics.servers import Servers
 
     n, byte = network.workers, network.s_per_byte
     if isinstance(fabric, Servers):

@@ -1,1 +1,3 @@
-"""Floor 0: the five nouns, their files, units and errors. Imports nothing of legato above it."""
+"""The five nouns, their files, units and errors."""
+
+__version__ = "0.1.0"

@@ -124,7 +124,7 @@ COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]
 }
 
 
-#: Those of them that are priced by depth (`legato.simulate.pipelining`).
+#: Those of them that are priced by depth (`legato.simulator.pipelining`).
 PIPELINED = ("shuffle", "ring", "halving-doubling")
 
 #: The cost of a push and a pull through a cluster's servers.
@@ -229,7 +229,7 @@ class Cluster(
         """The cost of a collective by name, or of the default one.
 
         In chunks, that of the greatest depth up to `depth` that was measured;
-        where none was, this says nothing about depth (`legato.simulate.pipelining`
+        where none was, this says nothing about depth (`legato.simulator.pipelining`
         does).
         """
         name = self.default_collective if collective is None else collective

@@ -19,7 +19,7 @@ from legato.demo.result import ModelResult, ServerResult
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.perfetto import write_perfetto
-from legato.schedule.ddp import bucket_caps
+from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.launch import Advance, run_workers
 
 __all__ = ["MODEL_NAMES", "run", "run_servers", "summary", "write_pictures"]

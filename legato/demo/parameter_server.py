@@ -23,9 +23,9 @@ from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.demo.models import MODELS
 from legato.demo.result import SERVER_STAGES, ServerResult, ServerRow
-from legato.pytorch.agreement import broadcast_bytes
-from legato.pytorch.calibrate import calibrate
-from legato.pytorch.capture import capture
+from legato.pytorch.network.agreement import broadcast_bytes
+from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.recording.capture import capture
 from legato.pytorch.servers import Iteration, ServedModel, parameter_servers
 from legato.schedule.compare import compare
 from legato.testbed.launch import tell_progress

@@ -24,11 +24,11 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.demo.models import MODELS, Training
 from legato.demo.result import STAGES, ModelResult
-from legato.pytorch.agreement import broadcast_bytes
-from legato.pytorch.calibrate import calibrate
-from legato.pytorch.capture import capture
-from legato.pytorch.model import DistributedModel, distribute
-from legato.pytorch.tracing import trace_ddp
+from legato.pytorch.network.agreement import broadcast_bytes
+from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.recording.capture import capture
+from legato.pytorch.runtime.model import DistributedModel, distribute
+from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import tell_progress
 

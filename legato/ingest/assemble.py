@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from legato.core.errors import InputError
 from legato.core.workload import Op, Phase, Tensor, Workload
-from legato.ingest.step import Gradient, Notes, TracedOp
+from legato.ingest.traced import Gradient, Notes, TracedOp
 
 __all__ = ["assemble", "mirrored_readers"]
 

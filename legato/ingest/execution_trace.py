@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from legato.core.errors import FileError, InputError
-from legato.ingest.kineto import import_kineto
-from legato.ingest.kineto_step import Step
+from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.kineto.step import Step
 from legato.ingest.source import Progress, blocks, one_line, whole
-from legato.ingest.step import Imported, Notes, TracedOp
+from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces"]
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.ingest.source import Progress, one_line, whole
-from legato.ingest.step import Imported, Notes
+from legato.ingest.traced import Imported, Notes
 
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
 

@@ -24,11 +24,11 @@ from legato.core.cluster import PARAMETER_SERVER, Cluster
 from legato.core.workload import Workload
 from legato.papers.result import Cell, Figure, Paper, Part, claim
 from legato.schedule import schedule
-from legato.schedule.caramel import MAX_DEPTH
-from legato.simulate.collective import simulate
-from legato.simulate.flow import Network, simulate_flow
-from legato.simulate.flow.fabrics import fabric
-from legato.simulate.pipelining import pipelined_s
+from legato.schedule.published.caramel import MAX_DEPTH
+from legato.simulator.collective import simulate
+from legato.simulator.flow import Network, simulate_flow
+from legato.simulator.flow.fabrics import fabric
+from legato.simulator.pipelining import pipelined_s
 
 __all__ = ["HOROVOD_BPS", "MODELS", "PAPER", "SHUFFLE_BPS", "STAGES", "WORKERS", "stages", "without"]
 

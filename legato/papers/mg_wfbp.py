@@ -21,8 +21,8 @@ from legato.core.cluster import Cluster
 from legato.core.workload import Op, Tensor, Workload
 from legato.papers.result import Cell, Figure, Paper, Part, claim
 from legato.schedule import schedule
-from legato.simulate.collective import iteration_time
-from legato.simulate.flow import Network, simulate_flow
+from legato.simulator.collective import iteration_time
+from legato.simulator.flow import Network, simulate_flow
 
 __all__ = ["PAPER"]
 

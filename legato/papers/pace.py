@@ -21,7 +21,7 @@ from legato.core.cluster import Cluster
 from legato.core.workload import Workload
 from legato.papers.result import Cell, Figure, Paper, Part, claim
 from legato.schedule import schedule
-from legato.simulate.collective import iteration_time, simulate
+from legato.simulator.collective import iteration_time, simulate
 
 __all__ = ["PAPER", "VGG_SPEEDUP"]
 

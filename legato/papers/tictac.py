@@ -23,8 +23,8 @@ from legato.core.timeline import overlap_coefficient
 from legato.core.workload import Workload
 from legato.papers.result import Cell, Figure, Paper, Part, claim
 from legato.schedule import schedule
-from legato.simulate.flow import Network, simulate_flow
-from legato.simulate.flow.fabrics import fabric
+from legato.simulator.flow import Network, simulate_flow
+from legato.simulator.flow.fabrics import fabric
 
 __all__ = ["PAPER"]
 

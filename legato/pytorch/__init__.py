@@ -1,8 +1,8 @@
 """Floor 1, everything that imports torch: capture a training step, measure a network, carry out a plan."""
 
-from legato.pytorch.calibrate import Calibration, calibrate
-from legato.pytorch.capture import capture
-from legato.pytorch.model import DistributedModel, distribute
+from legato.pytorch.network.calibrate import Calibration, calibrate
+from legato.pytorch.recording.capture import capture
+from legato.pytorch.runtime.model import DistributedModel, distribute
 from legato.pytorch.servers import parameter_servers
 
 __all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "distribute", "parameter_servers"]

@@ -87,6 +87,6 @@ def _policy(*scripts: str) -> str:
 def _versions() -> str:
     import plotly
 
-    from legato import __version__
+    from legato.core import __version__
 
     return f"Made by legato {__version__} with plotly.py {plotly.__version__}."

@@ -1,4 +1,4 @@
-"""Floor 2: a Workload and a Cluster become a Plan. One file a published algorithm."""
+"""Schedulers turn a `Workload` and a `Cluster` into a `Plan`."""
 
 from __future__ import annotations
 
@@ -10,48 +10,13 @@ from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.bytescheduler import bytescheduler
-from legato.schedule.caramel import caramel
-from legato.schedule.ddp import ddp
-from legato.schedule.dear import dear
-from legato.schedule.fifo import fifo
-from legato.schedule.horovod import horovod
-from legato.schedule.legato import legato
-from legato.schedule.merge_optimal import merge_optimal
-from legato.schedule.mg_wfbp import mg_wfbp
-from legato.schedule.p3 import p3
-from legato.schedule.pace import pace
-from legato.schedule.pull_optimal import pull_optimal
-from legato.schedule.random_pulls import random_pulls
-from legato.schedule.single import single
-from legato.schedule.tac import tac
-from legato.schedule.tic import tic
+from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
+from legato.schedule.search.legato import legato
 
 __all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "schedule", "scheduler_names"]
 
-#: Every scheduler of all-reduces (or their halves) by the name that the command line knows it under.
-SCHEDULERS: dict[str, Callable[..., Plan]] = {
-    "fifo": fifo,
-    "single": single,
-    "ddp": ddp,
-    "mg-wfbp": mg_wfbp,
-    "merge-optimal": merge_optimal,
-    "p3": p3,
-    "caramel": caramel,
-    "pace": pace,
-    "dear": dear,
-    "horovod": horovod,
-    "bytescheduler": bytescheduler,
-    "legato": legato,
-}
-
-#: Those that order pushes to parameter servers and pulls from them: for clusters that have some.
-SERVER_SCHEDULERS: dict[str, Callable[..., Plan]] = {
-    "random": random_pulls,
-    "tic": tic,
-    "tac": tac,
-    "pull-optimal": pull_optimal,
-}
+#: Every scheduler of all-reduces (or of their halves), by its name on the command line.
+SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:

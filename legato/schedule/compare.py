@@ -13,10 +13,10 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import schedule, scheduler_names
-from legato.schedule.bound import Bound, kind_of, lower_bound
-from legato.schedule.compose import runs
-from legato.schedule.heads_tails import Order
-from legato.simulate.collective import simulate
+from legato.schedule.basics.compose import runs
+from legato.schedule.basics.heads_tails import Order
+from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
+from legato.simulator.collective import simulate
 
 __all__ = ["Candidate", "best", "compare"]
 

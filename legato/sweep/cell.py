@@ -11,10 +11,10 @@ from legato.core.errors import LegatoError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule import schedule
-from legato.schedule.bound import kind_of, lower_bound
-from legato.simulate import collective
-from legato.simulate.flow import plain_plan, simulate_flow
-from legato.simulate.flow.fabrics import Fabric, fitting
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.simulator import collective
+from legato.simulator.flow import plain_plan, simulate_flow
+from legato.simulator.flow.fabrics import Fabric, fitting
 from legato.sweep.grid import PLAIN, Cell
 
 __all__ = ["Outcome", "fabric_of", "run_cell"]

@@ -9,16 +9,15 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-import legato
-from legato.core import files
+from legato.core import __version__, files
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
-from legato.simulate.flow import FABRICS, Network
-from legato.simulate.flow.fabrics import check_options, fitting
-from legato.simulate.flow.network import Sharing, last_worker
-from legato.simulate.flow.run import check_iterations
+from legato.simulator.flow import FABRICS, Network
+from legato.simulator.flow.fabrics import check_options, fitting
+from legato.simulator.flow.network import Sharing, last_worker
+from legato.simulator.flow.run import check_iterations
 
 __all__ = ["MACHINE_AXES", "PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
 
@@ -56,7 +55,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     iterations: int | None
     options: tuple[tuple[str, Any], ...]
-    version: str = legato.__version__
+    version: str = __version__
 
     @property
     def key(self) -> str:
@@ -114,7 +113,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     are sigmas of a lognormal factor on computation, drawn from `seed`; `slows`
     and `slow_links` factors of the last worker's computation and of the time on
     its link. `options` are handed to the fabrics that have them
-    (`legato.simulate.flow.fabric`). Speedups are over the first fabric with its first scheduler. At collective
+    (`legato.simulator.flow.fabric`). Speedups are over the first fabric with its first scheduler. At collective
     fidelity hosts are alike, behind one switch. Raises `InputError` on unknown
     names and numbers outside their range.
     """

@@ -30,12 +30,12 @@ from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
-from legato.pytorch.agreement import broadcast_bytes
-from legato.pytorch.calibrate import calibrate
-from legato.pytorch.model import DistributedModel, distribute
-from legato.pytorch.tracing import trace_ddp
+from legato.pytorch.network.agreement import broadcast_bytes
+from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.runtime.model import DistributedModel, distribute
+from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
-from legato.schedule.ddp import bucket_caps
+from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 from legato.testbed.launch import Advance, tell_progress
 from legato.testbed.rehearsal import BUCKETS, STAGES, Rehearsal, Task, Trial

@@ -8,7 +8,7 @@ import pytest
 import legato
 from legato.cli import main
 from legato.schedule import schedule
-from legato.simulate.collective import simulate
+from legato.simulator.collective import simulate
 
 
 def run(capsys, *arguments):

@@ -7,7 +7,7 @@ from typer.main import get_command
 
 import legato
 from legato.cli import app, main
-from legato.simulate.flow import FABRICS
+from legato.simulator.flow import FABRICS
 
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
 

@@ -13,12 +13,12 @@ from strategies import workloads
 import legato
 from legato.core.errors import FileError, InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
-from legato.ingest.chakra import import_chakra
-from legato.ingest.chakra_export import export_chakra
-from legato.ingest.chakra_file import frame, read_nodes
-from legato.ingest.chakra_schema import COMPUTE, TRANSFER, GlobalMetadata, Node
+from legato.ingest.chakra.export import export_chakra
+from legato.ingest.chakra.file import frame, read_nodes
+from legato.ingest.chakra.importer import import_chakra
+from legato.ingest.chakra.schema import COMPUTE, TRANSFER, GlobalMetadata, Node
 from legato.schedule import SCHEDULERS
-from legato.simulate.collective import simulate
+from legato.simulator.collective import simulate
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
 CLUSTER = legato.Cluster.derive(4, 10e9, 30e-6)

@@ -14,7 +14,7 @@ import pytest
 
 from legato.core.errors import FileError, InputError
 from legato.ingest.execution_trace import _arguments, import_execution_traces
-from legato.ingest.kineto import import_kineto
+from legato.ingest.kineto.importer import import_kineto
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.core.errors import FileError, InputError
-from legato.ingest import chrome, kineto_events
-from legato.ingest.collectives import collective_kind, tensor_bytes
-from legato.ingest.kineto import import_kineto
+from legato.ingest import chrome
+from legato.ingest.kineto import events as kineto_events
+from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.names import collective_kind, tensor_bytes
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="set LEGATO_TRACES to a folder of real traces")

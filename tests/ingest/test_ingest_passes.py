@@ -8,7 +8,7 @@ from pathlib import Path
 import kineto_samples as samples
 import pytest
 
-from legato.ingest.kineto import import_kineto
+from legato.ingest.kineto.importer import import_kineto
 
 KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating")
 

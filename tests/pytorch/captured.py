@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from legato.pytorch.capture import to_workload
-from legato.pytorch.recorder import Recorder
+from legato.pytorch.recording.capture import to_workload
+from legato.pytorch.recording.recorder import Recorder
 
 torch.set_num_threads(1)  # such small ops only wait for threads
 

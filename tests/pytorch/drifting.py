@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from training import OPTIMIZERS, build, distance, wrap
 
 import legato
-from legato.pytorch import drift
+from legato.pytorch.runtime import drift
 
 STEPS = 120
 

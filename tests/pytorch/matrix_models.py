@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from training import build, distance, train, wrap
 
-from legato.pytorch.gate import GatedParameter
+from legato.pytorch.runtime.gate import GatedParameter
 
 
 class Reentrant(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from training import build, distance, train, wrap
 
-from legato.pytorch.gate import GatedParameter
+from legato.pytorch.runtime.gate import GatedParameter
 
 
 class Mixed(Dense):

@@ -18,11 +18,11 @@ from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch import distribute
-from legato.pytorch.link import in_order
+from legato.pytorch.network.channel import in_order
+from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.rounds import ROUNDS
 from legato.schedule.compare import compare
-from legato.schedule.dear import dear
+from legato.schedule.published.dear import dear
 
 SLICES = (Slice("any", 0, 4),)
 SIZES = (1, 2, 3, 4, 7, 24, 1000, 4099)

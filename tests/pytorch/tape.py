@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from legato.pytorch.aten import operator, tensors
+from legato.pytorch.recording.operators import operator, tensors
 
 
 class Place:

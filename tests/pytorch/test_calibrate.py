@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch.distributed as dist
 
-from legato.pytorch.calibrate import SIZES, _stream, calibrate
+from legato.pytorch.network.calibrate import SIZES, _stream, calibrate
 
-MODULE = importlib.import_module("legato.pytorch.calibrate")  # the package has the function of that name
+MODULE = importlib.import_module("legato.pytorch.network.calibrate")  # the package has the function of that name
 MIB = 2**20
 
 

@@ -8,8 +8,8 @@ from captured import TRAININGS, record, record_with, workload_of
 from tape import Tape, shuffled
 from torch import nn
 
-from legato.pytorch.capture import capture
-from legato.pytorch.recorder import Recorder
+from legato.pytorch.recording.capture import capture
+from legato.pytorch.recording.recorder import Recorder
 
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda t: t.__name__)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op
-from legato.pytorch.capture import capture, load_training
-from legato.pytorch.training import set_threads
+from legato.pytorch.recording.capture import capture, load_training
+from legato.pytorch.recording.load import set_threads
 
 EXPECTED = "(expected (model, optimizer, loss): a torch.nn.Module, a torch.optim.Optimizer, a function of no arguments)"
 GOOD = """

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 
 from legato.core.errors import CaptureError
-from legato.pytorch.capture import capture
-from legato.pytorch.snapshot import Snapshot
+from legato.pytorch.recording.capture import capture
+from legato.pytorch.recording.snapshot import Snapshot
 
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda t: t.__name__)
 

@@ -4,8 +4,8 @@ import torch
 from captured import record_with, workload_of
 from torch import nn
 
-from legato.pytorch.capture import PhaseTimes, capture
-from legato.pytorch.recorder import Recorder
+from legato.pytorch.recording.capture import PhaseTimes, capture
+from legato.pytorch.recording.recorder import Recorder
 
 
 def test_times_add_up_to_an_untraced_iteration():

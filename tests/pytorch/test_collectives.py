@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from legato.pytorch.rounds import ROUNDS
-from legato.pytorch.threads import threads_that_wait
+from legato.pytorch.network.rounds import ROUNDS
+from legato.pytorch.network.threads import threads_that_wait
 
 pytestmark = pytest.mark.processes
 

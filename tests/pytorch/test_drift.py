@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import drifting
 import pytest
 
-from legato.pytorch.drift import SAMPLE, WINDOW, Drift
+from legato.pytorch.runtime.drift import SAMPLE, WINDOW, Drift
 
 
 class Training:

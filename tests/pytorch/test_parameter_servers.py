@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 from legato.pytorch.servers.arrivals import out_of_order
-from legato.pytorch.servers.sender import Sender
+from legato.pytorch.servers.server import Sender
 
 pytestmark = pytest.mark.processes
 

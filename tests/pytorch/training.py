@@ -443,7 +443,7 @@ def own_distance(model_name, optimizer_name):
 
 def deferral():
     """What is pending after `step()`, and what reading does to it."""
-    from legato.pytorch.gate import GatedParameter
+    from legato.pytorch.runtime.gate import GatedParameter
 
     model = build("Convolutional")
     before = model.head.weight.detach().clone()

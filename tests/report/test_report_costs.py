@@ -7,7 +7,7 @@ from legato.core.timeline import Span, Timeline
 from legato.report.costs import cost_sentence, costs
 from legato.report.waits import waits
 from legato.schedule import schedule
-from legato.simulate.collective import simulate
+from legato.simulator.collective import simulate
 
 
 def test_the_sentence_names_the_tensors_that_cost_most_of_the_idle_time():

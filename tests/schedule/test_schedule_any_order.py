@@ -19,11 +19,11 @@ from legato.core.errors import InputError
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import Bound, Certificate, lower_bound
-from legato.schedule.certificate import verify_bound
-from legato.schedule.heads_tails import heads_tails
-from legato.simulate.collective import iteration_time
-from legato.simulate.period import Period
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import Bound, Certificate, lower_bound
+from legato.simulator.collective import iteration_time
+from legato.simulator.period import Period
 
 #: How many random cases the test solves.
 CASES = 12

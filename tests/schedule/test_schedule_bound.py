@@ -13,11 +13,11 @@ from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import Bound, Certificate, lower_bound
-from legato.schedule.certificate import verify_bound
-from legato.schedule.heads_tails import heads_tails
-from legato.schedule.jackson import jackson
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.basics.jackson import jackson
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import Bound, Certificate, lower_bound
+from legato.simulator.collective import iteration_time
 
 settings_of_bound = st.sampled_from([("one", "captured"), ("one", "any"), ("unlimited", "captured")])
 

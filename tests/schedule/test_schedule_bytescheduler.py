@@ -14,10 +14,10 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.bytescheduler import bytescheduler
-from legato.schedule.compose import ready_times, urgency
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import ready_times, urgency
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.published.bytescheduler import bytescheduler
+from legato.simulator.collective import iteration_time
 
 #: Three layers, two time units each forward and backward, with tensors of 3, 6 and 3 units; a unit is a byte here.
 CONTRIVED = Workload(

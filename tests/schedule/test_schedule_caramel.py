@@ -11,11 +11,10 @@ from legato.core.errors import InputError
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.caramel import MAX_DEPTH, adaptive_depth
-from legato.schedule.caramel_batches import threshold_bytes
-from legato.simulate.collective import iteration_time
-from legato.simulate.pipelining import PIPELINED, pipelined_s
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.published.caramel import MAX_DEPTH, adaptive_depth, threshold_bytes
+from legato.simulator.collective import iteration_time
+from legato.simulator.pipelining import PIPELINED, pipelined_s
 
 PARTS = ("serialization", "batching", "scheduling", "depth")
 OFF = dict.fromkeys(PARTS, False)

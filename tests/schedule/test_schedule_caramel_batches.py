@@ -9,8 +9,8 @@ from strategies import clusters, costs, durations, workloads
 
 from legato.core.cluster import LinearCost
 from legato.schedule import schedule
-from legato.schedule.caramel_batches import batches, threshold_bytes
-from legato.simulate.collective import iteration_time
+from legato.schedule.published.caramel import batches, threshold_bytes
+from legato.simulator.collective import iteration_time
 
 
 @given(st.floats(1e-9, 1), st.floats(1e-12, 1e-6))

@@ -10,8 +10,8 @@ from strategies import workloads
 
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.caramel_order import control_dependencies, serialized_order, update_order
-from legato.simulate.period import Period
+from legato.schedule.basics.op_order import control_dependencies, serialized_order, update_order
+from legato.simulator.period import Period
 
 # Backward: after op 2, two branches: 3 (3 s), 5 (1 s) and 4 (2 s), 6 (1 s); 7 joins them; nothing needs 8.
 # The branches were captured in turns.

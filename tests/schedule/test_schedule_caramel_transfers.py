@@ -7,8 +7,8 @@ from strategies import clusters, durations, workloads
 
 from legato.core.cluster import Cluster
 from legato.schedule import schedule
-from legato.schedule.caramel_transfers import pack
-from legato.simulate.collective import iteration_time
+from legato.schedule.published.caramel import pack
+from legato.simulator.collective import iteration_time
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.ddp import bucket_caps, ddp
+from legato.schedule.published.ddp import bucket_caps, ddp
 
 MIB = 2**20
 NETWORK = Cluster(2, {"ring": LinearCost(1e-3, 1e-9)})

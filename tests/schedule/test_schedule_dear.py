@@ -12,10 +12,10 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.compose import urgency
-from legato.schedule.dear import dear
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import urgency
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.published.dear import dear
+from legato.simulator.collective import iteration_time
 
 THREE = Workload(
     "three",

@@ -9,11 +9,11 @@ from strategies import durations, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import kind_of, lower_bound
-from legato.schedule.caramel_batches import threshold_bytes
-from legato.schedule.certificate import verify_bound
-from legato.schedule.merge_optimal import merge_neighbours
-from legato.simulate.collective import iteration_time
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.published.caramel import threshold_bytes
+from legato.schedule.published.merge_optimal import merge_neighbours
+from legato.simulator.collective import iteration_time
 
 bent = st.builds(
     LinearCost,

@@ -11,10 +11,10 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.compose import ready_order, ready_times
-from legato.schedule.horovod import horovod
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import ready_order, ready_times
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.published.horovod import horovod
+from legato.simulator.collective import iteration_time
 
 MS, MIB = 1e-3, 2**20
 NETWORK = Cluster(2, {"ring": LinearCost(1e-3, 1e-9)})

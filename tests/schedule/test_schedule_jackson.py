@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.schedule.jackson import jackson
+from legato.schedule.basics.jackson import jackson
 
 jobs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6), st.integers(0, 12)), max_size=7)
 

@@ -15,14 +15,14 @@ from legato.core.layout import apart
 from legato.core.plan import check_messages, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import kind_of, lower_bound
-from legato.schedule.compose import runs
-from legato.schedule.grouping import group
-from legato.schedule.halves import halves
-from legato.schedule.heads_tails import heads_tails
-from legato.schedule.refill import ALIGNMENT, refill
-from legato.schedule.updates import busy_order
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import runs
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.search.fill import ALIGNMENT, refill
+from legato.schedule.search.halves import halves
+from legato.schedule.search.merge_deadlines import group
+from legato.schedule.search.optimizer_ops import busy_order
+from legato.simulator.collective import iteration_time
 
 PIECES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8)
 

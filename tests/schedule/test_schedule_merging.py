@@ -9,9 +9,9 @@ from strategies import clusters, costs, durations, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.merge_optimal import merge_neighbours, merge_optimal
-from legato.schedule.mg_wfbp import mg_wfbp
-from legato.simulate.collective import iteration_time
+from legato.schedule.published.merge_optimal import merge_neighbours, merge_optimal
+from legato.schedule.published.mg_wfbp import mg_wfbp
+from legato.simulator.collective import iteration_time
 
 layers = st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=10)
 

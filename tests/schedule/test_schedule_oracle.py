@@ -25,9 +25,9 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.compose import ready_times, urgency
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import ready_times, urgency
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.simulator.collective import iteration_time
 
 #: Bytes of a unit: no scheduler cuts finer.
 UNIT = 16

@@ -9,11 +9,11 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import cheapest_line
-from legato.schedule.caramel_order import serialized_order, update_order
-from legato.schedule.orders import OrderValue, promising_orders
-from legato.schedule.zoom import highest
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.jackson import highest
+from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.bound.lower_bound import cheapest_line
+from legato.schedule.search.op_orders import OrderValue, promising_orders
+from legato.simulator.collective import iteration_time
 
 NEVER = float("inf")
 

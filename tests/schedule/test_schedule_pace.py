@@ -17,12 +17,11 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import lower_bound
-from legato.schedule.compose import ready_times
-from legato.schedule.jackson import jackson
-from legato.schedule.pace import pace
-from legato.schedule.pace_fusion import Chain, balanced, fuse, preemptive
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.compose import ready_times
+from legato.schedule.basics.jackson import jackson
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.published.pace import Chain, balanced, fuse, pace, preemptive
+from legato.simulator.collective import iteration_time
 
 #: A unit of 16 bytes takes a second.
 BY_UNIT = Cluster(3, {"ring": LinearCost(0.0, 1 / 16)})

@@ -11,7 +11,7 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.simulate.collective import iteration_time
+from legato.simulator.collective import iteration_time
 
 OPS = tuple(Op(f"f{i}", "forward", 1.0, (i - 1,) if i else ()) for i in range(3)) + tuple(
     Op(f"b{i}", "backward", 2.0, (i - 1,)) for i in range(3, 6)

@@ -14,11 +14,11 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.bound import Bound, lower_bound
-from legato.schedule.certificate import verify_bound
-from legato.schedule.heads_tails import Detours, heads_tails
-from legato.schedule.readiness import InAnyOrder, InTurn
-from legato.simulate.collective import iteration_time
+from legato.schedule.basics.heads_tails import Detours, heads_tails
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import Bound, lower_bound
+from legato.schedule.bound.release_times import InAnyOrder, InTurn
+from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
 LAYERS = 6

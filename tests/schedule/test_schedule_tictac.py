@@ -27,11 +27,9 @@ from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule
 from legato.schedule.compare import compare
-from legato.schedule.servers import pull_seconds
-from legato.schedule.tac import tac_order
-from legato.schedule.tic import tic_order
-from legato.schedule.transfer_properties import NEVER, TransferProperties, find_dependencies
-from legato.simulate.collective import iteration_time
+from legato.schedule.published.pulls import pull_seconds
+from legato.schedule.published.tictac import NEVER, TransferProperties, find_dependencies, tac_order, tic_order
+from legato.simulator.collective import iteration_time
 
 SECOND = Cluster(2, {"c": LinearCost(0.0, 2.0)}, servers=1)  # a pull takes a second a byte
 

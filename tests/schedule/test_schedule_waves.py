@@ -13,10 +13,10 @@ from strategies import clusters, workloads
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.annealing import Halves, anneal, iteration_s
-from legato.schedule.bound import lower_bound
-from legato.schedule.waves import _Problem, waves
-from legato.simulate.collective import iteration_time
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.search.annealing import _Problem, waves
+from legato.schedule.search.annealing_kernel import Halves, anneal, iteration_s
+from legato.simulator.collective import iteration_time
 
 NEVER = float("inf")
 
@@ -143,6 +143,6 @@ def test_plans_to_be_run_compile_nothing():
         "from legato.core.workload import Op, Tensor, Workload\n"
         "workload = Workload('w', (Op('b', 'backward', 1.0),), (Tensor('t', 1, 0),))\n"
         "schedule('legato', workload, Cluster(2, {'c': LinearCost(1.0, 1.0)}))\n"
-        "assert 'legato.schedule.annealing' not in sys.modules"
+        "assert 'legato.schedule.search.annealing_kernel' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,7 +11,7 @@ from legato.core.errors import InputError, PlanError
 from legato.core.layout import apart
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.simulate.collective import iteration_time, simulate
+from legato.simulator.collective import iteration_time, simulate
 
 # Two layers. Backward of the second (1 s) and of the first (2 s), an update each (1 s), forward of each (3 s, 4 s).
 TWO = Workload(

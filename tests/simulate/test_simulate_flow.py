@@ -10,8 +10,8 @@ from legato.core.cluster import Cluster
 from legato.core.errors import PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.simulate.collective import simulate
-from legato.simulate.flow import FABRICS, Network, fabric, plain_plan, simulate_flow
+from legato.simulator.collective import simulate
+from legato.simulator.flow import FABRICS, Network, fabric, plain_plan, simulate_flow
 
 
 def toy(forward_s=0.0, nbytes=3):

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from legato.simulate.flow.engine import run_services
-from legato.simulate.flow.fair import fair_rates, run_fair
-from legato.simulate.flow.graph import NO_LINK, Graph
+from legato.simulator.flow.engine import run_services
+from legato.simulator.flow.fair import fair_rates, run_fair
+from legato.simulator.flow.graph import NO_LINK, Graph
 
 LINKS = 3
 #: Eighths, so that sums are exact and ties are many.

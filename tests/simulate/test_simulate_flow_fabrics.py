@@ -8,8 +8,8 @@ import pytest
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.simulate.flow import FABRICS, Network, fabric, simulate_flow
-from legato.simulate.flow.run import compile_flow
+from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
+from legato.simulator.flow.run import compile_flow
 
 ALPHA, BYTES = 1e-3, 4_000_000
 BETA = 8 / 1e9  # seconds a byte
@@ -93,7 +93,7 @@ def test_servers_by_hand(options, expected):
 
 
 def run_services_of(unrolled):
-    from legato.simulate.flow.engine import run_services
+    from legato.simulator.flow.engine import run_services
 
     graph = unrolled.graph.freeze(unrolled.wiring.num_links)
     assert run_services(*graph) == len(graph.records)

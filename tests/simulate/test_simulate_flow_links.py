@@ -9,8 +9,8 @@ from test_simulate_flow_fabrics import ALPHA, BYTES, CLOSED_FORMS, COMPUTE, MANY
 
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
-from legato.simulate.flow import FABRICS, Network, simulate_flow
-from legato.simulate.flow.network import last_worker
+from legato.simulator.flow import FABRICS, Network, simulate_flow
+from legato.simulator.flow.network import last_worker
 
 N = 8
 

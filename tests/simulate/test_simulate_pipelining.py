@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.simulate.pipelining import PIPELINED, message_s, pipelined_s
+from legato.simulator.pipelining import PIPELINED, message_s, pipelined_s
 
 workers = st.integers(1, 40)
 powers = st.integers(1, 6).map(lambda k: 2**k)

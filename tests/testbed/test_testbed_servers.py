@@ -10,8 +10,8 @@ from legato.core.errors import InputError
 from legato.core.timeline import Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.testbed.server_model import ServerCosts, own_updates, predict
-from legato.testbed.server_rehearsal import ServerTask, rehearse_servers, select_orders
+from legato.testbed.servers.model import ServerCosts, own_updates, predict
+from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, select_orders
 
 COSTS = ServerCosts(bandwidth_bps=8e8, message_s=1e-4, turn_s=0.01, copy_s_per_byte=0.0)
 S_PER_BYTE = 1e-8

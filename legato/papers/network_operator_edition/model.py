@@ -21,8 +21,8 @@ from legato import zoo
 from legato.core.plan import Plan
 from legato.core.workload import Op, Workload
 from legato.papers.network_operator_edition.published import GBPS, MODELS, TABLE_2, TABLE_3, WORKERS
-from legato.simulate.flow import FlowResult, Network, simulate_flow
-from legato.simulate.flow.fabrics import fabric
+from legato.simulator.flow import FlowResult, Network, simulate_flow
+from legato.simulator.flow.fabrics import fabric
 
 __all__ = ["FITTED_BACKWARD_S", "MODES", "iteration_s", "job", "placement", "run", "synthetic"]
 

@@ -26,8 +26,8 @@ from legato.papers.network_operator_edition.published import (
     TABLE_10,
 )
 from legato.papers.result import Cell, Part, claim
-from legato.simulate.flow import Network, plain_plan, simulate_flow
-from legato.simulate.flow.fabrics import fabric
+from legato.simulator.flow import Network, plain_plan, simulate_flow
+from legato.simulator.flow.fabrics import fabric
 
 __all__ = ["TABLES"]
 

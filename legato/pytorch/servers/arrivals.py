@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from legato.pytorch.servers.shares import Arena, Share
+from legato.pytorch.servers.shards import Arena, Share
 
 __all__ = ["Arrivals", "out_of_order"]
 

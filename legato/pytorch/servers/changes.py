@@ -9,19 +9,15 @@ version of a tensor, and refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from legato.core.errors import RankError
-from legato.pytorch import gate
-from legato.pytorch.lowering import Slot
-from legato.pytorch.servers.post import AVERAGES
-from legato.pytorch.servers.shares import Arena, Share
-
-if TYPE_CHECKING:
-    from legato.pytorch.servers.client import Client
+from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.buckets import Slot
+from legato.pytorch.servers.protocol import AVERAGES
+from legato.pytorch.servers.puller import Puller
+from legato.pytorch.servers.shards import Arena, Share
 
 __all__ = ["Averages", "Unchanged"]
 
@@ -32,8 +28,8 @@ _THOROUGH = 3
 class Averages:
     """The averaged gradients of an iteration, once somebody asked for them."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, puller: Puller) -> None:
+        self._puller = puller
         self._arena: Arena | None = None
         self._here = False
         self._pushed: dict[str, tuple[int, int] | None] = {}  # which tensor, and its version
@@ -47,21 +43,21 @@ class Averages:
         """This goes out as the gradient of a parameter."""
         self._pushed.setdefault(name, _mark(gradient))
 
-    def fetch(self) -> None:
+    def fetch(self, iteration: int) -> None:
         """Put the averages in the place of this worker's own gradients."""
-        client = self._client
+        puller = self._puller
         self._check_pushed()
         if self._arena is None:
-            self._arena = Arena(client.shares)
-        client.receive_all(AVERAGES, client.iteration, self._arena)
+            self._arena = Arena(puller.shares)
+        puller.receive_all(AVERAGES, iteration, self._arena)
         with gate.unseen():
-            for slot in client.slots.values():
-                shares = client.shares_of[slot.name]
+            for slot in puller.slots.values():
+                shares = puller.shares_of[slot.name]
                 if any(int(self._arena.stamp[share.index][1]) for share in shares):
                     if slot.parameter.grad is None:
                         slot.parameter.grad = torch.empty_like(slot.parameter)
                     self._arena.unpack(shares, slot.parameter.grad)
-        for slot in client.slots.values():
+        for slot in puller.slots.values():
             gate.open_(slot)
         self._here = True
 
@@ -72,8 +68,8 @@ class Averages:
             return []
         found = []
         with gate.unseen():
-            for share in self._client.shares:
-                gradient = self._client.slots[share.name].parameter.grad
+            for share in self._puller.shares:
+                gradient = self._puller.slots[share.name].parameter.grad
                 was = bool(self._arena.stamp[share.index][1])
                 if gradient is None:
                     found += [(share.index, False)] * was
@@ -85,7 +81,7 @@ class Averages:
         if self._here:
             return
         with gate.unseen():
-            for name, slot in self._client.slots.items():
+            for name, slot in self._puller.slots.items():
                 if _mark(slot.parameter.grad) != self._pushed.get(name):
                     raise RankError(
                         f"the gradient of {name!r} was changed after it went to the servers, by other means than its "
@@ -96,26 +92,26 @@ class Averages:
 class Unchanged:
     """Whether the parameters of a worker are what the servers sent."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, puller: Puller) -> None:
+        self._puller = puller
         self._versions: dict[str, int] = {}
         with gate.unseen():
-            for share in client.shares:
-                client.values.elements[share.index].copy_(share.of(client.slots[share.name].parameter.detach()))
+            for share in puller.shares:
+                puller.values.elements[share.index].copy_(share.of(puller.slots[share.name].parameter.detach()))
 
     def note(self, slot: Slot) -> None:
         """This parameter has just come from its servers."""
         self._versions[slot.name] = slot.parameter._version
 
-    def check(self) -> None:
+    def check(self, iteration: int) -> None:
         """Raise `RankError` on a parameter that was changed here: the servers' value would take its place."""
-        client = self._client
+        puller = self._puller
         with gate.unseen():
-            for name, slot in client.slots.items():
+            for name, slot in puller.slots.items():
                 version = slot.parameter._version
-                if client.iteration > _THOROUGH and self._versions.get(name) == version:
+                if iteration > _THOROUGH and self._versions.get(name) == version:
                     continue
-                if not all(_same(share, slot.parameter, client.values) for share in client.shares_of[name]):
+                if not all(_same(share, slot.parameter, puller.values) for share in puller.shares_of[name]):
                     raise RankError(
                         f"parameter {name!r} was changed on this worker, and servers hold it: "
                         "only the optimizer can change parameters there"

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
-from legato.pytorch.census import Census
-from legato.pytorch.deferred import rebind
+from legato.pytorch.parameters import Census
+from legato.pytorch.runtime.deferred import rebind
 from legato.pytorch.servers.arrivals import Arrivals
-from legato.pytorch.servers.client import Client
-from legato.pytorch.servers.holdings import check_step, settings
-from legato.pytorch.servers.post import PULL, REPLY, STATE
+from legato.pytorch.servers.held import check_step, settings
+from legato.pytorch.servers.protocol import PULL, REPLY, STATE
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import shuffled
+from legato.pytorch.servers.worker import Client
 
 __all__ = ["AgentModel", "Iteration", "ServedModel", "serve_steps"]
 

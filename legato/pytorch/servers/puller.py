@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from legato.pytorch import gate
-from legato.pytorch.lowering import PENDING, Slot
+from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.buckets import PENDING, Slot
 from legato.pytorch.servers.arrivals import Arrivals
-from legato.pytorch.servers.post import BYE, Post, Sent
-from legato.pytorch.servers.shares import Arena, Share
+from legato.pytorch.servers.protocol import BYE, Post, Sent
+from legato.pytorch.servers.shards import Arena, Share
 
 __all__ = ["Puller"]
 

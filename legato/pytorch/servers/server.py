@@ -5,6 +5,14 @@ reports what came in; everything else, sums, updates, transfers, is done by the
 main thread, one report after another. A gradient is added up when all workers'
 are there, in the order of the workers, so that the result is the same every
 time; the update waits for every worker's `step()`, whose settings it uses.
+
+Order enforced where it is decided: at the sender, just before the network (TicTac, section 5.1).
+
+Each transfer of an iteration has a number. A counter for each receiver says how
+many transfers were handed to the network; a transfer waits until the counter
+has come to its number, whenever it was offered. Nothing waits for a transfer to
+*arrive*, so they follow one another without a gap, and the receiver holds
+nothing back.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -20,12 +28,23 @@ import msgspec
 import torch
 
 from legato.core.errors import RankError
-from legato.pytorch.servers.holdings import Holdings
-from legato.pytorch.servers.post import AVERAGES, BYE, DROP, GRADIENTS, REPLY, STATE, STEP, Command, Post, Sent, Step
-from legato.pytorch.servers.sender import Sender
-from legato.pytorch.servers.shares import Arena, Share
+from legato.pytorch.servers.held import Holdings
+from legato.pytorch.servers.protocol import (
+    AVERAGES,
+    BYE,
+    DROP,
+    GRADIENTS,
+    REPLY,
+    STATE,
+    STEP,
+    Command,
+    Post,
+    Sent,
+    Step,
+)
+from legato.pytorch.servers.shards import Arena, Share
 
-__all__ = ["Server", "shuffled"]
+__all__ = ["Sender", "Server", "shuffled"]
 
 #: Parameters are updated in lots of at least so many bytes; the first lot goes out while the next is updated.
 _LOT_BYTES = 2**20
@@ -282,3 +301,26 @@ class Server:
         """What was sent before is out, and its memory can be used again."""
         for rank in ranks:
             self.post.finish(self._sent[rank])
+
+
+class Sender:
+    """The transfers to one receiver."""
+
+    def __init__(self, hand_over: Callable[[int], None]) -> None:
+        self._hand_over = hand_over
+        self._number: dict[int, int] = {}
+        self._offered: dict[int, int] = {}
+        self.counter = 0
+
+    def begin(self, order: Sequence[int]) -> None:
+        """An iteration, whose transfers are to go out in this order."""
+        self._number = {transfer: number for number, transfer in enumerate(order)}
+        self._offered = {}
+        self.counter = 0
+
+    def offer(self, transfer: int) -> None:
+        """A transfer can go out, as far as its content is concerned."""
+        self._offered[self._number[transfer]] = transfer
+        while self.counter in self._offered:
+            self._hand_over(self._offered.pop(self.counter))
+            self.counter += 1

@@ -1,0 +1,114 @@
+"""Chakra `.et` files: protobuf messages, each behind its length as a varint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from legato.core.errors import FileError
+from legato.ingest.chakra.schema import GlobalMetadata, Node
+from legato.ingest.source import Progress, blocks, one_line
+
+__all__ = ["TraceNode", "frame", "read_nodes"]
+
+#: No message of a trace is longer: a node is a few hundred bytes, a few thousand with long lists of tensors.
+_LONGEST_BYTES = 16 * 2**20
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class TraceNode:
+    """What is needed of a node; `micros` is its duration in microseconds."""
+
+    id: int
+    name: str
+    type: int
+    ctrl_deps: tuple[int, ...]
+    data_deps: tuple[int, ...]
+    start_micros: int
+    micros: int
+    attributes: dict[str, Any]
+
+
+def frame(message: Any) -> bytes:
+    """A message as it stands in a file."""
+    data = message.SerializeToString()
+    length, head = len(data), bytearray()
+    while length > 127:
+        head.append(length & 127 | 128)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + bytes(data)
+
+
+def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
+    """The nodes of a file in file order; raises `FileError` when it is no Chakra trace or an id stands twice."""
+    nodes: list[TraceNode] = []
+    seen = set()
+    for number, data in enumerate(_messages(path, blocks(path, progress))):
+        try:
+            message = (Node if number else GlobalMetadata).FromString(data)
+        except (DecodeError, ValueError, RecursionError):
+            what = f"message {number}: no {'Node' if number else 'GlobalMetadata'}"
+            raise FileError(f"{path}: {what} of a Chakra trace ({len(data)} bytes)") from None
+        if not number:
+            continue
+        node = _node(message)
+        if node.id in seen:
+            raise FileError(f"{path}: node id {node.id} stands twice ({one_line(node.name, 60)!r})")
+        if node.micros > _LARGEST or node.start_micros > _LARGEST:
+            raise FileError(f"{path}: node {node.id}: duration_micros: {node.micros} (expected less than 2**62)")
+        seen.add(node.id)
+        nodes.append(node)
+    if not nodes:
+        raise FileError(f"{path}: no nodes (expected a Chakra execution trace)")
+    return nodes
+
+
+def _messages(path: Path, data: Iterable[bytes]) -> Iterator[bytes]:
+    """The messages without their lengths."""
+    rest, at = b"", 0
+    for block in data:
+        rest, at = rest[at:] + block, 0
+        while (found := _length(path, rest, at)) is not None and found[1] + found[0] <= len(rest):
+            yield rest[found[1] : found[1] + found[0]]
+            at = found[0] + found[1]
+    if at < len(rest):
+        raise FileError(f"{path}: cut off: {len(rest) - at} bytes are no whole message (expected a Chakra trace)")
+
+
+def _length(path: Path, data: bytes, at: int) -> tuple[int, int] | None:
+    """(length, where the message begins), or None when the varint is not whole yet."""
+    length = 0
+    for shift, byte in enumerate(data[at : at + 5]):
+        length |= (byte & 127) << 7 * shift
+        if byte < 128:
+            if length > _LONGEST_BYTES:
+                break
+            return length, at + shift + 1
+    else:
+        if len(data) - at < 5:
+            return None
+    raise FileError(f"{path}: a message of more than {_LONGEST_BYTES // 2**20} MiB (is this a Chakra trace?)")
+
+
+def _node(message: Any) -> TraceNode:
+    attributes = {}
+    for attribute in message.attr:
+        which = attribute.WhichOneof("value")
+        if which is not None and not which.endswith("_list"):
+            attributes[attribute.name] = getattr(attribute, which)
+    return TraceNode(
+        message.id,
+        message.name,
+        message.type,
+        tuple(message.ctrl_deps),
+        tuple(message.data_deps),
+        message.start_time_micros,
+        message.duration_micros,
+        attributes,
+    )

@@ -1,0 +1,304 @@
+"""Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
+
+[Note: what is taken from a graph]
+A trace made from a GPU has nodes of the host (`is_cpu_op`) beside those of the
+device. The device's nodes are the computation, and the host's only tell which
+thread launched them: converters let a kernel depend on host operators, not on
+the kernels that made its inputs, so that kernels keep their order. Without a
+device, the host's nodes are the computation. The order is that of the data
+dependencies, and of the control dependencies where those are sound, ties by id.
+Converters draw control dependencies to nodes that are not in the file, and to
+nodes themselves: then they only tell which host operator launched a kernel.
+
+A gradient is an all-reduce or reduce-scatter; it is ready after the last
+backward op that it depends on. Who reads it: the forward ops that depend on it
+(only in a trace of one period that starts with the backward pass, as legato
+writes it), else by position (see `assemble`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from legato.core.errors import FileError, InputError
+from legato.core.workload import Phase
+from legato.ingest.assemble import assemble
+from legato.ingest.chakra.file import TraceNode, read_nodes
+from legato.ingest.chakra.schema import COLLECTIVES, COMPUTE, MEMORY, SEND_RECEIVE, TRANSFER
+from legato.ingest.names import GRADIENT_KINDS, collective_kind
+from legato.ingest.source import Progress, one_line
+from legato.ingest.traced import Gradient, Imported, Notes, TracedOp
+
+__all__ = ["import_chakra"]
+
+_PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
+    ("optimizer", re.compile(r"optimi[sz]er|\bupdate\b|_foreach_|adam|sgd", re.IGNORECASE)),
+    ("backward", re.compile(r"backward|bwd|\bgrad|_bw_|input_grad|weight_grad|\bBP\b|/grad$", re.IGNORECASE)),
+    ("forward", re.compile(r"forward|fwd|_fw_|\bFP\b", re.IGNORECASE)),
+)
+
+
+def import_chakra(
+    paths: Sequence[Path],
+    *,
+    name: str | None = None,
+    rank: int | None = None,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+) -> Imported:
+    """Import the `.et` files of one or more ranks; the workload is that of one of them.
+
+    Raises `FileError` when a file is no such trace, or its dependencies have a
+    cycle, and `InputError` when `rank` is not there.
+    """
+    notes = Notes()
+    ranks = _ranks(paths)
+    chosen = min(ranks) if rank is None else rank
+    if chosen not in ranks:
+        raise InputError(f"rank {rank} is in none of the files (has {', '.join(map(str, sorted(ranks)))})")
+    graphs = {r: read_nodes(path, progress) for r, path in ranks.items()}
+    collectives = {r: [_kind_and_size(n) for n in nodes if _is_transfer(n)] for r, nodes in graphs.items()}
+    for r, found in collectives.items():
+        if sorted(map(str, found)) != sorted(map(str, collectives[chosen])):
+            raise FileError(f"{ranks[r]}: other collectives than {ranks[chosen]} (expected ranks of one job)")
+    graph = _Graph(ranks[chosen], graphs[chosen], notes)
+    ops, gradients = graph.ops(), graph.gradients()
+    title = name or one_line(ranks[chosen].name.partition(".")[0], 60) or "trace"
+    workload = assemble(
+        title, ops, gradients, notes, keep_idle=True, batch_size=batch_size, device=graph.device, untraced_s=None
+    )
+    return Imported(workload, None, (), notes)
+
+
+def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
+    """Files by rank: `<prefix>.<rank>.et`, else by position."""
+    found: dict[int, Path] = {}
+    for position, path in enumerate(paths):
+        match = re.search(r"\.(\d{1,9})\.et$", path.name)
+        rank = int(match.group(1)) if match else position
+        if rank in found:
+            raise InputError(f"{path}: rank {rank} again (is also {found[rank]})")
+        found[rank] = path
+    return found
+
+
+def _is_transfer(node: TraceNode) -> bool:
+    return node.type == TRANSFER and ("comm_type" in node.attributes or node.attributes.get("is_cpu_op") is not True)
+
+
+def _kind_and_size(node: TraceNode) -> tuple[str, int | None]:
+    number, size = node.attributes.get("comm_type"), node.attributes.get("comm_size")
+    named = isinstance(number, int) and 0 <= number < len(COLLECTIVES)
+    kind = COLLECTIVES[int(number)] if named and number is not None else collective_kind(node.name) or "unknown"
+    good = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**62
+    return kind, size if good else None
+
+
+class _Graph:
+    """One rank's nodes in the order of their dependencies."""
+
+    def __init__(self, path: Path, nodes: list[TraceNode], notes: Notes) -> None:
+        self._path, self._notes = path, notes
+        self._nodes = {node.id: node for node in nodes}
+        self._order = self._sorted(nodes)
+        on_device = any(n.attributes.get("is_cpu_op") is False and n.type == COMPUTE for n in nodes)
+        self.device = "gpu" if on_device else "cpu"
+        self._kept = [n for n in self._order if self._computes(n, on_device)]
+        if not self._kept:
+            raise FileError(f"{path}: no computation in {len(nodes)} nodes (expected nodes of type {COMPUTE})")
+        host = [n for n in nodes if n.type == COMPUTE and n.attributes.get("is_cpu_op") is not False]
+        self._streamed = on_device and bool(host)
+        if self._streamed:
+            seconds = math.fsum(n.micros for n in host) * 1e-6
+            notes.lacks(
+                "how long the device waited for its host",
+                f"the host's {len(host)} operators ({seconds:.3g} s) cost nothing",
+            )
+            notes.lacks(
+                "data dependencies between kernels", "each kernel, and each transfer, needs the kernel before it"
+            )
+        self._phases = self._phased()
+        self._place = {n.id: i for i, n in enumerate(self._kept)}
+        self._needs = self._contracted()
+
+    def _computes(self, node: TraceNode, on_device: bool) -> bool:
+        if node.type == COMPUTE or node.type in MEMORY:
+            return not on_device or node.attributes.get("is_cpu_op") is False
+        if node.type in SEND_RECEIVE:
+            return True
+        # A collective that carries no gradients takes its time like an op; an all-gather after a reduce-scatter does.
+        if not _is_transfer(node) or _kind_and_size(node)[0] in GRADIENT_KINDS:
+            return False
+        return not any(self._scatters(dep) for dep in node.data_deps)
+
+    def _scatters(self, key: int) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and _is_transfer(node) and _kind_and_size(node)[0] == "reduce_scatter"
+
+    def _sorted(self, nodes: list[TraceNode]) -> list[TraceNode]:
+        """All nodes so that each follows what it needs; raises `FileError` where that cannot be."""
+        unknown = sum(d not in self._nodes for n in nodes for d in n.data_deps)
+        if unknown:
+            self._notes.lacks(f"{unknown} nodes that others depend on", "what is missing was done at the start")
+        if all(d in self._nodes for n in nodes for d in n.ctrl_deps):
+            order = self._topological({n.id: {*n.data_deps, *n.ctrl_deps} for n in nodes})
+            if len(order) == len(nodes):
+                return order
+        needs = {n.id: set(n.data_deps) for n in nodes}
+        order = self._topological(needs)
+        if len(order) < len(nodes):
+            cycle = " -> ".join(map(str, self._cycle(needs.keys() - {n.id for n in order})))
+            raise FileError(f"{self._path}: the data dependencies have a cycle: {cycle}")
+        return order
+
+    def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
+        """Kahn's algorithm, ties by id; the nodes of a cycle, and after it, are left out."""
+        left: dict[int, int] = {}
+        feeds: dict[int, list[int]] = {}
+        for key, deps in needs.items():
+            known = deps & self._nodes.keys()
+            left[key] = len(known)
+            for dep in known:
+                feeds.setdefault(dep, []).append(key)
+        ready = [key for key, count in left.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            here = heapq.heappop(ready)
+            order.append(self._nodes[here])
+            for after in feeds.get(here, ()):
+                left[after] -= 1
+                if not left[after]:
+                    heapq.heappush(ready, after)
+        return order
+
+    def _cycle(self, stuck: set[int]) -> list[int]:
+        """The ids of one cycle, at most eight of them."""
+        at, path = min(stuck), dict[int, int]()
+        while at not in path:
+            path[at] = len(path)
+            at = next(d for d in self._nodes[at].data_deps if d in stuck)
+        found = [*list(path)[path[at] :], at][::-1]
+        return found if len(found) <= 8 else [*found[:7], found[-1]]
+
+    def _phased(self) -> dict[int, Phase]:
+        """The phase of every kept node: as it says itself, by its thread, by its name, or by position."""
+        said = {n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _ORDER}
+        if len(said) == len(self._kept):
+            return said
+        by_thread = self._by_autograd_thread()
+        if by_thread is not None:
+            self._notes.assume("the backward pass is what autograd's thread launched, the optimizer what followed it")
+            return by_thread
+        named = {n.id: p for n in self._kept for p in [_named_phase(n.name)] if p is not None}
+        if "backward" in named.values():
+            phases, current = dict[int, Phase](), "forward"
+            for node in self._kept:
+                current = named.get(node.id, current)
+                phases[node.id] = _PHASE[current]
+            self._notes.assume(
+                "the phases of ops are those that the nodes' names say; a name that says none is of the one before"
+            )
+            return phases
+        self._notes.lacks("the phases of ops", "the forward pass takes the first third of the computation")
+        third, phases = math.fsum(n.micros for n in self._kept) / 3, {}
+        for node in self._kept:
+            phases[node.id] = "forward" if third > 0 else "backward"
+            third -= node.micros
+        return phases
+
+    def _by_autograd_thread(self) -> dict[int, Phase] | None:
+        """Ids grow as operators run, and autograd has a thread of its own that runs `*_backward`."""
+        threads = {
+            n.attributes.get("tid")
+            for n in self._order
+            if n.attributes.get("is_cpu_op") is True and re.search(r"_backward|Backward\d", n.name)
+        }
+        ids = [
+            n.id for n in self._order if n.attributes.get("tid") in threads and n.attributes.get("is_cpu_op") is True
+        ]
+        if not threads or not ids:
+            return None
+        first, last = min(ids), max(ids)
+        phases: dict[int, Phase] = {}
+        for node in self._kept:
+            launched = next((d for d in node.ctrl_deps if d in self._nodes and d < node.id), node.id)
+            phases[node.id] = "forward" if launched < first else "backward" if launched <= last else "optimizer"
+        return phases
+
+    def _contracted(self) -> dict[int, set[int]]:
+        """For every node the kept nodes and collectives that it needs, over any nodes between."""
+        needs: dict[int, set[int]] = {}
+        total = 0
+        for node in self._order:
+            found: set[int] = set()
+            for dep in node.data_deps:
+                if dep in self._nodes:
+                    carries = _is_transfer(self._nodes[dep]) and _kind_and_size(self._nodes[dep])[0] in GRADIENT_KINDS
+                    found |= {dep} if dep in self._place or carries else needs[dep]
+            needs[node.id] = found
+            total += len(found)
+            if total > _MOST_NEEDS:
+                raise FileError(f"{self._path}: more than {_MOST_NEEDS} dependencies over nodes that compute nothing")
+        return needs
+
+    def ops(self) -> list[TracedOp]:
+        """The computation, with the dependencies between ops."""
+        found = []
+        for node in self._kept:
+            exact = node.attributes.get("duration_s")
+            known = isinstance(exact, float) and math.isfinite(exact) and exact >= 0
+            seconds = exact if known and exact is not None else node.micros * 1e-6
+            deps = None
+            if not self._streamed:
+                deps = tuple(sorted(self._place[d] for d in self._needs[node.id] if d in self._place))
+            found.append(TracedOp(node.name, self._phases[node.id], 0.0, 0.0, seconds, deps=deps))
+        return found
+
+    def gradients(self) -> list[Gradient]:
+        """The gradient transfers; left out, with a note, those without a size."""
+        transfers = [n for n in self._order if _is_transfer(n) and _kind_and_size(n)[0] in GRADIENT_KINDS]
+        readers: dict[int, list[int]] = {}
+        for node in self._kept:
+            for dep in self._needs[node.id]:
+                if dep not in self._place and self._phases[node.id] == "forward":
+                    readers.setdefault(dep, []).append(self._place[node.id])
+        found, names = [], set[str]()
+        positions = {n.id: k for k, n in enumerate(self._order)}
+        kept_until = list(itertools.accumulate((n.id in self._place for n in self._order), initial=0))
+        by_id = sorted((n.id, i) for i, n in enumerate(self._kept))
+        latest = list(itertools.accumulate((i for _, i in by_id), max, initial=0))
+        for number, node in enumerate(transfers):
+            _, size = _kind_and_size(node)
+            if size is None:
+                self._notes.lacks(f"comm_size of node {node.id} ({one_line(node.name, 60)}): left out")
+                continue
+            before = [self._place[d] for d in self._needs[node.id] if d in self._place]
+            ready = max((i for i in before if self._phases[self._kept[i].id] == "backward"), default=None)
+            if self._streamed:
+                ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
+            elif ready is None:
+                self._notes.lacks(
+                    "what some gradient transfers depend on", "they are ready when the ops before them in the order are"
+                )
+                ready = kept_until[positions[node.id]] - 1
+            own = node.name if node.attributes.get("phase") and node.name not in names else f"bucket {number:02}"
+            names.add(own)
+            found.append(Gradient(own, size, ready, tuple(readers[node.id]) if node.id in readers else None))
+        return found
+
+
+#: A trace of a gigabyte has fewer; what has more was made to fill the memory.
+_MOST_NEEDS = 2**25
+_ORDER = ("forward", "backward", "optimizer")
+_PHASE: dict[str, Phase] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+
+
+def _named_phase(name: str) -> Phase | None:
+    return next((phase for phase, pattern in _PHASE_NAMES if pattern.search(name)), None)

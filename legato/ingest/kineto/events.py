@@ -1,0 +1,196 @@
+"""The events of a PyTorch profiler trace that matter here, read in two passes.
+
+A trace has millions of events, and one step of it is wanted. The first pass
+finds where the steps are; the second keeps one step, in columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from legato.core.errors import FileError
+from legato.ingest.chrome import Header, events
+from legato.ingest.kineto.columns import NEAREST, Arguments, Number, Spans, whole_number
+from legato.ingest.source import Progress, one_line
+
+__all__ = ["ACCUMULATE", "COLLECTIVE_NAME", "COMMUNICATION", "Marks", "Trace", "Window", "read_marks", "read_trace"]
+
+#: The operators by which gradients and collectives are found.
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+COMMUNICATION = "record_param_comms"
+COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
+
+_STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
+_DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
+_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime"), "launch")
+_SORTS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+#: What is above this is no moment: 30,000 years.
+_LARGEST_US = 1e18
+
+
+@dataclass(frozen=True)
+class Window:
+    """A step: its name and the time in which the host ran it, in seconds since the trace's first event."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Marks:
+    """What the first pass finds in one rank's trace: the marks of its steps and of its optimizer, in order."""
+
+    path: Path
+    rank: int | None = None
+    workers: int | None = None
+    origin_us: float = 0.0
+    events: int = 0
+    has_work: bool = False  # operators or kernels
+    steps: list[Window] = field(default_factory=list)
+    updates: list[Window] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """One step of one rank.
+
+    `device` links to `launch` by correlation; the link of an operator is its sequence number.
+    """
+
+    marks: Marks
+    device: Spans
+    launch: Spans
+    operator: Spans
+    annotation: Spans
+    names: list[str] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+
+    def emptied(self) -> Trace:
+        """The same trace with nothing of what happened in it."""
+        return Trace(self.marks, Spans(), Spans(), Spans(), Spans())
+
+    def named(self, spans: Spans, row: int) -> str:
+        return self.names[int(spans.name[row])]
+
+
+class _Mark(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str | None = None
+    name: str | None = None
+    ts: Number = None
+    dur: Number = None
+
+
+class _Event(_Mark, gc=False):
+    tid: Number = None
+    args: msgspec.Raw = msgspec.Raw()
+
+
+def read_marks(path: Path, progress: Progress | None = None) -> Marks:
+    """The first pass; raises `FileError` when the file is no trace, or a mark in it makes no sense."""
+    marks, header, began = Marks(path), Header(), False
+    for index, event in enumerate(events(path, _Mark, header, progress)):
+        marks.events += 1
+        sort = _sort(event)
+        if sort is None:
+            continue
+        if not marks.has_work:
+            marks.has_work = sort in ("device", "operator")
+        if not began:
+            marks.origin_us, began = _number(path, index, "ts", event.ts), True
+        if sort == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
+            start, end = _seconds(marks, index, event)
+            (marks.steps if name.startswith(_STEP) else marks.updates).append(Window(name, start, end))
+    marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.rank = _positive(header.distributed.get("rank"))
+    marks.workers = _positive(header.distributed.get("world_size"))
+    return marks
+
+
+def read_trace(marks: Marks, window: Window, progress: Progress | None = None) -> Trace:
+    """The second pass: one step; raises `FileError` where an event makes no sense."""
+    near = (window.start_s, window.end_s)
+    trace = Trace(marks, Spans(*near, NEAREST), Spans(*near, NEAREST), Spans(*near), Spans(*near))
+    names: dict[str, int] = {}
+    threads: dict[str, int] = {}
+    sorts: dict[str, Spans] = {sort: getattr(trace, sort) for sort in set(_SORTS.values())}
+    for index, event in enumerate(events(marks.path, _Event, Header(), progress)):
+        sort = _sort(event)
+        if sort is None:
+            continue
+        spans, (start, end) = sorts[sort], _seconds(marks, index, event)
+        name = event.name or ""
+        if not spans.wants(start, end) or (sort == "launch" and not _launches(name)):
+            continue
+        args = _arguments(marks.path, index, event.args)
+        on_host = sort in ("operator", "annotation")
+        thread = threads.setdefault(str(args.stream if sort == "device" else event.tid), len(threads))
+        link = whole_number(args.sequence if on_host else args.correlation)
+        number = names.setdefault(name, len(names))
+        spans.add(start, end, number, thread, link, args, _has_detail(name, args))
+    trace.names, trace.threads = list(names), list(threads)
+    for spans in sorts.values():
+        spans.seal()
+    return trace
+
+
+def _sort(event: _Mark) -> str | None:
+    if event.ph != "X" or event.cat is None:
+        return None
+    return _SORTS.get(event.cat) or _SORTS.get(event.cat.lower())
+
+
+def _launches(name: str) -> bool:
+    return any(word in name for word in ("Launch", "Memcpy", "Memset", "launch"))
+
+
+def _has_detail(name: str, args: Arguments) -> bool:
+    if args.collective is not None or args.nbytes is not None:
+        return True
+    return bool(bytes(args.dims)) and (name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) is not None)
+
+
+def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
+    if not bytes(raw):
+        return Arguments()
+    try:
+        return msgspec.json.decode(raw, type=Arguments | None) or Arguments()
+    except msgspec.ValidationError as error:
+        place = str(error).replace("$.", f"traceEvents[{index}].args.")
+        raise FileError(f"{path}: {one_line(place, 200)}") from None
+
+
+def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
+    """When an event began and ended."""
+    start, length = event.ts, event.dur
+    if not (isinstance(start, float) and abs(start) < _LARGEST_US):
+        start = _number(marks.path, index, "ts", start)
+    if not (isinstance(length, float) and abs(length) < _LARGEST_US):
+        length = _number(marks.path, index, "dur", length)
+    if length < 0:
+        raise FileError(f"{marks.path}: traceEvents[{index}].dur: {length} (expected at least 0)")
+    start = (start - marks.origin_us) * 1e-6
+    return start, start + length * 1e-6
+
+
+def _number(path: Path, index: int, key: str, value: Number) -> float:
+    try:
+        number = float(value if value is not None else "")
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) < _LARGEST_US:
+        found = "missing" if value is None else one_line(str(value), 40)
+        raise FileError(f"{path}: traceEvents[{index}].{key}: {found} (expected a number of microseconds)")
+    return number
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

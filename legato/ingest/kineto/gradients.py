@@ -1,0 +1,248 @@
+"""The parameters of a traced step: sizes, when their gradients are ready, who reads them.
+
+[Note: a parameter has no name in a trace]
+What PyTorch leaves behind for each parameter is one `AccumulateGrad` operator
+in the backward pass. Its shape, if shapes were recorded, is the parameter's.
+The autograd node that ran just before it carries a sequence number, and the
+forward operator with that number is the one that read the parameter. DDP's own
+hook runs inside it, so that what was launched until its end, but before the
+collective, makes the gradient ready for sending. Without shapes the copies from
+the buckets back to the gradients (`copy_bucket_to_grad`) give the bytes: a
+bucket's parameters are copied in the order in which their gradients came. What
+is found must add up, bucket for bucket, to the bytes that were sent; where it
+does not, the bucket is one tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.ingest.kineto.columns import whole_number
+from legato.ingest.kineto.events import ACCUMULATE
+from legato.ingest.kineto.phases import BackwardPass
+from legato.ingest.kineto.step import Step
+from legato.ingest.names import tensor_bytes
+from legato.ingest.traced import Gradient, Notes, Transfer
+
+__all__ = ["gradients"]
+
+_COPY_BACK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+_HOOK = f"autograd::engine::evaluate_function: {ACCUMULATE}"
+_BACKWARD_NODE = re.compile(r"\w+Backward\d*$")
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    start_s: float
+    nbytes: int | None
+    shape: tuple[int, ...] | None
+    ready_after: int
+    readers: tuple[int, ...] | None
+
+
+def gradients(step: Step, notes: Notes) -> list[Gradient]:
+    """The tensors of a step (trimmed); empty if it has neither gradient transfers nor parameters."""
+    sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
+    unsized = [t for t, _ in sent if t.nbytes is None]
+    if unsized:
+        notes.lacks(f"the size of {len(unsized)} gradient transfers (record_shapes=True writes it): left out")
+        sent = [(t, moment) for t, moment in sent if t.nbytes is not None]
+    parameters = _parameters(step)
+    if not sent:
+        return _without_transfers(parameters, notes)
+    if not parameters:
+        notes.lacks("operators of autograd that name parameters", "each gradient transfer is one tensor")
+        return [_bucket(k, transfer, ()) for k, (transfer, _) in enumerate(sent)]
+    if all(p.nbytes is None for p in parameters):
+        parameters = _sized_by_copies(step, parameters, sent)
+    return _assigned(parameters, sent, notes)
+
+
+def _parameters(step: Step) -> list[_Parameter]:
+    """The parameters whose gradients are sent; read where the first forward pass reads them."""
+    found = _of_pass(step, step.sending)
+    if step.sending is None or step.sending is step.phases.passes[0]:
+        return found
+    first = _of_pass(step, step.phases.passes[0])
+    same = [p.shape for p in first] == [p.shape for p in found]
+    return [replace(p, readers=first[k].readers if same else None) for k, p in enumerate(found)]
+
+
+def _of_pass(step: Step, which: BackwardPass | None) -> list[_Parameter]:
+    """The parameters of one backward pass, or of the whole step."""
+    spans = step.trace.operator
+    forward = _first_by_sequence(step)
+    forward_ops = [i for i, op in enumerate(step.ops) if op.phase == "forward"]
+    launched = np.array([step.host_s[i] for i in forward_ops])
+    made, latest = _backward_ops(step)
+    found = []
+    for row, end, sequence in _accumulations(step):
+        start = float(spans.start[row])
+        if which is not None and not which.start_s <= start <= which.end_s:
+            continue
+        issued = bisect.bisect_left(step.issued_s, start)
+        ready = int(np.searchsorted(made, min([end, *step.issued_s[issued : issued + 1]])))
+        readers: tuple[int, ...] | None = None
+        if sequence in forward and len(forward_ops):
+            at = int(np.searchsorted(launched, forward[sequence]))
+            if not step.on_device and at and step.ops[forward_ops[at - 1]].end_s > forward[sequence]:
+                at -= 1  # an operator inside the one that is the op
+            readers = (forward_ops[min(at, len(forward_ops) - 1)],)
+        args = spans.detail(row)
+        dims = args.dimensions() if args is not None else None
+        nbytes = tensor_bytes(dims, args.type_names()) if args is not None else None
+        found.append(_Parameter(start, nbytes, _shape(dims), int(latest[ready - 1]) if ready else -1, readers))
+    return found
+
+
+def _shape(dims: Any) -> tuple[int, ...] | None:
+    return tuple(dims[0]) if isinstance(dims, list) and dims and isinstance(dims[0], list) else None
+
+
+def _backward_ops(step: Step) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """When the backward ops were launched, sorted, and the last op of those launched until then."""
+    ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
+    order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
+    return step.host_s[ops][order], np.maximum.accumulate(ops[order])
+
+
+def _accumulations(step: Step) -> list[tuple[int, float, int | None]]:
+    """(row, when its hook ended, sequence number of the node before it) of each `AccumulateGrad` of the step."""
+    spans, names = step.trace.operator, step.trace.names
+    nodes = _backward_nodes(step)
+    hook_end: dict[int, float] = {}
+    sequence: dict[int, int] = {}
+    found = []
+    for row in _window_rows(step):
+        number, thread = int(spans.name[row]), int(spans.thread[row])
+        if number in nodes:
+            if spans.link[row] >= 0:
+                sequence[thread] = int(spans.link[row])
+        elif names[number] == _HOOK:
+            hook_end[thread] = float(spans.end[row])
+        elif names[number] == ACCUMULATE:
+            start = float(spans.start[row])
+            found.append((row, max(start, hook_end.get(thread, start)), sequence.get(thread)))
+    return found
+
+
+def _backward_nodes(step: Step) -> set[int]:
+    """The numbers of the names of autograd's nodes."""
+    return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
+
+
+def _window_rows(step: Step) -> range:
+    start = step.trace.operator.start
+    return range(int(np.searchsorted(start, step.window.start_s)), int(np.searchsorted(start, step.window.end_s)))
+
+
+def _rows(step: Step, name: str) -> list[int]:
+    spans, names, window = step.trace.operator, step.trace.names, _window_rows(step)
+    number = names.index(name) if name in names else -1
+    return [window.start + int(i) for i in np.flatnonzero(spans.name[window.start : window.stop] == number)]
+
+
+def _first_by_sequence(step: Step) -> dict[int, float]:
+    """When the forward operator of each sequence number began."""
+    spans, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
+    for row in _window_rows(step):
+        if spans.link[row] >= 0:
+            if int(spans.name[row]) in nodes:
+                break
+            first.setdefault(int(spans.link[row]), float(spans.start[row]))
+    return first
+
+
+def _sized_by_copies(step: Step, parameters: list[_Parameter], sent: list[tuple[Transfer, float]]) -> list[_Parameter]:
+    """The parameters with the bytes that were copied back to their gradients, if each was."""
+    trace = step.trace
+    copies = _rows(step, _COPY_BACK)
+    if len(copies) != len(parameters) or not step.on_device:
+        return parameters
+    launched = {int(link): float(s) for link, s in zip(trace.launch.link, trace.launch.start, strict=True)}
+    moved = sorted(
+        (launched.get(int(trace.device.link[i]), -1.0), whole_number(args.nbytes))
+        for i in trace.device.detailed()
+        if (args := trace.device.detail(i)) is not None and args.nbytes is not None
+    )
+    at = np.array([moment for moment, _ in moved])
+    sizes = []
+    for row in copies:
+        k = int(np.searchsorted(at, trace.operator.start[row]))
+        inside = k < len(at) and at[k] <= trace.operator.end[row]
+        sizes.append(moved[k][1] if inside and moved[k][1] > 0 else None)
+    return [replace(p, nbytes=size) for p, size in zip(parameters, sizes, strict=True)]
+
+
+def _assigned(parameters: list[_Parameter], sent: list[tuple[Transfer, float]], notes: Notes) -> list[Gradient]:
+    """The parameters of each transfer, if their bytes add up to its; else the transfer as one tensor."""
+    found: list[Gradient] = []
+    pool: list[_Parameter] = []
+    taken = 0
+    for number, (transfer, issued) in enumerate(sent):
+        while taken < len(parameters) and parameters[taken].start_s < issued:
+            pool.append(parameters[taken])
+            taken += 1
+        chosen = _adding_up(pool, transfer.nbytes)
+        if chosen is None:
+            notes.lacks(
+                "parameters whose bytes add up to those of each gradient transfer",
+                "a transfer for which they do not is one tensor",
+            )
+            chosen, whole = pool, True
+        else:
+            whole = False
+        carried = set(map(id, chosen))
+        pool = [p for p in pool if id(p) not in carried]
+        found += (
+            [_bucket(number, transfer, tuple(chosen))]
+            if whole
+            else [_gradient(len(found) + k, p) for k, p in enumerate(chosen)]
+        )
+    return found
+
+
+def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
+    """Those of the pool that have exactly so many bytes: all or the latest, all but one, or a run among others."""
+    pool = [p for p in pool if p.nbytes is not None]
+    sums = [0, *itertools.accumulate(p.nbytes or 0 for p in pool)]
+    begins = {total: k for k, total in enumerate(sums)}
+    wanted = nbytes or 0
+    if (k := begins.get(sums[-1] - wanted, len(pool))) < len(pool):
+        return pool[k:]
+    for k, parameter in enumerate(pool):
+        if len(pool) > 1 and sums[-1] - (parameter.nbytes or 0) == wanted:
+            return pool[:k] + pool[k + 1 :]
+    runs = ((begins[total - wanted], k) for k, total in enumerate(sums) if total - wanted in begins)
+    return next((pool[first:last] for first, last in runs if first < last), None)
+
+
+def _gradient(number: int, parameter: _Parameter) -> Gradient:
+    assert parameter.nbytes is not None
+    shape = "x".join(map(str, parameter.shape)) if parameter.shape else ""
+    name = f"gradient {number:03} {shape}".strip()
+    return Gradient(name, parameter.nbytes, parameter.ready_after, parameter.readers)
+
+
+def _bucket(number: int, transfer: Transfer, parameters: tuple[_Parameter, ...]) -> Gradient:
+    assert transfer.nbytes is not None
+    readers = None
+    if parameters and all(p.readers is not None for p in parameters):
+        readers = tuple(sorted({r for p in parameters for r in p.readers or ()}))
+    return Gradient(f"bucket {number:02}", transfer.nbytes, transfer.after, readers)
+
+
+def _without_transfers(parameters: list[_Parameter], notes: Notes) -> list[Gradient]:
+    known = [p for p in parameters if p.nbytes is not None]
+    if known:
+        notes.lacks("gradient transfers", "the gradient of every parameter with a shape is to be sent")
+    if len(known) < len(parameters):
+        notes.lacks(f"the shapes of {len(parameters) - len(known)} parameters (record_shapes=True): left out")
+    return [_gradient(k, p) for k, p in enumerate(known)]

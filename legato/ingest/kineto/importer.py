@@ -1,0 +1,221 @@
+"""PyTorch profiler traces (Kineto): a workload, what overlap there was, and the measured timeline."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from legato.core.errors import FileError, InputError
+from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
+from legato.ingest.assemble import assemble
+from legato.ingest.kineto.events import Marks, Window, read_marks, read_trace
+from legato.ingest.kineto.gradients import gradients
+from legato.ingest.kineto.step import Step, extract, trim, windows
+from legato.ingest.source import Progress, one_line
+from legato.ingest.traced import Imported, Notes, RankMeasure, TracedOp
+
+__all__ = ["Graph", "import_kineto"]
+
+#: From a trimmed step to the data dependencies of its ops, where something else than the trace knows them.
+Graph = Callable[[Step, Notes], Sequence[TracedOp]]
+
+
+def import_kineto(
+    paths: Sequence[Path],
+    *,
+    name: str | None = None,
+    step: str | None = None,
+    rank: int | None = None,
+    keep_idle: bool = True,
+    batch_size: int = 1,
+    graphs: dict[Path, Graph] | None = None,
+    progress: Progress | None = None,
+) -> Imported:
+    """Import the traces of one or more ranks of one job.
+
+    `step` is a step's name or number (default: the one of median length), `rank`
+    the rank whose computation the workload is (default: the lowest). Raises
+    `FileError` for a file that is no such trace, `InputError` for ranks or steps
+    that are not there.
+    """
+    notes = Notes()
+    readings = iter(_readings(paths, progress))
+    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
+    chosen = _chosen(traces, rank)
+    marked = {r: windows(marks, notes) for r, marks in traces.items()}
+    window = _window(marked[chosen], step, traces[chosen])
+    steps = {}
+    for r, marks in traces.items():
+        same = [w for w in marked[r] if w.name == window.name]
+        if not same:
+            raise InputError(f"{marks.path}: no step {window.name!r} (has {_listed(marked[r])})")
+        found = extract(read_trace(marks, same[0], next(readings)), same[0], notes)
+        if not found.ops:
+            raise FileError(f"{marks.path}: no computation in step {window.name!r} (is this a PyTorch profiler trace?)")
+        steps[r] = found if r == chosen else replace(found, trace=found.trace.emptied())
+    waits_known = _set_waits(steps, traces, notes)
+    steps = {r: trim(s) for r, s in steps.items()}
+    mine = steps[chosen]
+    graph = (graphs or {}).get(mine.trace.marks.path)
+    if graph is not None:
+        mine = replace(mine, ops=tuple(graph(mine, notes)))
+    else:
+        notes.lacks("data dependencies between ops", "each op needs the one before it")
+    measures = tuple(_measure(r, s, waits_known) for r, s in sorted(steps.items()))
+    measured = next(m for m in measures if m.rank == chosen)
+    workload = assemble(
+        name or _title(mine.trace.marks.path),
+        mine.ops,
+        gradients(mine, notes),
+        notes,
+        keep_idle=keep_idle,
+        batch_size=batch_size,
+        device="gpu" if mine.on_device else "cpu",
+        untraced_s=None,
+    )
+    return Imported(workload, _timeline(workload.name, steps, chosen, measured), measures, notes)
+
+
+def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
+    """A callback for each reading of a file: all of them are read twice, which is one progress."""
+    sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
+    if progress is None:
+        return [None for _ in sizes]
+    return [partial(_advance, progress, sum(sizes[:i]), sum(sizes)) for i in range(len(sizes))]
+
+
+def _advance(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
+    found: dict[int, Marks] = {}
+    for number, trace in enumerate(traces):
+        if not trace.has_work:
+            raise FileError(f"{trace.path}: no operators and no kernels in {trace.events} events (expected a trace "
+                            "of torch.profiler)")  # fmt: skip
+        if trace.rank is None and len(traces) > 1:
+            notes.lacks("the rank of some traces", "they are numbered in the order given")
+        rank = number if trace.rank is None else trace.rank
+        if rank in found:
+            raise InputError(f"{trace.path}: rank {rank} again (is also in {found[rank].path})")
+        found[rank] = trace
+    sizes = {trace.workers for trace in traces} - {None}
+    if sizes and len(traces) < max(size or 0 for size in sizes):
+        notes.lacks(f"{max(size or 0 for size in sizes) - len(traces)} of the job's ranks")
+    return found
+
+
+def _chosen(traces: dict[int, Marks], rank: int | None) -> int:
+    if rank is not None and rank not in traces:
+        raise InputError(f"rank {rank} is in none of the traces (has {', '.join(map(str, sorted(traces)))})")
+    return min(traces) if rank is None else rank
+
+
+def _window(marked: list[Window], step: str | None, trace: Marks) -> Window:
+    if step is not None:
+        found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
+        if not found:
+            raise InputError(f"{trace.path}: no step {step!r} (has {_listed(marked)})")
+        return found[0]
+    middle = statistics.median_low([w.end_s - w.start_s for w in marked])
+    return next(w for w in marked if w.end_s - w.start_s == middle)
+
+
+def _listed(marked: list[Window]) -> str:
+    return one_line(", ".join(w.name for w in marked))
+
+
+def _set_waits(steps: dict[int, Step], traces: dict[int, Marks], notes: Notes) -> bool:
+    """Split each collective into waiting and transfer: the last rank to come does not wait."""
+    transfers = [[(t.kind, t.nbytes) for t in s.transfers] for s in steps.values()]
+    if not transfers[0]:
+        return len(steps) > 1
+    everyone = len(steps) > 1 and len(steps) == max(t.workers or len(steps) for t in traces.values())
+    if len(steps) == 1:
+        notes.lacks("the other ranks", "no collective waited for a late rank: all of its time is transfer")
+        return False
+    if any([kind for kind, _ in t] != [kind for kind, _ in transfers[0]] for t in transfers):
+        notes.lacks("the same collectives on all ranks", "no collective waited for a late rank")
+        return False
+    if not everyone:
+        notes.assume("the last of the given ranks came last to every collective")
+    matched = zip(*(s.transfers for s in steps.values()), strict=True)
+    shortest = [min(t.end_s - t.start_s for t in same) for same in matched]
+    for r, s in steps.items():
+        waited = tuple(
+            replace(t, waited_s=t.end_s - t.start_s - best) for t, best in zip(s.transfers, shortest, strict=True)
+        )
+        steps[r] = replace(s, transfers=waited)
+    return True
+
+
+def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
+    ops = _computing(step)
+    computing = merge_intervals((o.start_s, o.end_s) for o in ops)
+    carrying = merge_intervals((t.start_s + t.waited_s, t.end_s) for t in step.transfers)
+    c, n, t = _length(computing), _length(carrying), step.length_s
+    union = _length(merge_intervals(computing + carrying))
+    host = math.fsum(o.duration_s + o.gap_s for o in ops)
+    hidden = n - math.fsum(o.stalled_s for o in step.ops)
+    return RankMeasure(
+        rank=rank,
+        step=step.window.name,
+        iteration_s=t,
+        computation_s=c,
+        communication_s=n,
+        waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
+        idle_s=max(t - union, 0.0),
+        exposed_comm_s=union - c,
+        rho=n / c if c > 0 else 0.0,
+        overlap=overlap_coefficient(n, c, t),
+        utilization=c / t if t > 0 else 1.0,
+        host_overlap=hidden / min(n, host) if min(n, host) > 0 else 0.0,
+    )
+
+
+def _computing(step: Step) -> list[TracedOp]:
+    """The ops but for the transfers that are ops."""
+    transfers = {(t.name, t.end_s) for t in step.transfers}
+    return [op for op in step.ops if (op.name, op.end_s) not in transfers]
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return math.fsum(b - a for a, b in intervals)
+
+
+def _timeline(name: str, steps: dict[int, Step], chosen: int, measured: RankMeasure) -> Timeline:
+    """The step on all ranks, the chosen one first, as a period that begins with its backward pass.
+
+    Clocks are set by the ends of the collectives. The forward pass is drawn behind, as that of the next step.
+    """
+    reference = steps[chosen]
+    cut = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)
+    forward_s = measured.iteration_s - (cut - reference.begin_s)  # when the next forward pass begins
+    spans = []
+
+    def add(
+        worker: int, lane: str, what: str, start: float, end: float, kind: SpanKind, nbytes: int | None = None
+    ) -> None:
+        at = start - cut if start >= cut else start - reference.begin_s + forward_s
+        spans.append(Span(worker, lane, what, at, at + end - start, kind, nbytes))
+
+    order = [chosen, *(r for r in sorted(steps) if r != chosen)]
+    for worker, r in enumerate(order):
+        step = steps[r]
+        late = [b.end_s - a.end_s for a, b in zip(step.transfers, reference.transfers, strict=False)]
+        shift = statistics.median(late) if late else reference.begin_s - step.begin_s
+        for op in _computing(step):
+            add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
+        for number, t in enumerate(step.transfers):
+            start = t.start_s + t.waited_s + shift
+            add(worker, "network", f"{t.kind} {number:02}", start, t.end_s + shift, "message", t.nbytes)
+    return Timeline(name, "measured", measured.iteration_s, tuple(spans))
+
+
+def _title(path: Path) -> str:
+    return one_line(path.name.partition(".")[0], 60) or "trace"

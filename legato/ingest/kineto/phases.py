@@ -1,0 +1,101 @@
+"""Where the phases of a traced step begin, and its backward passes.
+
+[Note: telling backward passes apart]
+A step may have several: gradients accumulate, or two models take turns. Autograd
+gives an operator of the forward pass and the node that differentiates it the
+same sequence number. A node whose operator ran after a backward pass began does
+not belong to it: there the next pass begins. What autograd runs inside another
+node (checkpointing) belongs to that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from legato.core.workload import Phase
+from legato.ingest.kineto.events import Trace, Window
+from legato.ingest.kineto.rows import Row
+from legato.ingest.traced import Notes
+
+__all__ = ["BackwardPass", "Phases", "find_phases"]
+
+_ENGINE = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """When, on the host, autograd ran."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The forward phase ends with the first backward pass; the optimizer begins after the last one."""
+
+    backward_s: float
+    optimizer_s: float
+    passes: tuple[BackwardPass, ...]  # empty where autograd left no operators
+
+    def at(self, moment_s: float) -> Phase:
+        """The phase of what the host launched then."""
+        return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
+
+
+def find_phases(trace: Trace, window: Window, rows: Sequence[Row], notes: Notes) -> Phases:
+    """The phases of a step of which `rows` are the computation."""
+    passes = _backward_passes(trace, window)
+    lowest = passes[-1].start_s if passes else window.start_s
+    updates = [u.start_s for u in trace.marks.updates if window.start_s <= u.start_s < window.end_s]
+    stepped = [moment for moment in updates if moment >= lowest]
+    if stepped:
+        optimizer_s = stepped[0]
+    else:
+        notes.lacks("Optimizer.step marks", "what follows the last backward operator belongs to the optimizer")
+        optimizer_s = max((p.end_s for p in passes), default=window.end_s)
+    if not passes:
+        notes.lacks("operators of autograd", "the forward pass takes the first third of the computation")
+        return Phases(_third([row for row in rows if row.host_s < optimizer_s]), optimizer_s, ())
+    between = sum(passes[0].start_s <= moment < lowest for moment in updates)
+    if between:
+        notes.lacks(
+            f"a single update a step: the optimizer steps {between + 1} times",
+            "the earlier updates are computation, and wait for no transfer",
+        )
+    return Phases(passes[0].start_s, optimizer_s, passes)
+
+
+def _backward_passes(trace: Trace, window: Window) -> tuple[BackwardPass, ...]:
+    spans = trace.operator
+    engine = {number for number, name in enumerate(trace.names) if name.startswith(_ENGINE)}
+    first, last = np.searchsorted(spans.start, (window.start_s, window.end_s))
+    ran: dict[int, float] = {}  # when the operator of a sequence number ran
+    found: list[BackwardPass] = []
+    until = -np.inf
+    names, links = spans.name[first:last].tolist(), spans.link[first:last].tolist()
+    starts, ends = spans.start[first:last].tolist(), spans.end[first:last].tolist()
+    for name, link, start, end in zip(names, links, starts, ends, strict=True):
+        inside = start < until  # a node of autograd
+        if name in engine:
+            until = max(until, end)
+            if not found or (not inside and ran.get(link, -np.inf) > found[-1].start_s):
+                found.append(BackwardPass(start, end))
+            else:
+                found[-1] = BackwardPass(found[-1].start_s, until)
+        elif link >= 0 and not inside:
+            ran[link] = start
+    return tuple(found)
+
+
+def _third(rows: list[Row]) -> float:
+    """The moment in which the first third of the computation has been launched."""
+    left = sum(row.end_s - row.start_s for row in rows) / 3
+    for row in rows:
+        left -= row.end_s - row.start_s
+        if left < 0:
+            return row.host_s
+    return np.inf

@@ -1,0 +1,194 @@
+"""One step of one rank: what its device did, when the host asked for it, and in which phase.
+
+[Note: whose idle time]
+A device stands idle for two reasons. The host had not launched the next kernel
+yet: no plan of transfers changes that, so it belongs to the computation
+(`TracedOp.gap_s`). Or the kernel was launched and waited for a transfer: that
+is what planning is about, and it is in no op. Which of the two it was shows in
+the moment of the launch, which the profiler records under the kernel's
+correlation number: from then until the last transfer that ended in the gap it
+waited. On a CPU there is no launch, and the begin of the gap takes its place.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.timeline import merge_intervals
+from legato.ingest.kineto.events import Marks, Trace, Window
+from legato.ingest.kineto.phases import BackwardPass, Phases, find_phases
+from legato.ingest.kineto.rows import Row, collective_rows, compute_rows, describe, device_free_at
+from legato.ingest.names import GRADIENT_KINDS
+from legato.ingest.traced import Notes, TracedOp, Transfer
+
+__all__ = ["Step", "extract", "trim", "windows"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happened in a window; `sending` is the backward pass whose gradients are sent, where it is known.
+
+    `host_s[i]` and `thread[i]` say when and where op i was launched, `issued_s`
+    and `issued_on` the like of transfers. On the device the step begins at
+    `begin_s`, when it has done what was launched before; it lasts `length_s`.
+    """
+
+    trace: Trace
+    window: Window
+    phases: Phases
+    sending: BackwardPass | None
+    begin_s: float
+    length_s: float
+    ops: tuple[TracedOp, ...]
+    host_s: NDArray[np.float64]
+    thread: NDArray[np.int64]
+    transfers: tuple[Transfer, ...]
+    issued_s: tuple[float, ...]
+    issued_on: tuple[int, ...]
+    on_device: bool
+
+
+def windows(marks: Marks, notes: Notes) -> list[Window]:
+    """The steps that the trace marks, in order; the whole trace if it marks none."""
+    if marks.steps:
+        return marks.steps
+    ends = [update.end_s for update in marks.updates]
+    if len(ends) > 1:
+        notes.lacks("ProfilerStep marks", "a step ends when the optimizer's step does")
+        return [Window(f"step {i}", a, b) for i, (a, b) in enumerate(zip([-np.inf, *ends], ends, strict=False))]
+    notes.lacks("ProfilerStep marks", "the whole trace is one step")
+    return [Window("step 0", -np.inf, np.inf)]
+
+
+def extract(trace: Trace, window: Window, notes: Notes) -> Step:
+    """The ops and transfers of a step; the ops as they were seen (see `trim`)."""
+    on_device = len(trace.device) > 0
+    if not on_device:
+        notes.lacks("device kernels", "the CPU operators are the computation")
+    rows = sorted(compute_rows(trace, window.start_s, window.end_s), key=lambda r: r.start_s)
+    phases = find_phases(trace, window, rows, notes)
+    ops = tuple(TracedOp(r.name, phases.at(r.host_s), r.start_s, r.end_s, r.end_s - r.start_s) for r in rows)
+    issued = sorted(collective_rows(trace, window.start_s, window.end_s), key=lambda r: r.host_s)
+    said = [describe(trace, row) for row in issued]
+    can_carry = [
+        row.host_s
+        for row, (kind, *_) in zip(issued, said, strict=True)
+        if kind in GRADIENT_KINDS and row.host_s < phases.optimizer_s
+    ]
+    sending = _sending(phases, can_carry, notes)
+    since = phases.backward_s if sending is None else sending.start_s
+    transfers = tuple(_transfer(row, *what, phases, since) for row, what in zip(issued, said, strict=True))
+    begin, length = _extent(trace, window, ops, transfers)
+    return Step(
+        trace, window, phases, sending, begin, length,
+        ops, np.array([r.host_s for r in rows]), np.array([r.thread for r in rows], dtype=np.int64),
+        transfers, tuple(row.host_s for row in issued), tuple(row.thread for row in issued), on_device,
+    )  # fmt: skip
+
+
+def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:
+    """The backward pass whose gradients are sent: the last one that `issued` a transfer which can carry them."""
+    passes = phases.passes
+    if len(passes) < 2:
+        return passes[0] if passes else None
+    starts = [p.start_s for p in passes]
+    senders = sorted({bisect.bisect_right(starts, moment) - 1 for moment in issued if starts[0] <= moment})
+    chosen = senders[-1] if senders else len(passes) - 1
+    which = f"backward pass {chosen + 1} of {len(passes)}"
+    notes.assume(f"the gradients of {which} are sent; the other passes are computation")
+    if len(senders) > 1:
+        notes.lacks(
+            f"a single backward pass that sends gradients: {len(senders)} of {len(passes)} do",
+            "the transfers of the earlier ones take the time that they took",
+        )
+    return passes[chosen]
+
+
+def _transfer(row: Row, kind: str, nbytes: int | None, workers: int | None, phases: Phases, since: float) -> Transfer:
+    carries = kind in GRADIENT_KINDS and since <= row.host_s < phases.optimizer_s
+    return Transfer(row.name, kind, nbytes, row.start_s, row.end_s, phases.at(row.host_s), carries, workers)
+
+
+def _extent(
+    trace: Trace, window: Window, ops: Sequence[TracedOp], transfers: Sequence[Transfer]
+) -> tuple[float, float]:
+    """When the step began on the device, and how long it lasted: as its marks say, else from first event to last."""
+    first = min((o.start_s for o in ops), default=0.0)
+    last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
+    begin = first if window.start_s == -np.inf else device_free_at(trace, window.start_s)
+    if -np.inf < window.start_s and window.end_s < np.inf:
+        return begin, window.end_s - window.start_s
+    return begin, max(last - begin, 0.0)
+
+
+def trim(step: Step) -> Step:
+    """The step with its ops on one stream: what overlaps another op counts once, and gaps are the host's alone.
+
+    Collectives that carry no gradients become ops of their own time; the waiting in them does not count.
+    """
+    ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
+    for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
+        if not transfer.carries_gradients:
+            start = transfer.start_s + transfer.waited_s
+            ops.append(TracedOp(transfer.name, transfer.phase, start, transfer.end_s, transfer.end_s - start))
+            host.append(issued)
+            thread.append(on)
+    order = sorted(range(len(ops)), key=lambda i: ops[i].start_s)
+    waits, carries = _Stalls(step, waiting=True), _Stalls(step, waiting=False)
+    until = step.begin_s
+    trimmed: list[TracedOp] = []
+    for i in order:
+        op = ops[i]
+        gap = max(op.start_s - until, 0.0)
+        ready = max(until, host[i]) if step.on_device else until
+        waited, stalled = (min(gap, stalls.within(ready, op.start_s)) for stalls in (waits, carries))
+        lasts = max(op.end_s - max(until, op.start_s), 0.0)
+        trimmed.append(replace(op, duration_s=lasts, gap_s=gap - waited, stalled_s=stalled))
+        until = max(until, op.end_s)
+    moments = np.array([host[i] for i in order])
+    threads = np.array([thread[i] for i in order], dtype=np.int64)
+    by_launch = np.argsort(moments, kind="stable")
+    highest = np.maximum.accumulate(by_launch) if len(by_launch) else by_launch
+    after = np.searchsorted(moments[by_launch], step.issued_s) - 1
+    transfers = tuple(
+        replace(t, after=int(highest[k]) if k >= 0 else -1) for t, k in zip(step.transfers, after, strict=True)
+    )
+    return replace(step, ops=tuple(trimmed), host_s=moments, thread=threads, transfers=transfers)
+
+
+class _Stalls:
+    """When the network was busy with what a computation can have waited for.
+
+    With `waiting` also the waiting for late ranks counts. What carries no
+    gradients is an op of the step, but for that waiting.
+    """
+
+    def __init__(self, step: Step, waiting: bool) -> None:
+        spans = [
+            (
+                t.start_s if waiting else t.start_s + t.waited_s,
+                t.end_s if t.carries_gradients else t.start_s + t.waited_s,
+            )
+            for t in step.transfers
+            if t.carries_gradients or waiting
+        ]
+        self._done = sorted(end for _, end in spans)
+        self._busy = merge_intervals(spans)
+        self._ends = [end for _, end in self._busy]
+
+    def within(self, start: float, end: float) -> float:
+        """Seconds of a gap that were spent waiting: until the last transfer that ended in it, for no later one."""
+        last = bisect.bisect_right(self._done, end) - 1
+        end = max(self._done[last], start) if last >= 0 else start
+        total = 0.0
+        for k in range(bisect.bisect_right(self._ends, start), len(self._busy)):
+            a, b = self._busy[k]
+            if a >= end:
+                break
+            total += min(b, end) - max(a, start)
+        return total

@@ -1,0 +1,146 @@
+"""Collectives made of sends and receives, in chunks, on one thread.
+
+`legato.pytorch.network.rounds` says who gives what to whom. Here it is done, on one
+flat tensor in place, over the point-to-point operations of a gloo. Cut into
+`depth` chunks, a message keeps the link and the adder busy at once (Caramel,
+sections 4.4 and 5; `legato.simulator.pipelining` prices it): a chunk's parts are
+on the wire as soon as its last sum is there, while the next chunk is added up.
+
+[Note: receives first] gloo moves bytes when both ends have asked for them, so
+all receives of a message are posted before its first send. What is added comes
+into scratch memory. What is handed out comes into its place right away: the
+parts that come back complete are those that were given away, and they cannot
+come before they were taken.
+
+[Note: tags] A rank numbers the rounds and chunks of all its messages through.
+All ranks carry out the same messages in the same order, so the two ends of a
+transfer have the same number, and no other transfer in flight has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.plan import Kind
+from legato.pytorch.network.rounds import ROUNDS, Round, Transfer
+
+__all__ = ["Collectives"]
+
+_TAGS = 2**30
+
+
+class Collectives:
+    """One rank's part in the collectives of a gloo; all ranks call the same ones in the same order."""
+
+    def __init__(self, gloo: Any, timeout: timedelta) -> None:
+        self._gloo = gloo
+        self._timeout_s = timeout.total_seconds()
+        self._next_tag = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def carry_out(self, tensor: Tensor, kind: Kind, collective: str, depth: int) -> None:
+        """Sum a flat tensor over all ranks, in place; or do the one half of that, or the other.
+
+        After a reduce_scatter, each rank holds the sum of its own parts; an
+        all_gather of the same collective and depth goes on from there. Returns
+        when it is done here. Raises `RuntimeError` when a peer is gone, or has
+        not come within the process group's timeout.
+        """
+        course = ROUNDS[collective](self._gloo.rank(), self._gloo.size())
+        reduce = course.reduce if kind != "all_gather" else ()
+        distribute = course.distribute if kind != "reduce_scatter" else ()
+        chunks = [_part(tensor, c, c + 1, depth) for c in range(depth)]
+        passage = _Passage(self._gloo, chunks, course.parts, self._next_tag, time.monotonic() + self._timeout_s)
+        self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
+        passage.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, course.parts))
+
+    def _scratch_for(self, tensor: Tensor, rounds: Sequence[Round], chunks: list[Tensor], parts: int) -> Tensor:
+        needed = sum(
+            _part(chunk, taken.start, taken.stop, parts).nbytes
+            for step in rounds
+            for taken in step.receives
+            for chunk in chunks
+        )
+        if self._scratch.nbytes < needed:
+            self._scratch = torch.empty(-(-needed // 16) * 16, dtype=torch.uint8)
+        return self._scratch.view(tensor.dtype) if needed else tensor[:0]
+
+
+class _Passage:
+    """One message on its way."""
+
+    def __init__(self, gloo: Any, chunks: list[Tensor], parts: int, first_tag: int, deadline: float) -> None:
+        self._gloo, self._chunks, self._parts = gloo, chunks, parts
+        self._first_tag, self._deadline = first_tag, deadline
+        self._rounds: list[Round] = []
+        self._sends: dict[tuple[int, int], list[Any]] = {}  # by round and chunk
+        self._receives: dict[tuple[int, int], list[tuple[Any, Tensor, Tensor | None]]] = {}
+
+    def run(self, reduce: Sequence[Round], distribute: Sequence[Round], scratch: Tensor) -> None:
+        self._rounds = [*reduce, *distribute]
+        turns = [(r, c) for r in range(len(self._rounds)) for c in range(len(self._chunks))]
+        for r, c in turns:
+            scratch = self._expect(r, c, scratch if r < len(reduce) else None)
+        for turn in turns[: len(self._chunks)]:
+            self._send(*turn)
+        for r, c in turns:
+            self._finish(r, c)
+            if r + 1 < len(self._rounds):
+                self._send(r + 1, c)
+        for works in self._sends.values():
+            self._wait_all(works)
+
+    def _expect(self, r: int, c: int, scratch: Tensor | None) -> Tensor:
+        """Post the receives of a turn; returns what is left of the scratch memory."""
+        posted = self._receives[r, c] = []
+        left = scratch if scratch is not None else self._chunks[0][:0]
+        for taken in self._rounds[r].receives:
+            place = self._place(c, taken)
+            if not place.numel():
+                continue
+            into = None
+            if scratch is not None:
+                into, left = left[: place.numel()], left[place.numel() :]
+            work = self._gloo.recv([place if into is None else into], taken.peer, self._tag(r, c))
+            posted.append((work, place, into))
+        return left
+
+    def _send(self, r: int, c: int) -> None:
+        self._sends[r, c] = [
+            self._gloo.send([place], given.peer, self._tag(r, c))
+            for given in self._rounds[r].sends
+            if (place := self._place(c, given)).numel()
+        ]
+
+    def _finish(self, r: int, c: int) -> None:
+        """What a turn receives is in, and added up."""
+        if self._rounds[r].overwrites:
+            self._wait_all(self._sends.pop((r, c)))
+        for work, place, into in self._receives.pop((r, c)):
+            self._wait_all([work])
+            if into is not None:
+                place.add_(into)
+
+    def _wait_all(self, works: list[Any]) -> None:
+        for work in works:
+            left = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
+            if not work.wait(left):
+                raise RuntimeError("the transfer was given up")
+
+    def _place(self, c: int, transfer: Transfer) -> Tensor:
+        return _part(self._chunks[c], transfer.start, transfer.stop, self._parts)
+
+    def _tag(self, r: int, c: int) -> int:
+        return (self._first_tag + r * len(self._chunks) + c) % _TAGS
+
+
+def _part(tensor: Tensor, start: int, stop: int, parts: int) -> Tensor:
+    """Parts `start` to `stop` of a flat tensor cut into `parts`, which differ by one element at most."""
+    n = tensor.numel()
+    return tensor[n * start // parts : n * stop // parts]

@@ -1,0 +1,72 @@
+"""How long the optimizer works for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from legato.pytorch.recording.operators import tensors
+from legato.pytorch.recording.storages import Owners, Storages
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Attributes the optimizer's ops to the parameters that they work for.
+
+    An op works for a parameter when it touches the parameter, its gradient, its
+    optimizer state, or something computed from these. An op on lists of tensors
+    (foreach, fused) works for many, for each as much as it has elements.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, storages: Storages):
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._owners = Owners(storages)
+        self._notes: list[tuple[Any, dict[int, int]]] = []
+        for i, parameter in enumerate(parameters):
+            state = optimizer.state.get(parameter, {})
+            for tensor in (parameter, *tensors(parameter.grad), *tensors(state)):
+                self._owners.add(tensor, i)
+
+    def note(self, arguments: Sequence[Any], out: Any, marks: Any) -> None:
+        """An op has run: its arguments, its result, and its (start, stop) on the clock."""
+        columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
+        shares: dict[int, int] = {}
+        if columns:
+            rows = [[c[i] for c in columns if i < len(c)] for i in range(max(map(len, columns)))]
+        else:
+            rows = [list(arguments)]
+        split = isinstance(out, (list, tuple)) and len(out) == len(rows)
+        for i, row in enumerate(rows):
+            found = list(tensors(row))
+            owners = {owner for tensor in found for owner in self._owners.of(tensor)}
+            for owner in owners:
+                shares[owner] = shares.get(owner, 0) + self._parameters[owner].numel()
+            for tensor in tensors(out[i] if split else out):
+                for owner in owners:
+                    self._owners.add(tensor, owner)
+        self._notes.append((marks, shares))
+
+    def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
+        """(parameter, seconds) for those of `updated` that the optimizer has, in its order.
+
+        Time that belongs to none of them is spread in proportion to their bytes.
+        """
+        index = {id(self._parameters[i]): i for i in updated}
+        order = [index[id(p)] for group in self._optimizer.param_groups for p in group["params"] if id(p) in index]
+        total = dict.fromkeys(order, 0.0)
+        spare = 0.0
+        for marks, shares in self._notes:
+            duration = read(*marks)
+            mine = {owner: share for owner, share in shares.items() if owner in total}
+            whole = sum(mine.values())
+            if not whole:
+                spare += duration
+            for owner, share in mine.items():
+                total[owner] += duration * share / whole
+        nbytes = {i: self._parameters[i].nbytes for i in order}
+        whole = sum(nbytes.values())
+        return [(i, total[i] + spare * nbytes[i] / whole) for i in order]

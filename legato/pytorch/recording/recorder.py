@@ -1,0 +1,212 @@
+"""Recording one training step, op by op, while it runs: the same for `capture` and for live training.
+
+A `TorchDispatchMode` sees every operator below autograd, in the forward pass,
+in the backward pass (the engine carries the mode into its device threads) and
+in the optimizer. Nothing is run twice and no tensor is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from legato.core.errors import CaptureError
+from legato.core.workload import Op, Phase, Tensor
+from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.recording.clock import clock_for
+from legato.pytorch.recording.module_paths import ModulePaths
+from legato.pytorch.recording.operators import Operator, operator, tensors
+from legato.pytorch.recording.optimizer_times import Updates
+from legato.pytorch.recording.storages import Owners, Storages
+
+__all__ = ["Recorder", "Step"]
+
+_RANDOM_STATE = "random"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded training step.
+
+    `ops` are those of the forward and the backward pass in execution order,
+    with measured seconds. `tensors` stand in the order in which their gradients
+    were complete, those that got none (`unused`, by name) last; their readers
+    are forward ops. `updates` are (parameter, seconds in the optimizer), in the
+    optimizer's order.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    unused: tuple[str, ...]
+    updates: tuple[tuple[str, float], ...]
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder._run(func, args, kwargs or {})
+
+
+class Recorder:
+    """Records the steps of a model and its optimizer, one at a time.
+
+    Around each phase call `begin(phase)` and `end()`, or use `with
+    recorder.phase(name)`; after the last one `finish()` gives the `Step`. A
+    phase may begin while another is open, which then ends. If the step
+    fails, `abandon()` takes every hook away again; `finish()` does so too.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._parameters = trained_parameters(model)
+        if not self._parameters:
+            raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
+        self._clock = clock_for(next(iter(self._parameters.values())).device)
+        self._lock = threading.Lock()
+        self._hooks = ExitStack()
+        self._mode: _Mode | None = None
+        self._phase: Phase | None = None
+        self._paused = False
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Record a phase: forward, backward or optimizer."""
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, phase: Phase, *, follow: bool = False) -> None:
+        """Begin a phase.
+
+        With `follow`, forward becomes backward by itself when autograd begins to
+        run (the loss's own gradient, ones, is made before that: a forward op).
+        """
+        if self._phase is None:
+            self._start()
+        self._phase, self._follow = phase, follow
+        if phase == "optimizer":
+            self._updates = Updates(list(self._parameters.values()), self._optimizer, self._storages)
+        if self._mode is None:
+            self._mode = _Mode(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """End the phase: until the next one begins, nothing is recorded."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside, in any phase, is not the model's: it is not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def abandon(self) -> None:
+        """Stop, take away all hooks and forget what was recorded of the step."""
+        self.end()
+        self._hooks.close()
+        self._phase = None
+
+    def finish(self) -> Step:
+        """Stop, take away all hooks, and return the step. Waits for the device."""
+        self.abandon()
+        self._clock.settle()
+        seconds = self._clock.seconds
+        ops = tuple(Op(name, phase, seconds(*marks), deps) for name, phase, marks, deps in self._ops)
+        names = list(self._parameters)
+        unused = [i for i in range(len(names)) if i not in self._ready]
+        found = tuple(self._tensors(unused))
+        updates = self._updates.seconds([i for i in range(len(names)) if i in self._ready], seconds)
+        return Step(
+            ops=ops,
+            tensors=found,
+            unused=tuple(names[i] for i in unused),
+            updates=tuple((names[i], s) for i, s in updates),
+        )
+
+    def _tensors(self, unused: list[int]) -> Iterator[Tensor]:
+        names, parameters = list(self._parameters), list(self._parameters.values())
+        backward = [i for i, (_, phase, _, _) in enumerate(self._ops) if phase == "backward"]
+        if not backward or not self._ready:
+            raise CaptureError("no parameter got a gradient (expected a loss that depends on the model's parameters)")
+        after = backward[0]
+        ready = self._ready | {i: (backward[-1], parameters[i].nbytes) for i in unused}
+        for i, (producer, nbytes) in ready.items():
+            after = max(after, producer)  # not before a gradient that was complete earlier
+            yield Tensor(names[i], nbytes, after, tuple(self._readers.get(i, ())))
+
+    def _start(self) -> None:
+        self._storages = Storages()
+        self._owners = Owners(self._storages)
+        self._paths = ModulePaths(self._model)
+        self._ops: list[tuple[str, Phase, tuple[Any, Any], tuple[int, ...]]] = []
+        self._ready: dict[int, tuple[int, int]] = {}
+        self._readers: dict[int, list[int]] = {}
+        self._paths.follow(self._hooks)
+        for i, parameter in enumerate(self._parameters.values()):
+            self._owners.add(parameter, i)
+            complete = functools.partial(self._complete, i)
+            handle = parameter.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
+            self._hooks.callback(handle.remove)
+
+    def _complete(self, i: int, parameter: torch.Tensor) -> None:
+        """Autograd has added to the gradient of parameter i: what wrote it last, produced it."""
+        gradient = parameter.grad
+        with self._lock:
+            writer = None if gradient is None else self._storages.writer(gradient)
+            nbytes = parameter.nbytes if gradient is None else gradient.nbytes
+            self._ready.pop(i, None)  # the last time counts
+            self._ready[i] = (len(self._ops) - 1 if writer is None else writer, nbytes)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._paused:
+            return func(*args, **kwargs)
+        start = self._clock.now()
+        out = func(*args, **kwargs)
+        stop = self._clock.now()
+        with self._lock:
+            if self._phase == "optimizer":
+                self._updates.note((*args, *kwargs.values()), out, (start, stop))
+            else:
+                self._note(operator(func), args, kwargs, out, (start, stop))
+        return out
+
+    def _note(self, what: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, marks: Any) -> None:
+        key = self._storages.key
+        inputs = [*tensors(args), *tensors(kwargs)]
+        reads = {key(tensor) for tensor in inputs}
+        made = {key(tensor) for tensor in tensors(out)} - reads
+        writes = made | {key(tensor) for tensor in what.written(args, kwargs)}
+        if not writes and not (what.host and inputs):
+            return  # a view, a question about a shape, a mark of the profiler: nothing is computed
+        if self._phase == "forward" and self._follow and torch._C._current_graph_task_id() != -1:
+            self._phase = "backward"
+        assert self._phase is not None
+        op = len(self._ops)
+        deps = self._storages.access(
+            op, reads, writes | {_RANDOM_STATE} if what.random else writes, fence=what.host and bool(inputs)
+        )
+        self._ops.append((self._paths.name(what.name, self._phase), self._phase, marks, deps))
+        if self._phase == "forward":
+            for owner in {owner for tensor in inputs for owner in self._owners.of(tensor)}:
+                self._readers.setdefault(owner, []).append(op)

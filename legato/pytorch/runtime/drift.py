@@ -1,0 +1,97 @@
+"""Does training still go as it went under this plan at first? Measured as it trains, compared by all ranks together.
+
+[Note: drift] A plan is made for the times of the ops and of the network as they
+were. Of every `SAMPLE` backward passes that send, the last two are traced; that
+gives two numbers a rank: seconds of computation a pass, and seconds in which
+messages were on the wire. After `WINDOW` passes all ranks tell each other their
+medians, so all of them see the same numbers and draw the same conclusion. What
+the first window showed is the reference. A message waits for the last rank that
+hands it over, and so is longest on the wire where a rank is early: the network's
+own pace is that of the rank which saw the least. A change counts if two windows
+in a row show it; it is then the new reference, so it is told once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from legato.pytorch.runtime.tracing import Tracer
+
+if TYPE_CHECKING:
+    from legato.pytorch.runtime.reducer import Exchange
+
+__all__ = ["Drift"]
+
+#: Backward passes from one sample to the next, and from one comparison to the next.
+SAMPLE = 50
+WINDOW = 200
+_TRACED = 2  # passes in a sample
+#: A pace that differs by this factor, either way, is another one.
+TOLERANCE = 1.25
+
+#: Seconds a pass of one rank: computation, and messages on the wire.
+Pace = tuple[float, ...]
+
+
+class Drift:
+    """Keeps an eye on the pace of one plan; `gather` gives every rank's pace, in the order of the ranks."""
+
+    def __init__(self, gather: Callable[[Pace], Sequence[Pace]]) -> None:
+        self._gather = gather
+        self._tracer: Tracer | None = None
+        self._samples: list[Pace] = []
+        self._next = WINDOW + _TRACED  # passes after which paces are compared
+        self._reference: Sequence[Pace] = ()
+        self._suspected = False
+
+    def pass_begins(self, exchange: Exchange) -> str:
+        """A forward pass begins whose gradients will be sent. Returns what goes at another pace now, in words."""
+        self._sample(exchange)
+        if exchange.passes < self._next:
+            return ""
+        self._next = exchange.passes + WINDOW
+        mine = tuple(statistics.median(values) for values in zip(*self._samples, strict=True))
+        self._samples.clear()
+        return self._judge(self._gather(mine or (0.0, 0.0)))
+
+    def _sample(self, exchange: Exchange) -> None:
+        into = exchange.passes % SAMPLE
+        if self._tracer is None:
+            if into == SAMPLE - _TRACED and exchange.tracer is None:  # else the user traces
+                exchange.tracer = self._tracer = Tracer()
+        elif into < SAMPLE - _TRACED and exchange.tracer is self._tracer:
+            self._tracer.switch(None)
+            exchange.tracer = None
+        elif 0 < into < SAMPLE - _TRACED:  # by now its last messages are in, too
+            computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
+            self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))
+            self._tracer = None
+
+    def _judge(self, now: Sequence[Pace]) -> str:
+        if not all(computing for computing, _ in now):
+            return ""  # the user traced some rank all the time
+        found = list(_changes(self._reference, now)) if self._reference else []
+        if found and not self._suspected:
+            self._suspected = True
+            return ""
+        if found or not self._reference:
+            self._reference = now
+        self._suspected = False
+        return " and ".join(found)
+
+
+def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
+    """What goes at another pace, in words: the rank that changed most, and the network."""
+    factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
+    rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
+    if _differs(factors[rank]):
+        yield f"computation on rank {rank} takes {factors[rank]:.2f} times as long"
+    old, new = (min(pace[1] for pace in paces) for paces in (before, now))
+    if old > 0 and new > 0 and _differs(new / old):
+        yield f"communication takes {new / old:.2f} times as long"
+
+
+def _differs(factor: float) -> bool:
+    return max(factor, 1 / factor) > TOLERANCE

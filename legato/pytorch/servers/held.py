@@ -1,0 +1,176 @@
+"""What one server holds: its shares of the parameters, and the user's own optimizer for just these.
+
+[Note: shares of an optimizer] A whole parameter is updated by itself. A piece of
+one is a parameter of its own, a view of the elements, with the same elements of
+every state tensor that is shaped like the parameter (momentum) and a copy of
+the others (counters). That is exact for an optimizer that treats every element
+alike; one that looks at rows or norms (Adafactor, Muon) needs whole parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from legato.core.errors import InputError, RankError
+from legato.pytorch.runtime.update import Update
+from legato.pytorch.servers.protocol import Step
+from legato.pytorch.servers.shards import Share
+
+__all__ = ["Holdings", "check_optimizer", "check_step", "describe_state", "settings"]
+
+#: Of torch.optim: every element is updated by its own gradient and state.
+_BY_ELEMENT = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+#: ... every parameter by its own.
+_BY_PARAMETER = (*_BY_ELEMENT, "Adafactor", "Muon")
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], shares: Sequence[Share]) -> None:
+    """Raise `InputError` unless servers can apply it to their shares one by one."""
+    known = {id(p) for p in parameters.values()}
+    kind = type(optimizer)
+    alone = kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_PARAMETER
+    if not (alone or getattr(kind, "steps_parameters_alone", False)):
+        raise InputError(f"optimizer: {kind.__name__} (expected one that updates every parameter by itself)")
+    if kind.__name__ not in _BY_ELEMENT:
+        cut = next((s for s in shares if not s.whole), None)
+        if cut is not None:
+            raise InputError(f"optimizer: {kind.__name__} needs whole parameters, and {cut.name!r} is cut in pieces")
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        raise InputError("the optimizer has a parameter that is not the model's: no server would hold it")
+    check_step(optimizer)
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Raise `InputError` if a step of the optimizer would do more than a server can."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise InputError("the optimizer has hooks on its step, which no server could call")
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        raise InputError("GradScaler lets a fused optimizer scale its gradients, which no server could do: fused=False")
+
+
+def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
+    """What goes with a STEP: the hyper-parameters of all groups as they are now, and the `changed` gradients."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
+    try:
+        return msgspec.json.encode(Step(groups, changed))
+    except (TypeError, msgspec.EncodeError) as error:
+        raise InputError(f"a setting of the optimizer cannot be sent to a server: {error}") from None
+
+
+def describe_state(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """A digest of the optimizer's state and of which parameters are in which group; `names` are by id()."""
+    digest = hashlib.blake2b(digest_size=8)
+    for group in optimizer.param_groups:
+        digest.update(repr([names.get(id(p)) for p in group["params"]]).encode())
+        for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
+            for key, value in sorted(state.items()):
+                digest.update(key.encode())
+                plain = isinstance(value, Tensor)
+                digest.update(_bytes(value).numpy().tobytes() if plain else repr(value).encode())
+    return f"state {digest.hexdigest()} (load the same checkpoint on every rank)"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+class Holdings:
+    """`parameters[share index]` is what the optimizer updates."""
+
+    def __init__(self, shares: Sequence[Share], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self.shares = shares
+        self.parameters: dict[int, nn.Parameter] = {}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        pieces: defaultdict[int, list[nn.Parameter]] = defaultdict(list)
+        for share in shares:
+            whole = parameters[share.name]
+            own = whole if share.whole else nn.Parameter(share.of(whole.detach().contiguous()).clone())
+            self.parameters[share.index] = own
+            pieces[id(whole)].append(own)
+            if whole in optimizer.state:
+                state[own] = {k: _piece(v, share, whole) for k, v in optimizer.state[whole].items()}
+        self._base = type(optimizer)
+        self._optimizer = object.__new__(self._base)
+        vars(self._optimizer).update(vars(optimizer))
+        self._optimizer.state = state
+        self._optimizer.param_groups = [
+            {**group, "params": [own for p in group["params"] for own in pieces[id(p)]]}
+            for group in optimizer.param_groups
+        ]
+        self._updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+
+    def configure(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the settings of all groups. Raises `RankError` on other groups than ours."""
+        if len(groups) != len(self._optimizer.param_groups):
+            here = len(self._optimizer.param_groups)
+            raise RankError(f"the optimizer has {len(groups)} groups on the workers, {here} on a server")
+        for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):
+            for key, value in theirs.items():
+                before = mine.get(key)
+                if isinstance(before, Tensor):
+                    before.fill_(value)
+                else:
+                    mine[key] = tuple(value) if isinstance(before, tuple) else value
+
+    def aggregate(self, share: Share, gradients: Sequence[Tensor]) -> None:
+        """The gradient is the sum of these, added in their order; none if there are none."""
+        own = self.parameters[share.index]
+        if not gradients:
+            own.grad = None
+            return
+        if own.grad is None:
+            own.grad = torch.empty_like(own, memory_format=torch.contiguous_format)
+        flat = own.grad.detach().view(-1)
+        if len(gradients) == 1:
+            flat.copy_(gradients[0])
+            return
+        if flat.device == gradients[0].device:
+            torch.add(gradients[0], gradients[1], out=flat)
+        else:
+            flat.copy_(gradients[0]).add_(gradients[1].to(flat.device))
+        for gradient in gradients[2:]:
+            flat.add_(gradient.to(flat.device))
+
+    def update(self, shares: Sequence[Share]) -> None:
+        """Let the optimizer step these, and no others."""
+        chosen = [self.parameters[share.index] for share in shares]
+        chosen = [p for p in chosen if id(p) in self._updated]
+        if chosen:
+            Update(self._optimizer, self._base).apply(chosen)
+
+    def state(self) -> tuple[bytes, Tensor]:
+        """The optimizer's state of all shares: a list as JSON, and the bytes of all tensors in its order."""
+        listed: list[tuple[int, str, str | None, list[int] | None, Any]] = []
+        blocks = []
+        for share in self.shares:
+            for key, value in self._optimizer.state.get(self.parameters[share.index], {}).items():
+                if isinstance(value, Tensor):
+                    block = _bytes(value)
+                    listed.append((share.index, key, str(value.dtype).removeprefix("torch."), list(value.shape), None))
+                    blocks.append(block)
+                else:
+                    listed.append((share.index, key, None, None, value))
+        joined = torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.uint8)
+        return msgspec.json.encode(listed), joined
+
+
+def _piece(value: Any, share: Share, whole: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if share.whole:
+        return value
+    return share.of(value).clone() if value.shape == whole.shape else value.clone()

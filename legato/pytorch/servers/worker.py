@@ -1,0 +1,196 @@
+"""A worker's side: gradients out as they appear, parameters in as they are read.
+
+An iteration of a worker:
+
+    backward            announces its gradients, and pushes each when its turn in the plan has come
+    reading `.grad`     brings the averages of all workers (clipping, GradScaler, logging); most loops never do
+    optimizer.step()    says where the new values are to be put, tells the servers the settings, and returns
+    next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.gate`)
+
+[Note: in step] A worker begins an iteration's gradients only when all values of
+the one before are in. So no server changes a parameter while its value is on
+the way to somebody, and a worker is at most one step ahead of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from legato.core.errors import RankError
+from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.autograd import Outermost
+from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
+from legato.pytorch.servers.changes import Averages, Unchanged
+from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, Post, Sent
+from legato.pytorch.servers.puller import Puller
+from legato.pytorch.servers.shards import Arena, Share
+
+__all__ = ["Client"]
+
+
+class Client(Puller):
+    """A worker: it also pushes."""
+
+    def __init__(
+        self, post: Post, shares: Sequence[Share], pulls: Sequence[int], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__(post, shares, pulls, parameters)
+        self.enabled = True  # False under no_sync()
+        self.iteration = 0  # backward passes that push
+        self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
+        self._scale = 1.0 / post.layout.workers
+        self._gradients = Arena(shares)
+        self._averages = Averages(self)
+        self._unchanged = Unchanged(self)
+        self._sent: list[Sent] = []
+        self._in_backward = self._unstepped = False
+        self._next = 0
+        self._ready: set[str] = set()
+        self._hooks = [self._watch(slot) for slot in self.slots.values()]
+
+    @property
+    def standing(self) -> str:
+        """What it is doing, for the others' error messages."""
+        if not self._in_backward:
+            return f"works, {self.iteration} iterations begun"
+        return f"works, is in backward pass {self.iteration} and lacks the gradient of {self.shares[self._next].label}"
+
+    def close(self) -> None:
+        """Let go of the parameters, all up to date."""
+        for hook in self._hooks:
+            hook.remove()
+        self.leave()
+
+    def begin_forward(self) -> None:
+        """A forward pass starts."""
+        if self._in_backward:
+            raise RankError("the last backward pass did not finish (an exception in it?): start from a checkpoint")
+        self.outermost.forget()
+
+    # ---- backward: gradients out -------------------------------------------------
+
+    def _watch(self, slot: Slot) -> Any:
+        parameter: Any = slot.parameter
+        return parameter.register_post_accumulate_grad_hook(lambda _: self._gradient_ready(slot))
+
+    def _gradient_ready(self, slot: Slot) -> None:
+        if not self.enabled:
+            return
+        if not self._in_backward:
+            self._begin_backward(slot)
+        elif slot.name in self._ready:
+            raise RankError(
+                f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
+                "shared parameter?); use use_reentrant=False, or no_sync() around all but the last backward pass"
+            )
+        self._ready.add(slot.name)
+        self._advance()
+
+    def _begin_backward(self, first: Slot) -> None:
+        if self._unstepped:
+            raise RankError(
+                f"{first.name}: a backward pass began before the gradients of the one before were used; "
+                "call optimizer.step() in between, or put the earlier one under no_sync()"
+            )
+        self.settle()
+        self._unchanged.check(self.iteration)
+        self.outermost.notice()
+        self.post.finish(self._sent)
+        self._averages.forget()
+        self._in_backward = self._unstepped = True
+        self.iteration += 1
+        self._next = 0
+        self._ready.clear()
+        self._sent += self.tell_servers(GRADIENTS, self.iteration)
+
+    def _backward_ended(self) -> None:
+        if not self._in_backward:
+            return
+        self._ready.update(self.slots)
+        self._advance()
+        self._in_backward = False
+        for slot in self.slots.values():
+            slot.stage = SENT
+            gate.close(slot, self.resolve)
+        if any(slot.plain_class is not nn.Parameter for slot in self.slots.values()):
+            self._averages.fetch(self.iteration)  # nobody would notice that their gradients are read
+
+    def _advance(self) -> None:
+        while self._next < len(self.shares) and self.shares[self._next].name in self._ready:
+            self._push(self.shares[self._next])
+            self._next += 1
+
+    def _push(self, share: Share) -> None:
+        with gate.unseen():
+            gradient = self.slots[share.name].parameter.grad
+            self._averages.note(share.name, gradient)
+            if gradient is not None and gradient.layout != torch.strided:
+                raise RankError(f"{share.name}: its gradient is {gradient.layout}; only dense gradients can be sent")
+            self._send(share, gradient, self._scale)
+
+    def _send(self, share: Share, gradient: Tensor | None, scale: float) -> None:
+        elements, stamp = self._gradients.elements[share.index], self._gradients.stamp[share.index]
+        if gradient is None:
+            elements.zero_()
+        else:
+            part = share.of(gradient.detach())
+            if part.device == elements.device:
+                torch.mul(part, scale, out=elements)
+            else:
+                elements.copy_(part * scale)
+        stamp[0], stamp[1] = self.iteration, int(gradient is not None)
+        to, what = self.post.layout.server_rank(share.server), f"the gradient of {share.label}"
+        self._sent.append(self.post.send(self._gradients.message[share.index], to, 1 + share.index, what))
+
+    # ---- between backward and the next forward ---------------------------------------
+
+    def resolve(self, slot: Slot) -> None:
+        """Bring in what was asked for: a new value, or the averaged gradients."""
+        if slot.stage == SENT:
+            self._averages.fetch(self.iteration)
+        elif slot.stage == PENDING:
+            super().resolve(slot)
+            self._unchanged.note(slot)
+
+    def changed(self) -> list[tuple[int, bool]]:
+        """Shares whose averaged gradient the user changed, and whether there still is one.
+
+        Raises `RankError` where nothing says what to make of a change: to a
+        gradient that was not averaged yet, or to a parameter.
+        """
+        if self._in_backward or not self._unstepped:
+            raise RankError("optimizer.step() without a backward pass before it, whose gradients went to the servers")
+        self._unchanged.check(self.iteration)
+        return self._averages.changed()
+
+    def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
+        """Let the servers update as `content` says; the values come in this order."""
+        self._unstepped = False
+        self.expect(self.iteration, order)
+        self._sent += self.tell_servers(STEP, self.iteration, content)  # no wait: it is behind all gradients
+        if self.post.rank == 0:
+            self._send_changed(changed)
+        for slot in self.slots.values():
+            if slot.plain_class is not nn.Parameter:  # cannot be gated
+                self.resolve(slot)
+
+    def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
+        with gate.unseen():
+            for share in [self.by_index[index] for index, there in changed if there]:
+                self._send(share, self.slots[share.name].parameter.grad, 1.0)
+
+    def drop(self) -> None:
+        """The gradients that went out will not be used: `zero_grad()` without a `step()`, on all workers."""
+        if self._in_backward or not self._unstepped:
+            return
+        self._unstepped = False
+        self.iteration -= 1
+        self.post.finish(self.tell_servers(DROP, self.iteration))
+        for server in self.servers:
+            self.post.next_command(self.post.layout.server_rank(server), "that all workers dropped their gradients")
+        for slot in self.slots.values():
+            gate.open_(slot)

@@ -1,0 +1,159 @@
+"""How much computation must come before a gradient is there, and how much must follow its arrival.
+
+For every tensor: its *head*, the earliest moment its gradient can be ready, and
+its *tail*, the least time from its arrival to the end of the period. Carlier's
+(1982) words for release and delivery time; seconds throughout.
+
+                        head                            tail
+    one stream,         backward ops up to the one      the optimizer ops that cannot start before, and
+    captured order      that produces it                forward ops from the first such one on
+    one stream,         all ops it depends on,          all ops that depend on it,
+    any order           directly or not                 directly or not
+    unlimited           longest path to the gradient    longest path from the arrival
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from operator import getitem
+from typing import Literal, NamedTuple
+
+from legato.core.errors import unknown_name
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import ready_times
+from legato.simulator.period import Compute, Period, check_compute
+
+__all__ = ["Detours", "HeadsTails", "Order", "heads_tails"]
+
+#: The orders in which a worker may run its ops. In both, optimizer ops run whenever their turn is best;
+#: "captured" keeps backward and forward ops in the order of the workload, "any" only their dependencies.
+Order = Literal["captured", "any"]
+
+
+class HeadsTails(NamedTuple):
+    """Per tensor, and the seconds that the period takes at least when all communication is free."""
+
+    head_s: list[float]
+    tail_s: list[float]
+    compute_s: float
+
+
+def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
+    """Heads and tails under a compute setting and order. Raises `InputError` on an unknown one."""
+    check_compute(compute)
+    if order not in ("captured", "any"):
+        raise unknown_name("order", order, ("captured", "any"))
+    period = Period(workload)
+    if compute == "unlimited":
+        return _longest_paths(period)
+    weigh = _Weights(period.duration_s)
+    after = _closures(reversed(period.topological), _successors(period))
+    tails = [_union(after[r] for r in set(tensor.readers)) for tensor in workload.tensors]
+    if order == "captured":
+        heads = ready_times(workload)
+        forward = (1 << len(workload.phase_ops("forward"))) - 1  # forward ops have the lowest ids
+        tails = [bits | forward & -(bits & forward & -(bits & forward)) for bits in tails]
+    else:
+        before = _closures(period.topological, period.waits)
+        heads = [weigh.of(before[op]) for op in period.ready_op]
+    return HeadsTails(heads, [weigh.of(bits) for bits in tails], workload.compute_s)
+
+
+class Detours:
+    """What it costs to compute other gradients before those of a set, in any order on one stream.
+
+    Before the first gradient of the set there is the computation that all of
+    the set depends on. Another gradient comes before it too if its op runs
+    before as well, which delays the set; or else it is sent after it.
+    Sets of ops are bits.
+    """
+
+    def __init__(self, workload: Workload, s_per_byte: float) -> None:
+        period = Period(workload)
+        before = _closures(period.topological, period.waits)
+        self.needs = [before[op] for op in period.ready_op]
+        self.weigh = _Weights(period.duration_s)
+        self.ready_op, self.duration_s = period.ready_op, period.duration_s
+        self.send_s = [s_per_byte * tensor.nbytes for tensor in workload.tensors]
+
+    def shared(self, tensors: Iterable[int]) -> int:
+        """The ops that all of the set depend on."""
+        shared = -1
+        for t in tensors:
+            shared &= self.needs[t]
+        return shared
+
+    def least_s(self, computed: int, tensors: Collection[int], free_s: float) -> float:
+        """Seconds of the ops `computed` in any case and of others, or those for sending what they make, at least.
+
+        `tensors` are those of the set, which cost no more; `free_s` of the
+        network's time cost nothing. They are best spent where they spare most
+        computation; parts of ops count as well, which can only make it less.
+        """
+        late: dict[int, float] = {}
+        for t, op in enumerate(self.ready_op):
+            if t not in tensors and not computed >> op & 1:
+                late[op] = late.get(op, 0.0) + self.send_s[t]
+        least = self.weigh.of(computed)
+        for op in sorted(late, key=lambda op: self.duration_s[op] / late[op] if late[op] else math.inf, reverse=True):
+            duration, send = self.duration_s[op], late[op]
+            spared = min(1.0, free_s / send) if send else 1.0
+            free_s -= spared * send
+            least += (1 - spared) * min(duration, send)
+        return least
+
+
+def _longest_paths(period: Period) -> HeadsTails:
+    duration, successors = period.duration_s, _successors(period)
+    end, rest = [0.0] * len(duration), [0.0] * len(duration)
+    for i in period.topological:
+        ready = max((end[period.ready_op[t]] for t in period.reads[i]), default=0.0)
+        end[i] = duration[i] + max((end[op] for op in period.waits[i]), default=ready)
+        end[i] = max(end[i], duration[i] + ready)
+    for i in reversed(period.topological):
+        rest[i] = duration[i] + max((rest[op] for op in successors[i]), default=0.0)
+    tails = [max((rest[r] for r in tensor.readers), default=0.0) for tensor in period.workload.tensors]
+    return HeadsTails([end[op] for op in period.ready_op], tails, max(end))
+
+
+def _successors(period: Period) -> list[list[int]]:
+    successors: list[list[int]] = [[] for _ in period.waits]
+    for i, waits in enumerate(period.waits):
+        for op in waits:
+            successors[op].append(i)
+    return successors
+
+
+def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
+    """For each op, the set (as bits) of itself and all that is reached from it; `order` has neighbours first."""
+    closure = [0] * len(neighbours)
+    for i in order:
+        closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])
+    return closure
+
+
+def _union(sets: Iterable[int]) -> int:
+    bits = 0
+    for other in sets:
+        bits |= other
+    return bits
+
+
+class _Weights:
+    """Durations of sets of ops given as bits, a byte at a time: one table of 256 sums for every eight ops."""
+
+    def __init__(self, duration_s: list[float]) -> None:
+        self.tables: list[list[float]] = []
+        for k in range(0, len(duration_s), 8):
+            sums = [0.0]
+            for weight in duration_s[k : k + 8]:
+                sums += [total + weight for total in sums]
+            self.tables.append(sums)
+        self.known: dict[int, float] = {}
+
+    def of(self, bits: int) -> float:
+        """Seconds of all ops in the set."""
+        if bits not in self.known:
+            self.known[bits] = sum(map(getitem, self.tables, bits.to_bytes(len(self.tables), "little")))
+        return self.known[bits]

@@ -1,0 +1,72 @@
+"""Jackson's preemptive schedule: at every moment, the ready job with the longest tail.
+
+One machine, job i released at r_i, processed for p_i, then a tail q_i that
+needs no machine; when has the last tail ended at the earliest? With preemption
+(1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal, and
+its value is the largest, over sets S of jobs, of
+
+    min r(S) + sum p(S) + min q(S)
+
+(Horn 1974; Carlier 1982). It is PACE's scheduling problem (section IV) with the
+network as the machine, gradients as jobs and the remaining computation as
+tails; PACE solves it by a linear program.
+
+The highest of many values of which neighbours are alike: every so many, then closer and closer around the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+__all__ = ["highest", "jackson"]
+
+
+def jackson(
+    release: Sequence[float], processing: Sequence[float], tail: Sequence[float]
+) -> list[tuple[int, float, float]]:
+    """Pieces (job, start, stop) in time order, O(n log n); units are the caller's.
+
+    A job is preempted only where another is released; one that needs no time
+    gets one piece of no length. Of equal tails, the earlier index goes first.
+    Raises `ValueError` when the sequences differ in length.
+    """
+    arriving = sorted(range(len(release)), key=lambda i: release[i], reverse=True)
+    left = [p for _, p, _ in zip(release, processing, tail, strict=True)]
+    ready: list[tuple[float, int]] = []
+    pieces: list[tuple[int, float, float]] = []
+    now = 0.0
+    while arriving or ready:
+        if not ready:
+            now = max(now, release[arriving[-1]])
+        while arriving and release[arriving[-1]] <= now:
+            i = arriving.pop()
+            heapq.heappush(ready, (-tail[i], i))
+        i = ready[0][1]
+        stop = now + left[i]
+        if arriving and release[arriving[-1]] < stop:
+            stop = release[arriving[-1]]
+            left[i] -= stop - now
+        else:
+            heapq.heappop(ready)
+            left[i] = 0.0
+        if pieces and pieces[-1][0] == i and pieces[-1][2] == now:
+            pieces[-1] = (i, pieces[-1][1], stop)
+        else:
+            pieces.append((i, now, stop))
+        now = stop
+    return pieces
+
+
+def highest(count: int, value: Callable[[int], float], *, first: int) -> int:
+    """The index below `count` with the highest value of those tried; `first` of them before looking closer."""
+    step = -(-count // first)
+    tried = {k: value(k) for k in range(0, count, step)}
+    while True:
+        top = max(tried, key=tried.__getitem__)
+        if step == 1:
+            return top
+        step = -(-step // 2)
+        for k in (top - step, top + step):
+            if 0 <= k < count and k not in tried:
+                tried[k] = value(k)

@@ -1,0 +1,98 @@
+"""How much a network can carry before a moment, given when things are ready and what a message costs.
+
+Gradients in ready order, cut anywhere, in messages that cost alpha + beta * n.
+With f from `merge_optimal.py` for the first tensors whole, and the last one
+replaced by its first bytes, f also tells when any amount can have been carried
+at the earliest. `carried` is its inverse. Both are exact for this relaxation;
+`lower_bound.py` has the argument, and looks at time from both ends.
+
+Where all-reduces may be sent in halves, a message pays alpha/2 first, and one
+half does half of the work of its bytes. Take all messages up to a moment x. If
+some of them hand out, others before them have collected the same bytes; so they
+pay alpha/2 twice at least, all after the first gradient is ready, at h: the work
+is at most x - h - alpha. If none hands out, it is what can be collected by x in
+messages of alpha/2 + beta/2 * n. `HalvesWindow` takes the larger of these, and
+no more than messages of alpha/2 + beta * n allow, which both are. Time turned
+round, messages that collect and messages that hand out change places.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from legato.core.cluster import LinearCost
+from legato.schedule.published.merge_optimal import earliest_finishes
+
+__all__ = ["HalvesWindow", "Window", "windows"]
+
+
+class Window(NamedTuple):
+    """Tensors from one end of the period: when each is there, f, and the network's seconds for the first j."""
+
+    near_s: list[float]
+    finish_s: list[float]
+    work_s: list[float]
+    alpha_s: float
+
+    @classmethod
+    def of(cls, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> Window:
+        """For tensors whose `near_s` never falls."""
+        finish, _ = earliest_finishes(near_s, nbytes, cost)
+        work = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]
+        return cls(list(near_s), finish, work, cost.alpha_s)
+
+    def _start(self, j: int) -> float:
+        """Least of (start - work before it) for a message that ends with bytes of tensor j."""
+        ready = self.near_s[j]
+        i = bisect_right(self.finish_s, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is the best
+        start = ready - self.work_s[i - 1] if i else inf
+        return start if i > j else min(start, self.finish_s[i] - self.work_s[i])
+
+    def carried(self, until_s: float, *, of: int | None = None) -> float:
+        """The most seconds of work (beta times bytes) that can be done by then, of the first so many tensors."""
+        last = len(self.near_s) if of is None else of
+        j = bisect_right(self.finish_s, until_s, hi=last + 1) - 1
+        if j == last:
+            return self.work_s[j]
+        return max(self.work_s[j], min(until_s - self.alpha_s - self._start(j), self.work_s[j + 1]))
+
+    def needed(self, work_s: float) -> float:
+        """The earliest moment by which so much work can be done."""
+        if work_s <= 0:
+            return 0.0
+        j = min(bisect_left(self.work_s, work_s), len(self.near_s)) - 1
+        return self._start(j) + self.alpha_s + work_s
+
+
+class HalvesWindow:
+    """The same where a message is one half of an all-reduce, or both."""
+
+    def __init__(self, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> None:
+        """`cost`: of an all-reduce."""
+        half_alpha, beta = cost.alpha_s / 2, cost.beta_s_per_byte
+        self.near_s, self.alpha_s = list(near_s), cost.alpha_s
+        self.any = Window.of(near_s, nbytes, LinearCost(half_alpha, beta))
+        self.one_kind = Window.of(near_s, nbytes, LinearCost(half_alpha, beta / 2))
+
+    def carried(self, until_s: float, *, of: int | None = None) -> float:
+        """As `Window.carried`."""
+        if of == 0:
+            return 0.0
+        both_kinds = until_s - self.near_s[0] - self.alpha_s
+        return min(self.any.carried(until_s, of=of), max(self.one_kind.carried(until_s, of=of), both_kinds))
+
+
+def windows(
+    ends: Iterable[Sequence[float]], nbytes: Sequence[int], cost: LinearCost, whole: bool
+) -> list[Window | HalvesWindow]:
+    """One from each end of the period: what is near, by tensor. `whole`: all-reduces are not sent in halves."""
+    found = []
+    for near in ends:
+        order = sorted(range(len(near)), key=near.__getitem__)
+        make = Window.of if whole else HalvesWindow
+        found.append(make([near[t] for t in order], [nbytes[t] for t in order], cost))
+    return found

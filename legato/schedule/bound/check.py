@@ -1,0 +1,297 @@
+"""Checks a lower bound from its certificate alone.
+
+Shares nothing with the code that found the bound: heads and tails by walking
+over the ops, the recurrence of `merge_optimal.py` as it is written, everything
+in whole numbers. A float is a whole number of `1 / _SCALE` seconds, so there is
+no rounding. `lower_bound.py` has the proof that is being checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import accumulate
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.workload import Workload
+from legato.schedule.basics.heads_tails import Order
+from legato.schedule.bound.check_sequences import check_sequences
+from legato.schedule.bound.lower_bound import Bound
+from legato.simulator.period import Compute
+
+__all__ = ["verify_bound"]
+
+#: Every finite float is a multiple of 2**-1074, and half of one of 2**-1075.
+_SCALE = 2**1075
+
+
+def verify_bound(
+    bound: Bound,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    order: Order = "captured",
+    whole: bool = False,
+) -> Fraction:
+    """The exact seconds that the certificate proves.
+
+    Raises `InputError` when that is less than the bound claims (by more than
+    the rounding of its floats, a part in 10**9), or when the certificate names
+    tensors that the workload does not have.
+    """
+    chosen, case = bound.certificate.tensors, bound.certificate.case
+    if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
+        raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
+    if (case == "compute") != (not chosen):
+        raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
+    walk = _Walk(workload, compute, order)
+    if case == "compute":
+        proved = Fraction(walk.compute(), _SCALE)
+    elif case == "both":
+        proved = _both_ends(workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, whole)
+    elif case == "between":
+        proved = _between(workload, cluster, walk, chosen, whole)
+    elif case == "last":
+        proved = _last(workload, cluster, walk, chosen, whole)
+    elif case == "sequences":
+        proved = check_sequences(workload, cluster, walk, bound.certificate, whole)
+    else:
+        near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
+        proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
+            min(map(far, chosen)), _SCALE
+        )
+    if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
+        raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
+    return proved
+
+
+def _network(workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool) -> Fraction:
+    """f(near), with alpha/2 on top where halves are allowed."""
+    end = _End(workload, cluster, near, whole)
+    return Fraction(end.finish[-1] + (0 if whole else end.half), end.unit)
+
+
+def _both_ends(
+    workload: Workload, cluster: Cluster, near: dict[int, tuple[int, int]], bound: Bound, whole: bool
+) -> Fraction:
+    """m - alpha/2 and the time that is needed, from the far end, for the work that cannot be done by m."""
+    moment = bound.certificate.moment_s
+    if not (math.isfinite(moment) and moment >= 0):
+        raise InputError(f"certificate: moment_s {moment} (expected finite seconds, at least 0)")
+    front = _End(workload, cluster, {t: head for t, (head, _) in near.items()}, whole)
+    back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, whole)
+    m = _whole(moment) * front.total
+    left = front.sent[-1] - front.done_by(m)
+    return Fraction(m - front.half + back.time_for(left), front.unit)
+
+
+def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+    """h + alpha + beta * B + q, and what is left of the other tensors when those before h and after q are done."""
+    first, last = min(map(walk.head, chosen)), min(map(walk.tail, chosen))
+    everything = range(len(workload.tensors))
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)  # for the slope of all bytes
+    others = [t for t in everything if t not in chosen]
+    work = entire.slope * sum(workload.tensors[t].nbytes for t in others)
+    before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, whole, entire).by(first * entire.total)
+    after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, whole, entire).by(last * entire.total)
+    begin = Fraction(first * entire.total + max(0, work - before - after))
+    if walk.reorders:
+        shared = set.intersection(*(walk.needs(t) for t in chosen))
+        begin = max(begin, _detour(workload, walk, shared, chosen, entire, after))
+    own = entire.slope * sum(workload.tensors[t].nbytes for t in chosen)
+    return (begin + entire.alpha + own + last * entire.total) / entire.unit
+
+
+def _last(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+    """The least over all times after the arrival of the chosen tensor, as `lower_bound.py` has it."""
+    if len(chosen) != 1 or not walk.reorders:
+        raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
+    everything = range(len(workload.tensors))
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)
+    released = _Carried(workload, cluster, {t: walk.head(t) for t in everything}, whole, entire)
+    needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, whole, entire)
+    work = [entire.slope * tensor.nbytes for tensor in workload.tensors]
+    tail = walk.tail(chosen[0]) * entire.total
+    room = [entire.alpha + work[t] + walk.tail(t) * entire.total for t in everything]
+    least = []
+    for after in {tail, *(seconds for seconds in room if seconds > tail)}:
+        computed = set.union(walk.needs(chosen[0]), *(walk.needs(t) for t in everything if room[t] > after))
+        begin = sum(walk.duration[i] for i in computed) * entire.total
+        busy = begin + sum(work) - released.by(begin) - needed.by(after)
+        least.append(after + max(_detour(workload, walk, computed, (), entire, needed.by(after)), Fraction(busy)))
+    return (entire.alpha + min(least)) / entire.unit
+
+
+def _detour(
+    workload: Workload, walk: _Walk, computed: set[int], chosen: tuple[int, ...], entire: _End, free: int
+) -> Fraction:
+    """The ops `computed` anyway; and of the others that make gradients, their time or that of sending these.
+
+    `free` work may be left for later at no cost: the least of a linear program, by its greedy solution.
+    """
+    sent: dict[int, int] = {}
+    for t, tensor in enumerate(workload.tensors):
+        if tensor.ready_after not in computed and t not in chosen:
+            sent[tensor.ready_after] = sent.get(tensor.ready_after, 0) + entire.slope * tensor.nbytes
+    choices = [(walk.duration[op] * entire.total, work) for op, work in sent.items() if work]
+    needed = Fraction(sum(walk.duration[i] for i in computed) * entire.total)
+    left = Fraction(free)
+    for seconds, work in sorted(choices, key=lambda choice: Fraction(*choice), reverse=True):
+        spared = min(Fraction(1), left / work)
+        left -= spared * work
+        needed += (1 - spared) * min(seconds, work)
+    return needed
+
+
+class _End:
+    """f for tensors as seen from one end of the period, in units of 1 / (_SCALE * bytes), where the slope is whole."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        near: dict[int, int],
+        whole: bool,
+        of: int | None = None,
+        one_kind: bool = False,
+    ) -> None:
+        """`of`: bytes up to which the cheapest cost is drawn as a line; these tensors' own if not given.
+
+        `one_kind`: a message does half of the work of its bytes.
+        """
+        inward = sorted(near, key=near.__getitem__)
+        sizes = [workload.tensors[t].nbytes for t in inward]
+        self.total = total = sum(sizes) if of is None else of
+        self.unit = _SCALE * total
+        costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.least_costs()]
+        alpha = min(a for a, _ in costs)
+        self.slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
+        self.alpha = alpha * total
+        self.half = self.alpha if whole else self.alpha // 2  # what a message pays first
+        self.sent = [self.slope // (2 if one_kind else 1) * nbytes for nbytes in accumulate(sizes, initial=0)]
+        self.near = [near[t] * total for t in inward]
+        self.finish = [0]
+        for j in range(len(inward)):
+            self.finish.append(self._begun(j) + self.half + self.sent[j + 1])
+
+    def _begun(self, j: int) -> int:
+        """The least (start of a message whose last bytes are of tensor j) - (work before it)."""
+        return min(max(self.finish[i], self.near[j]) - self.sent[i] for i in range(j + 1))
+
+    def done_by(self, moment: int) -> int:
+        """The most work by a moment: for some j, all before tensor j and as much of it as there is time for."""
+        possible = (min(moment - self.half - self._begun(j), self.sent[j + 1]) for j in range(len(self.near)))
+        return max(0, *possible)
+
+    def time_for(self, work: int) -> int:
+        """The least time for so much work; none for none."""
+        if work <= 0:
+            return 0
+        j = next(j for j in range(len(self.near)) if self.sent[j + 1] >= work)
+        return self._begun(j) + self.half + work
+
+
+class _Carried:
+    """The most work for tensors by a moment, in the units of `entire`; in halves, as `lower_bound.py` has it."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool, entire: _End) -> None:
+        self.alpha, self.whole, self.empty = entire.alpha, whole, not near
+        self.any = _End(workload, cluster, near, whole, entire.total)
+        self.one_kind = _End(workload, cluster, near, whole, entire.total, one_kind=True)
+
+    def by(self, moment: int) -> int:
+        if self.empty:
+            return 0
+        if self.whole:
+            return self.any.done_by(moment)
+        return min(self.any.done_by(moment), max(self.one_kind.done_by(moment), moment - self.any.near[0] - self.alpha))
+
+
+def _whole(seconds: float) -> int:
+    exact = Fraction(seconds) * _SCALE
+    assert exact.denominator == 1
+    return exact.numerator
+
+
+class _Walk:
+    """Heads and tails by definition, in units of 1 / _SCALE seconds."""
+
+    scale = _SCALE
+
+    def __init__(self, workload: Workload, compute: Compute, order: Order) -> None:
+        self.workload, self.compute_setting, self.order = workload, compute, order
+        self.reorders = order == "any" and compute == "one"
+        self.duration = [_whole(op.duration_s) for op in workload.ops]
+        self.phase = [op.phase for op in workload.ops]
+        self.before = [
+            [d for d in op.deps if op.phase == "forward" or self.phase[d] != "forward"] for op in workload.ops
+        ]
+        for tensor in workload.tensors:
+            for reader in tensor.readers:
+                if self.phase[reader] == "forward":
+                    self.before[reader] += [u for u in tensor.readers if self.phase[u] == "optimizer"]
+        self.after: list[list[int]] = [[] for _ in workload.ops]
+        for i, ops in enumerate(self.before):
+            for op in ops:
+                self.after[op].append(i)
+        forward, backward = (
+            [d if p == phase else 0 for d, p in zip(self.duration, self.phase, strict=True)]
+            for phase in ("forward", "backward")
+        )
+        self.backward_until = list(accumulate(backward))
+        self.forward_from = list(accumulate(reversed(forward)))[::-1]
+        self.paths: dict[tuple[int, bool], int] = {}
+
+    def compute(self) -> int:
+        if self.compute_setting == "one":
+            return sum(self.duration)
+        through = [self.head(t) + self.tail(t) for t in range(len(self.workload.tensors))]
+        return max([*through, *(self.path(i, self.before.__getitem__, False) for i in range(len(self.duration)))])
+
+    def head(self, t: int) -> int:
+        producer = self.workload.tensors[t].ready_after
+        if self.compute_setting == "unlimited":
+            return self.path(producer, self.before.__getitem__, False)
+        if self.order == "any":
+            return sum(self.duration[i] for i in self.needs(t))
+        return self.backward_until[producer]
+
+    def tail(self, t: int) -> int:
+        readers = list(self.workload.tensors[t].readers)
+        if self.compute_setting == "unlimited":
+            return max((self.path(r, self.after.__getitem__, True) for r in readers), default=0)
+        later = self.reached(readers, self.after)
+        if self.order == "any":
+            return sum(self.duration[i] for i in later)
+        updates = sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
+        forward = [i for i in later if self.phase[i] == "forward"]
+        return updates + (self.forward_from[min(forward)] if forward else 0)
+
+    def needs(self, t: int) -> set[int]:
+        """The ops that the gradient of a tensor depends on, and the one that produces it."""
+        return self.reached([self.workload.tensors[t].ready_after], self.before)
+
+    def reached(self, start: list[int], neighbours: list[list[int]]) -> set[int]:
+        found, todo = set(start), list(start)
+        while todo:
+            for op in neighbours[todo.pop()]:
+                if op not in found:
+                    found.add(op)
+                    todo.append(op)
+        return found
+
+    def path(self, op: int, neighbours: Callable[[int], list[int]], later: bool) -> int:
+        """The longest path that starts at an op and goes along `neighbours`, without recursion."""
+        todo = [op]
+        while todo:
+            i = todo[-1]
+            missing = [n for n in neighbours(i) if (n, later) not in self.paths]
+            if missing:
+                todo += missing
+            else:
+                todo.pop()
+                self.paths[i, later] = self.duration[i] + max((self.paths[n, later] for n in neighbours(i)), default=0)
+        return self.paths[op, later]

@@ -1,0 +1,230 @@
+"""Checks a bound of the case "sequences": that no sequence of messages takes so little time.
+
+The states of `sequences.py`, in whole numbers: of 2**-48 of the seconds that are
+claimed, with everything that a schedule has to wait for rounded down, so that
+rounding can only let more schedules pass. Shares nothing with the search: what
+must have been computed is found by going through sets of ops, and states are
+followed for all bytes handed out at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.workload import Workload
+from legato.schedule.bound.lower_bound import Certificate
+
+__all__ = ["Walk", "check_sequences"]
+
+#: What is claimed, in units; far above it, and still a number that can be added to others.
+_CLAIMED, _NEVER = 2**48, 2**60
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Walk(Protocol):
+    """What is known of ops and tensors, in whole numbers of `1 / scale` seconds."""
+
+    duration: list[int]
+    scale: int
+    reorders: bool
+
+    def head(self, t: int) -> int: ...
+    def tail(self, t: int) -> int: ...
+    def needs(self, t: int) -> set[int]: ...
+
+
+def check_sequences(
+    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, whole: bool
+) -> Fraction:
+    """The seconds that are claimed. Raises `InputError` if a sequence of messages may take no longer."""
+    claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
+    total = sum(tensor.nbytes for tensor in workload.tensors) - workload.tensors[certificate.tensors[0]].nbytes
+    for levels in certificate.levels:
+        if levels[:2] != (0, 1) or levels[-1] != total or any(b <= a for a, b in pairwise(levels)):
+            raise InputError(f"certificate: levels of bytes (expected 0, 1, and more of them up to {total})")
+    if whole and certificate.levels[0] != certificate.levels[1]:
+        raise InputError("certificate: bytes collected and handed out at different levels by all-reduces")
+    if any(walk.tail(b) >= walk.tail(a) for a, b in pairwise(certificate.tensors)):
+        raise InputError("certificate: tensors (expected falling tails)")
+    if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, whole).fits():
+        raise InputError(f"bound: a sequence of messages may take {float(claimed)} s")
+    return claimed
+
+
+class _Relaxed:
+    """All that a schedule has to wait for, in units, and the states that it passes through.
+
+    Coverage, as in `sequences.py`: 0, nothing of the first tensor is collected; 1, some of it; c, L(c - 1).
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, walk: Walk, claimed: Fraction, certificate: Certificate, whole: bool
+    ) -> None:
+        self.nbytes = [tensor.nbytes for tensor in workload.tensors]
+        self.walk, self.whole = walk, whole
+        self.unit = claimed * walk.scale / _CLAIMED
+        self.duration = [self.down(seconds) for seconds in walk.duration]
+        self.producer = [tensor.ready_after for tensor in workload.tensors]
+        self.needs = {op: walk.needs(t) for t, op in enumerate(self.producer)} if walk.reorders else {}
+        self.head = {op: sum(walk.duration[i] for i in needs) for op, needs in self.needs.items()}
+        first, own = certificate.tensors[0], self.nbytes[certificate.tensors[0]]
+        others = [t for t in range(len(self.nbytes)) if t != first]
+        tail = [walk.tail(t) for t in range(len(self.nbytes))]
+        x, y = certificate.levels
+        x_most, y_most = ([*(level - 1 for level in levels[1:]), levels[-1]] for levels in (x, y))
+        self._price(cluster, (x, x_most, y, y_most), own, walk.scale)
+
+        everything, joined = [first, *others], [level + own for level in x]
+        release = [self.ready([], others, x), self.ready([first], everything, joined)]
+        before = [np.zeros((len(x), len(x)), np.int64)] * 2
+        for mark in certificate.tensors:
+            covered = [t for t in others if tail[t] >= tail[mark]]
+            carried = sum(self.nbytes[t] for t in covered)
+            at = self.ready([first, *covered], everything, joined)
+            release.append(np.where(np.array(x_most) < carried, _NEVER, at))
+            earlier = [max(carried - most + level, 0) for most in x_most for level in x]
+            before.append(self.ready([], covered, earlier).reshape(len(x), len(x)))
+        self.release, self.before = np.array(release), np.array(before)
+        near, nbytes = [self.down(tail[t]) for t in others], [self.nbytes[t] for t in others]
+        self.left = _in_turn(near, nbytes, [y[-1] - most for most in y_most])
+        limits = [self.down(tail[mark]) for mark in certificate.tensors]
+        self.limit = np.array([limits[0], *limits, 0])
+
+    def down(self, value: int | Fraction) -> int:
+        """In units, rounded down."""
+        return int(value // self.unit)
+
+    def _price(self, cluster: Cluster, levels: Sequence[Sequence[int]], own: int, scale: int) -> None:
+        """What messages pay first, the work for the first tensor, and of the least and most bytes of every level.
+
+        Where it is the most, rounded up.
+        """
+        total = sum(self.nbytes)
+        costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
+        alpha = min(a for a, _ in costs)
+        slope = (min(a + b * total for a, b in costs) - alpha) / total
+        share = Fraction(scale, 1 if self.whole else 2)
+        self.alpha, self.first = self.down(alpha * share), self.down(slope * share * own)
+        least_x, most_x, least_y, most_y = (np.array([self.down(slope * share * n) for n in of]) for of in levels)
+        self.x, self.y = (least_x, most_x + (most_x > 0)), (least_y, most_y + (most_y > 0))
+
+    def ready(self, required: Sequence[int], tensors: Sequence[int], amounts: Sequence[int]) -> Array:
+        """The least time until the required tensors and so many bytes of some are computed, by amount."""
+        if not self.walk.reorders:
+            heads = [self.down(self.walk.head(t)) for t in tensors]
+            least = max((self.down(self.walk.head(t)) for t in required), default=0)
+            return np.maximum(_in_turn(heads, [self.nbytes[t] for t in tensors], amounts), least)
+        return self._in_any_order(required, tensors, amounts)
+
+    def _in_any_order(self, required: Sequence[int], tensors: Sequence[int], amounts: Sequence[int]) -> Array:
+        """For every op that may need most of all that run, the others that make most bytes for their time."""
+        given = set[int]().union(*(self.needs[self.producer[t]] for t in required))
+        made: dict[int, int] = {}
+        for t in tensors:
+            made[self.producer[t]] = made.get(self.producer[t], 0) + self.nbytes[t]
+        needs = {op: _bits(self.needs[op]) for op in made}
+        by_price = sorted(made, key=lambda op: Fraction(self.duration[op], made[op]))
+        asked, place = np.unique(np.array(amounts), return_inverse=True)
+        least = self._filled(given, made, [], needs, asked)
+        for deepest in made:
+            run = given | self.needs[deepest]
+            bits = _bits(run)
+            others = [op for op in by_price if self.head[op] <= self.head[deepest] and needs[op] & ~bits]
+            least = np.minimum(least, self._filled(run, made, others, needs, asked))
+        return np.minimum.accumulate(least[::-1])[::-1][place]
+
+    def _filled(
+        self, run: set[int], made: dict[int, int], others: Sequence[int], needs: dict[int, int], amounts: Array
+    ) -> Array:
+        """Seconds for these ops, and as much of others, in their order, as it takes for so many bytes."""
+        bits = _bits(run)
+        done = sum(of for op, of in made.items() if not needs[op] & ~bits)
+        until = [*accumulate((made[op] for op in others), initial=done)]
+        seconds = [*accumulate((self.duration[op] for op in others), initial=sum(self.duration[i] for i in run))]
+        least = np.full(len(amounts), _NEVER)
+        for k, amount in enumerate(amounts.tolist()):
+            item = bisect_left(until, amount)
+            if item == 0:
+                least[k] = seconds[0]
+            elif item < len(until):
+                op = others[item - 1]
+                least[k] = seconds[item - 1] + self.duration[op] * (amount - until[item - 1]) // made[op]
+        return least
+
+    def fits(self) -> bool:
+        """Whether everything can be handed out in time."""
+        handed, limits = (1, 1) if self.whole else (len(self.y[0]), len(self.limit))
+        least = np.full((len(self.x[0]), handed, len(self.release), limits), _NEVER)
+        least[0, 0, 0, 0] = 0
+        for i in range(len(least)):
+            for c, release in enumerate(self.release[:, i]):
+                if release < _CLAIMED and (i or c):
+                    (self._all_reduces if self.whole else self._halves)(least, i, c)
+        return bool(least[-1, -1, -1, -1] < _NEVER)
+
+    def _collected(self, least: Array, i: int, c: int, done: Array) -> Array:
+        """The least times after a message to level i and coverage c, by all that states before it are told apart by.
+
+        `done`: the most work that may have been done, in the same way.
+        """
+        spent = least[: i + 1].copy()
+        spent[i, :, c:] = _NEVER  # it would change nothing
+        spent[:i, :, c + 1 :] = _NEVER
+        if c:
+            spent[:, :, 0] = np.maximum(spent[:, :, 0], self.release[1, : i + 1, None, None] - done[:, :, 0])
+            began = np.where(self.before[c, i, : i + 1] > 0, self.before[c, i, : i + 1] + self.alpha, 0)
+            began[0] = 0
+            spent[:, :, :c] = np.maximum(spent[:, :, :c], began[:, None, None, None] - done[:, :, :c])
+        released: Array = np.maximum(spent, self.release[c, i] - done)
+        return released + self.alpha
+
+    def _halves(self, least: Array, i: int, c: int) -> None:
+        """All states with level i collected and coverage c, from those before."""
+        (least_x, most_x), (least_y, most_y) = self.x, self.y
+        kinds = range(len(self.limit))
+        own = np.array([[(self.first + 1) * ((before > 0) + (last > 0)) for last in kinds] for before in kinds])
+        spent = self._collected(least, i, c, (most_x[: i + 1, None] + most_y)[:, :, None, None] + own)
+        spent = np.where((least_y > most_x[: i + 1, None])[:, :, None, None], _NEVER, spent).min(axis=(0, 2))
+        for j in range(len(least_y)):
+            if least_y[j] > most_x[i]:
+                break
+            least[i, j, c, : c + 1] = spent[j, : c + 1]
+            for a in sorted({0, min(c, 1), c}):
+                if j or a:
+                    earlier = least[i, : j + 1, c, : a + 1].copy()
+                    earlier[j, a] = _NEVER
+                    end = earlier + self.alpha + least_x[i] + least_y[j] + self.first * ((c > 1) + (a > 1))
+                    late = end > _CLAIMED - np.maximum(self.left[: j + 1, None], self.limit[: a + 1])
+                    handed = np.where(late, _NEVER, earlier + self.alpha).min()
+                    least[i, j, c, a] = min(least[i, j, c, a], handed)
+        least[i, :, c] = np.minimum(least[i, :, c], _NEVER)
+
+    def _all_reduces(self, least: Array, i: int, c: int) -> None:
+        """The same where what is collected is handed out."""
+        least_x, most_x = self.x
+        own = np.where(np.arange(len(self.release)) > 0, self.first + 1, 0)[None, None, :, None]
+        spent = self._collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
+        end = spent + least_x[i] + self.first * (c > 1)
+        late = end > _CLAIMED - np.maximum(self.left[: i + 1, None], self.limit[: c + 1])
+        least[i, 0, c, 0] = min(np.where(late, _NEVER, spent).min(), _NEVER)
+
+
+def _in_turn(near: Sequence[int], nbytes: Sequence[int], amounts: Sequence[int]) -> Array:
+    """When so many bytes are there, each tensor of them at a moment of its own, by amount."""
+    order = sorted(range(len(near)), key=near.__getitem__)
+    until = np.cumsum(np.array([nbytes[t] for t in order]))
+    moments = np.array([*(near[t] for t in order), _NEVER])
+    return np.where(np.array(amounts) > 0, moments[np.searchsorted(until, amounts)], 0)
+
+
+def _bits(ops: set[int]) -> int:
+    return sum(1 << op for op in ops)

@@ -1,0 +1,308 @@
+"""A time that no schedule can beat, and the set of tensors that proves it.
+
+Take any schedule: any merging, cutting and order of messages, all-reduces or
+the two halves of which they can be made, any of the cluster's collectives in
+any mixture, with forward overlap. Let S be any set of tensors, B their bytes,
+r the head and q the tail of a tensor (`heads_tails.py`).
+
+*Cost.* Let alpha be the least of the collectives' alphas and beta the slope at
+which alpha + beta * B is the cost of the cheapest collective for B bytes. The
+cheapest cost is concave in the size, so a message that carries b <= B bytes of
+S costs at least alpha + beta * b, whichever its collective (with one
+collective, this is its own cost); a half costs at least half of that.
+
+*Release.* List the messages that aggregate bytes of S (all-reduces and first
+halves) in time order; the j-th starts no earlier than R(j), the largest head in
+it or before it. From then until the last byte of S arrives, the network carries
+the messages l >= j, each at least alpha/2 + beta/2 * b(l), and hands these
+bytes out again (the other half of each all-reduce, or later second halves, at
+least one), for at least alpha/2 + beta/2 * (sum of b(l)). So S arrives after
+
+    alpha/2 + max over j of  R(j) + sum over l >= j of (alpha/2 + beta * b(l)).
+
+Moving each byte into the first message with R >= its head only lowers this, and
+then every message carries neighbours in order of head: it is at least alpha/2 +
+f, with f from `merge_optimal.py` for alpha/2 and beta. The tensor that arrives
+last still has a tail of at least min q(S):
+
+    T >= f(heads of S) + alpha/2 + min q(S).
+
+*Tail.* The same backwards in time, with the messages that hand out bytes of S:
+
+    T >= min r(S) + alpha/2 + f(tails of S).
+
+*Both.* Count only the network's work, beta * b of a message that carries b bytes
+of S (half of it for a half): B in all. Let U(x) be the most work that can be
+done by x when each message pays alpha/2 first and carries what is released by
+its start (`capacity.py`), and V(y) the same backwards in time. Take any moment m,
+and the message from s to e in which it lies, with a work of w <= e - s - alpha/2.
+The messages before it have done a <= U(s), those after it c <= V(T - e). Divide
+w so that a + w1 could be done by m: if m >= s + alpha/2, take w1 = m - s -
+alpha/2, then a + w1 <= U(m), and c + w2 <= V(T - e + alpha/2 + w2) <=
+V(T - m + alpha/2); if not, w1 = 0 does the same. (No message at m: even less.) So
+
+    beta * B <= U(m) + V(T - m + alpha/2)
+
+and T is at least m - alpha/2 plus the time that V needs for the rest. This
+counts what the network loses at both ends of the period: the small messages
+that it begins with to have anything to do, and those that it ends with so as
+not to keep the forward pass waiting.
+
+*Between.* Let h be the least head of S and q its least tail. All messages with
+bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
+the work for the other tensors, beta * b for b bytes, and U and V as above, but
+for the others only, and sharper where there are halves (`HalvesWindow`). The
+messages that start before h have done a <= U(e) of it when the last of them
+ends, at e; if e > h, then e - a is at least h - U(h), since U grows no faster
+than time. The same at the other end. What neither has done is done between, so
+
+    T >= h + alpha + beta * B + max(0, W - U(h) - V(q)) + q.
+
+This is what the others lose: sets that are small but late (the first layers)
+wait for all that could go neither before them nor after.
+
+*Detours.* Where ops may run in any order on one stream, "between" proves more.
+Let K be the ops that every gradient of S depends on, and g >= sum of d(K) the
+moment at which the first gradient of S is ready. An op outside of K that
+produces gradients of other tensors, with w seconds of network work, either runs
+before g, which puts g off by its duration d, or what it produces is not sent by
+messages that start before g. With V as above,
+
+    T >= sum of d(K) + sum of d of those before g + alpha + beta * B
+         + max(0, sum of w of the others - V(q)) + q.
+
+The least of this over all choices of ops, or of parts of ops, is a linear
+program that a greedy choice solves: V(q) goes to those with the largest d/w, and
+of each of the rest the smaller of d and w counts.
+
+*Last.* There, too, what is not computed before the message that a tensor waits
+for needs a message of its own after it (`last_message.py`).
+
+*Sequences.* Where messages are dear, all sequences of them are followed at once,
+with the least that each state needs (`sequences.py`).
+
+*Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
+above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
+b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
+alpha) with messages that pay alpha first.
+
+The first two are at least min r + (alpha + beta * B) + min q, the value of Jackson's
+preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
+one alpha added, and more where S cannot go in one message. And no schedule is
+faster than its computation alone.
+
+Every S gives a valid bound. We try a few dozen promising ones, so the bound may
+miss the best S; it never claims too much.
+`check.py` checks a bound from its S alone, in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.heads_tails import Detours, HeadsTails, Order, heads_tails
+from legato.schedule.basics.jackson import jackson
+from legato.schedule.bound.between import squeezed
+from legato.schedule.bound.capacity import Window
+from legato.schedule.bound.last_message import last_message
+from legato.schedule.bound.release_times import InAnyOrder, InTurn
+from legato.schedule.bound.sequences import Levels, sequences
+from legato.schedule.published.merge_optimal import merge_neighbours
+from legato.simulator.period import Compute
+
+__all__ = ["Bound", "Certificate", "cheapest_line", "kind_of", "lower_bound"]
+
+#: How many late deliveries of Jackson's schedule to look into.
+_TRIES = 6
+#: How many of the best sets to look at from both ends.
+_BOTH = 4
+#: How many moments to try for both ends, and how often to look closer around the best.
+_MOMENTS, _ZOOMS = 16, 3
+#: Far more than the rounding of some thousand float additions, relative to their sum.
+_ROUNDING = 1e-9
+
+
+Case = Literal["compute", "release", "tail", "both", "between", "last", "sequences"]
+
+
+class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why no schedule is faster: the indices S of the critical tensors, and what they take.
+
+    `case` says which of the arguments above holds: "release", "tail", "both",
+    "between", "last", "sequences", or "compute", where S is empty and communication does not
+    matter; `moment_s` is the m of "both", `levels` are the bytes to which "sequences" rounds, with S in
+    the order of its limits. The
+    computation before the first tensor of S is ready (`before_s`; before its
+    message, where that is "last"), the network with its unavoidable waits
+    (`network_s`), and the time after (`after_s`) follow one another and add up to the bound, in seconds.
+    """
+
+    case: Case
+    tensors: tuple[int, ...]
+    before_s: float
+    network_s: float
+    after_s: float
+    moment_s: float = 0.0
+    levels: Levels = ((), ())
+
+
+class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """No schedule takes less than `seconds` for one iteration."""
+
+    seconds: float
+    certificate: Certificate
+
+
+def lower_bound(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    order: Order = "captured",
+    whole: bool = False,
+    thorough: bool = True,
+) -> Bound:
+    """The largest of the bounds above over the sets tried; without "sequences", which takes longest, if not `thorough`.
+
+    It holds for every plan that `legato.simulator.collective` accepts under the
+    same `compute` and an `op_order` that `order` allows; with `whole`, for
+    those of them that send all-reduces only, and is sharper then. Raises
+    `InputError` on an unknown setting.
+    """
+    known = heads_tails(workload, compute, order)
+    fees = 1.0 if whole else 0.5
+    line = cheapest_line(cluster, workload.nbytes)
+    nothing = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
+    sets = dict.fromkeys(_promising_sets(workload, cluster, known))  # in order, each once
+    bounds = [_bound(case, tensors, workload, cluster, known, fees) for case, tensors in sets]
+    bounds.sort(key=lambda bound: bound.seconds, reverse=True)
+    best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
+    for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
+        bounds.append(_both(tensors, workload, cluster, known, fees))
+    found = max([nothing, *bounds], key=lambda bound: bound.seconds)
+    detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
+    nbytes = [tensor.nbytes for tensor in workload.tensors]
+    late = squeezed(known, nbytes, line, whole, beat_s=found.seconds, detours=detours)
+    if late is not None:
+        found = _certified("between", late.seconds, late.tensors, late.first_s, late.last_s)
+    last = detours and last_message(known, nbytes, line, whole, detours, beat_s=found.seconds)
+    if last:
+        found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
+    if not thorough:
+        return found
+    ready = InAnyOrder(detours, nbytes) if detours else InTurn(known.head_s, nbytes)
+    relaxed = sequences(known, nbytes, line, whole, ready, beat_s=found.seconds)
+    if relaxed is None:
+        return found
+    first, last_s = min(known.head_s), min(known.tail_s)
+    sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
+    return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
+
+
+def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: float, after_s: float) -> Bound:
+    return Bound(seconds, Certificate(case, tensors, before_s, seconds - before_s - after_s, after_s))
+
+
+def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, known: HeadsTails, fees: float) -> Bound:
+    """What S proves when time is looked at from both ends, for the best of some moments."""
+    line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
+    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+    windows = []
+    for near in (known.head_s, known.tail_s):
+        inward = sorted(tensors, key=near.__getitem__)
+        windows.append(Window.of([near[t] for t in inward], [workload.tensors[t].nbytes for t in inward], half))
+    released, needed = windows
+    work, first, last = released.work_s[-1], released.near_s[0], needed.near_s[0]
+
+    def proves(moment: float) -> float:
+        # Rounded down by more than floats can be off: a trace of one more tensor would ask for all of its delay.
+        return moment - half.alpha_s + needed.needed(work - released.carried(moment) - _ROUNDING * work)
+
+    low, high = first, max(released.finish_s[-1], first)
+    for _ in range(_ZOOMS):
+        moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
+        k = max(range(len(moments)), key=lambda i: proves(moments[i]))
+        low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
+    seconds = proves(moments[k])
+    return Bound(seconds, Certificate("both", tuple(sorted(tensors)), first, seconds - first - last, last, moments[k]))
+
+
+def _bound(
+    case: Literal["release", "tail"],
+    tensors: tuple[int, ...],
+    workload: Workload,
+    cluster: Cluster,
+    known: HeadsTails,
+    fees: float,
+) -> Bound:
+    """What S proves; the tail case is the release case with time turned round."""
+    near, far = (known.head_s, known.tail_s) if case == "release" else (known.tail_s, known.head_s)
+    inward = sorted(tensors, key=lambda t: near[t])
+    sizes = [workload.tensors[t].nbytes for t in inward]
+    line = cheapest_line(cluster, sum(sizes))
+    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+    arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
+    first, last = near[inward[0]], min(far[t] for t in tensors)
+    network = arrival + line.alpha_s * (1 - fees) - first
+    before, after = (first, last) if case == "release" else (last, first)
+    return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
+
+
+def cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
+    """The line below the cost of every collective for 0 to `nbytes` bytes that touches the least at both ends."""
+    costs = cluster.least_costs()
+    alpha = min(cost.alpha_s for cost in costs)
+    return LinearCost(alpha, (min(cost.cost(nbytes) for cost in costs) - alpha) / nbytes)
+
+
+def _promising_sets(
+    workload: Workload, cluster: Cluster, known: HeadsTails
+) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
+    """(case, S) worth trying: one family for when bytes are dear, one for when startup times are.
+
+    First, the latest deliveries of Jackson's schedule. A tensor delivered at
+    C + q, after a stretch of time from `begin` to C in which the network was
+    never idle and did nothing of a shorter tail, is late because of the tensors
+    with head >= begin and tail >= q. Then, the tensors with the longest tails or
+    heads: 1, 2, 3, 4, 6, 8, 11, 16 and so on of them.
+    """
+    head, tail = known.head_s, known.tail_s
+    everything = range(len(head))
+    slope = cheapest_line(cluster, workload.nbytes).beta_s_per_byte
+    pieces = jackson(head, [slope * tensor.nbytes for tensor in workload.tensors], tail)
+    last = {job: k for k, (job, _, _) in enumerate(pieces)}
+    for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):
+        begin, least = _stretch(pieces, last[late], tail), tail[late]
+        both = tuple(t for t in everything if head[t] >= begin and tail[t] >= least)
+        yield "release", both
+        yield "release", tuple(t for t in everything if tail[t] >= least)
+        yield "tail", both
+        yield "tail", tuple(t for t in everything if head[t] >= begin)
+    by_tail, by_head = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, head))
+    count = 1.0
+    while count < 2**0.5 * len(head):
+        yield "release", tuple(sorted(by_tail[: int(count)]))
+        yield "tail", tuple(sorted(by_head[: int(count)]))
+        count *= 2**0.5
+
+
+def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
+    """When the stretch began that ends with piece k."""
+    shortest = tail[pieces[k][0]]
+    while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
+        k -= 1
+    return pieces[k][1]
+
+
+def kind_of(plan: Plan, workload: Workload) -> tuple[Order, bool]:
+    """Which bound holds for a plan: whether it keeps the captured order, and whether it sends all-reduces only."""
+    ops = [op for op in plan.op_order or workload.iteration_order() if workload.ops[op].phase != "optimizer"]
+    kept = ops == workload.phase_ops("backward") + workload.phase_ops("forward")
+    return "captured" if kept else "any", all(message.kind == "all_reduce" for message in plan.messages)

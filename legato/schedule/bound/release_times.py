@@ -1,0 +1,107 @@
+"""The least time in which given gradients, and so many bytes in all, can have been computed.
+
+Where ops run in any order on one stream, what has been computed is a set of ops
+that holds all that its members depend on. Take the gradient in it that depends
+on most: everything that it depends on has run, and of every other gradient that
+was not among that at least the op that produces it. Those that make most bytes
+for their time are taken first, the last one in part (a fractional knapsack); the
+least over all gradients that may be the first one is never too much.
+
+In the captured order, and with unlimited compute, each gradient has its own
+moment, whatever else is computed. Units: seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from legato.schedule.basics.heads_tails import Detours
+
+__all__ = ["InAnyOrder", "InTurn", "Readiness"]
+
+Floats = npt.NDArray[np.float64]
+#: Amounts of bytes.
+Amounts = npt.NDArray[np.int64]
+
+
+class Readiness(Protocol):
+    """When gradients can be ready."""
+
+    def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
+        """The least time for the required tensors and at least so many bytes, these included; by amount."""
+        ...
+
+    def part_s(self, tensors: Sequence[int], amounts: Amounts) -> Floats:
+        """The least time for so many bytes of some tensors, infinite where they have fewer; by amount."""
+        ...
+
+
+class InTurn:
+    """Each gradient is ready at a moment of its own. Looked at backwards in time, each is needed at one."""
+
+    def __init__(self, near_s: Sequence[float], nbytes: Sequence[int]) -> None:
+        self.near_s, self.nbytes = np.array(near_s), np.array(nbytes, dtype=np.int64)
+
+    def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
+        least = max((self.near_s[t] for t in required), default=0.0)
+        return np.maximum(self.part_s(range(len(self.near_s)), amounts), least)
+
+    def part_s(self, tensors: Sequence[int], amounts: Amounts) -> Floats:
+        chosen = np.array(tensors, dtype=np.int64)
+        order = chosen[np.argsort(self.near_s[chosen], kind="stable")]
+        total = np.cumsum(self.nbytes[order])
+        moments = np.append(self.near_s[order], np.inf)
+        return np.where(amounts > 0, moments[np.searchsorted(total, amounts)], 0.0)
+
+
+class InAnyOrder:
+    """Ops run in any order on one stream."""
+
+    def __init__(self, detours: Detours, nbytes: Sequence[int]) -> None:
+        self.detours = detours
+        made: dict[int, list[int]] = {}
+        for t, op in enumerate(detours.ready_op):
+            made.setdefault(op, []).append(t)
+        self.tensors = list(made.values())
+        self.needs = [detours.needs[of[0]] for of in self.tensors]
+        self.head_s = np.array([detours.weigh.of(bits) for bits in self.needs])
+        self.duration_s = np.array([detours.duration_s[op] for op in made])
+        self.nbytes = nbytes
+
+    def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
+        needed = 0
+        for t in required:
+            needed |= self.detours.needs[t]
+        return self._least_s(needed, self._made(range(len(self.nbytes))), amounts)
+
+    def part_s(self, tensors: Sequence[int], amounts: Amounts) -> Floats:
+        return self._least_s(0, self._made(tensors), amounts)
+
+    def _made(self, tensors: Sequence[int]) -> Floats:
+        """The bytes of these tensors that each op produces."""
+        chosen = set(tensors)
+        return np.array([sum(self.nbytes[t] for t in of if t in chosen) for of in self.tensors], dtype=np.float64)
+
+    def _least_s(self, needed: int, made: Floats, asked: Amounts) -> Floats:
+        """With the ops `needed` in any case."""
+        amounts, place = np.unique(asked, return_inverse=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            dear = np.argsort(np.where(made > 0, self.duration_s / made, np.inf), kind="stable")
+        begun = self.detours.weigh.of(needed)
+        least = np.where(amounts <= made[self._inside(needed)].sum(), begun, np.inf)
+        for deepest in np.flatnonzero(made > 0):
+            run = self.needs[deepest] | needed
+            inside = self._inside(run)
+            others = dear[(~inside & (made > 0) & (self.head_s <= self.head_s[deepest]))[dear]]
+            total = made[inside].sum() + np.cumsum(np.append(0.0, made[others]))
+            seconds = self.detours.weigh.of(run) + np.cumsum(np.append(0.0, self.duration_s[others]))
+            least = np.minimum(least, np.interp(amounts, total, seconds, right=np.inf))
+        return np.minimum.accumulate(least[::-1])[::-1][place]
+
+    def _inside(self, ops: int) -> npt.NDArray[np.bool_]:
+        """Whether all that an op needs is among these, by op that produces gradients."""
+        return np.array([not needs & ~ops for needs in self.needs])

@@ -1,0 +1,198 @@
+"""What any sequence of messages needs: the least time of a relaxed schedule, found exactly.
+
+Where a message costs about as much as the computation between two of them, how
+many messages there are, and of which kind, decides everything. This bound follows
+all sequences of them at once.
+
+A schedule is a sequence of halves of all-reduces: first ones collect, second
+ones hand out, and each takes at least alpha/2 + beta/2 * bytes. After each, let
+x bytes be collected and y <= x handed out, and u be the time that was not spent on
+bytes: u grows by alpha/2 with every message, and by the time the network waits.
+
+- *Release.* When a first half starts, everything that it or an earlier one
+  collects has been computed. `release_times.py` has the least time R for x bytes.
+- *Deadline.* When a second half ends at e, what has not been handed out before
+  it has a tail of at most T - e. If that is r bytes, one of them has a tail of at
+  least Q(r), the least for which r bytes have no larger one.
+- *Coverage.* Let L(1), L(2), ... be the tensors with a tail of at least so much,
+  for falling limits. Let k be the last for which all of L(k) is collected: the
+  message that made it so started after the least time for L(k) and x bytes. While
+  it is k, second halves leave a tensor of L(k + 1) behind, which is not collected;
+  so the second half after them ends at T minus the limit of L(k + 1) at the latest.
+- *Before.* The message that completes L(k) carries all of it that earlier ones
+  did not. What earlier ones carried was computed before the last of these began.
+- *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no
+  other bytes can be taken for it. When the first message with bytes of it starts,
+  it has been computed, besides the x bytes that were collected. The work for it
+  counts when L(1) is collected, and once more when it is handed out, which it is
+  by the last second half after which nothing waits for L(1).
+
+Amounts of bytes are rounded to levels: down, where more of them would need more
+time, and up, where time is counted from the work that has been done. A schedule
+of T seconds then passes through states with the levels of x and y, with k, and
+with the k of the last second half; with a u that is at least the least one found
+for the state from those before it. If T is too short for any sequence to hand
+out everything, no schedule takes T.
+
+Where every message is an all-reduce, x and y are the same, and a message takes
+alpha + beta * bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from legato.core.cluster import LinearCost
+from legato.schedule.basics.heads_tails import HeadsTails
+from legato.schedule.bound.release_times import Amounts, Floats, InTurn, Readiness
+
+__all__ = ["Levels", "Sequences", "sequences"]
+
+#: Below this part of the bound, a message is too cheap for their number to matter.
+_DEAR = 0.002
+#: Up to here floats count bytes exactly.
+_MOST_BYTES = 2**53
+#: Levels of bytes, and limits of tails: at first, and around what these prove.
+_COARSE, _FINE = (24, 6), (72, 12)
+#: How exactly the bound is found, relative; and how far floats may be off.
+_EXACT, _ROUNDING = 5e-4, 1e-9
+
+#: Bytes collected and bytes handed out: 0, 1, and so on to all. A level reaches up to the next.
+Levels = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Sequences(NamedTuple):
+    """No schedule takes `seconds`; the tensors whose tails are the limits, the first of them looked at alone."""
+
+    seconds: float
+    tensors: tuple[int, ...]
+    levels: Levels
+
+
+def sequences(
+    known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, ready: Readiness, *, beat_s: float
+) -> Sequences | None:
+    """The best bound found, or None if that is not above `beat_s` seconds. `whole`: no halves of all-reduces."""
+    if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2 or sum(nbytes) > _MOST_BYTES:
+        return None
+    best = None
+    for levels, limits in (_COARSE, _FINE):
+        problem = _Problem(known, nbytes, line, whole, ready, levels, limits)
+        short = _longest_too_short(problem, beat_s)
+        if short is not None:
+            beat_s = short * (1 - _ROUNDING)
+            best = Sequences(beat_s, problem.tensors, problem.levels)
+    return best
+
+
+def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
+    """The longest time found that is too short for every sequence, if there is one above `at_least_s`."""
+    short, step = at_least_s * (1 + _EXACT), 4 * _EXACT * at_least_s
+    if problem.fits(short):
+        return None
+    while not problem.fits(short + step):
+        short, step = short + step, 2 * step
+    while step > _EXACT * short:
+        step /= 2
+        if not problem.fits(short + step):
+            short += step
+    return short
+
+
+class _Problem:
+    """The relaxed problem for some levels of bytes and limits of tails: all but the time that is tried.
+
+    States of coverage: 0, nothing of the first tensor is collected; 1, something of it is; c, all of L(c - 1) is.
+    """
+
+    def __init__(
+        self,
+        known: HeadsTails,
+        nbytes: Sequence[int],
+        line: LinearCost,
+        whole: bool,
+        ready: Readiness,
+        levels: int,
+        limits: int,
+    ) -> None:
+        self.whole, self.tensors = whole, _marks(known, nbytes, line, limits)
+        first = self.tensors[0]
+        others, own = [t for t in range(len(nbytes)) if t != first], nbytes[first]
+        needed = InTurn(known.tail_s, nbytes)
+        self.levels = _levels(known, nbytes, others, ready, needed, whole, levels)
+        x, y = (np.array(of, dtype=np.int64) for of in self.levels)
+        x_most, y_most = (np.append(of[1:] - 1, of[-1]) for of in (x, y))
+        release = [ready.part_s(others, x), ready.least_s([first], x + own)]
+        before: list[Floats] = [np.zeros((len(x), len(x)))] * 2
+        for mark in self.tensors:
+            covered = [t for t in others if known.tail_s[t] >= known.tail_s[mark]]
+            carried = sum(nbytes[t] for t in covered)
+            release.append(np.where(x_most < carried, np.inf, ready.least_s([first, *covered], x + own)))
+            earlier = np.maximum(carried - (x_most[:, None] - x[None, :]), 0)
+            before.append(ready.part_s(covered, earlier.ravel()).reshape(earlier.shape))
+        share = 1.0 if whole else 0.5
+        s_per_byte = share * line.beta_s_per_byte
+        self.arrays = (  # of a `Relaxed`
+            share * line.alpha_s,
+            s_per_byte * own,
+            s_per_byte * np.array([x, x_most]),
+            s_per_byte * np.array([y, y_most]),
+            np.array(release),
+            np.array(before),
+            needed.part_s(others, y[-1] - y_most),
+            np.array([*(known.tail_s[mark] for mark in self.tensors), 0.0]),
+        )
+
+    def fits(self, seconds: float) -> bool:
+        """Whether some sequence of messages takes so long at most."""
+        from legato.schedule.bound.sequence_states import Relaxed, fits_halves, fits_whole  # compiled when needed first
+
+        return bool((fits_whole if self.whole else fits_halves)(seconds, Relaxed(*self.arrays)))
+
+
+def _marks(known: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
+    """Tensors with falling tails: first the one that would take longest alone, then some that divide the time left."""
+    head, tail = known.head_s, known.tail_s
+    marks = [max(range(len(nbytes)), key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t] + tail[t])]
+    for limit in np.linspace(tail[marks[0]], min(tail), limits)[1:]:
+        lower = [t for t in range(len(nbytes)) if limit <= tail[t] < tail[marks[-1]]]
+        if lower:
+            marks.append(min(lower, key=tail.__getitem__))
+    return tuple(marks)
+
+
+def _levels(
+    known: HeadsTails,
+    nbytes: Sequence[int],
+    others: Sequence[int],
+    ready: Readiness,
+    needed: InTurn,
+    whole: bool,
+    count: int,
+) -> Levels:
+    """Half of the levels divide the bytes evenly, half of them the time in which these become ready, or are needed."""
+    total = sum(nbytes[t] for t in others)
+    edges = [_jumps([(near[t], nbytes[t]) for t in others]) for near in known[:2]]
+    collected = _chosen(np.minimum(edges[0] + 1, total), lambda amounts: ready.part_s(others, amounts), total, count)
+    handed = _chosen(total - edges[1], lambda amounts: needed.part_s(others, total - amounts), total, count)
+    if whole:
+        collected = handed = collected | handed
+    return tuple(sorted(collected)), tuple(sorted(handed))
+
+
+def _jumps(near: Sequence[tuple[float, int]]) -> Amounts:
+    """Bytes before each tensor, by how near these are, and all."""
+    return np.cumsum([0, *(nbytes for _, nbytes in sorted(near))], dtype=np.int64)
+
+
+def _chosen(jumps: Amounts, moments: Callable[[Amounts], Floats], total: int, count: int) -> set[int]:
+    """Amounts that divide all bytes evenly, and amounts that divide the time of which `moments` tells."""
+    tried = np.unique(np.append(np.linspace(0, total, 16 * count).astype(np.int64), jumps))
+    at = moments(tried)
+    crossed = np.linspace(at.min(), at.max(), count - count // 2)
+    beyond = at[None, :] > crossed[:, None] if at[-1] >= at[0] else at[None, :] <= crossed[:, None]
+    evenly = np.linspace(0, total, count // 2 + 1).astype(np.int64)
+    return {0, 1, total, *evenly.tolist(), *tried[beyond.argmax(axis=1)].tolist()}

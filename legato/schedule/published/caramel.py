@@ -1,0 +1,317 @@
+"""Caramel: compute, merge and send so that every gradient has the widest window.
+
+Idea: a gradient can travel between the op that produces it and the first op that
+reads it. Four parts widen these windows or use them better; each can be
+switched off:
+
+- *serialization* (4.1, `op_order.py`): run the backward pass in the order
+  that makes gradients ready early. The result is the plan's `op_order`.
+- *batching* (4.2, `caramel.py`): merge small gradients.
+- *scheduling* (4.3, `caramel.py`): pack the messages beside the
+  backward pass, then the forward pass. The forward pass no longer waits for the
+  last message.
+- *depth* (4.4): cut a message into chunks that are sent and added up in turn.
+
+Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020); the flags are those of
+its `ARModel` (section 5). Its time oracle, the minimum of several runs for each
+op, is what a captured `Workload` holds. Without any part this is `fifo`.
+Units: seconds and bytes.
+
+Deviations:
+- One network model for all: the cluster's linear cost. The paper fits one, to
+  64 B and 4 MB.
+- The plan has no clock: of the packing's times, the order remains, and every
+  message goes out as early as that allows.
+- The paper gives no formula for the depth, only that it goes from 1 to 8 with
+  the size and the threshold of the batcher. Here no chunk is smaller than the
+  threshold, and of the depths that this leaves the cheapest is taken
+  (`legato.simulator.pipelining`): without a cost of reduction, that is 1.
+
+Caramel's parameter batcher: small gradients share a message while the network is busy anyway.
+
+Idea: a small message is mostly overhead. A gradient below a threshold joins the
+current batch, which goes out when it has grown beyond the threshold, or when
+the network has nothing else to do. So a batch holds gradients that become ready
+at nearly the same time: none waits for another one while the network is idle.
+Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.2.
+Units: seconds and bytes.
+
+Deviation: the paper does not say what becomes of a batch when a large gradient
+comes up. It stays open: the large one makes the network busy.
+
+Caramel's network transfer scheduler: pack the messages beside the backward pass, then beside the forward pass.
+
+Idea: a message may go out between the last update of a gradient in it and the
+first reading of one. The largest come first, each to the first place where it
+fits: (1) within the backward pass, as early as its gradients allow; (2) within
+the forward pass, as late as its readers allow; (3) what fits nowhere may reach
+over the end of the backward pass or the start of the forward pass, whichever
+lengthens the iteration less (the backward pass if neither does).
+
+    computation | backward pass ......... |<- added time ->| forward pass ........ |
+    network       | a |  | b || c |         | d  ||    e   |      | f ||   g   |
+                  ^ release                                       deadline ^
+
+Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.3, "greedy 2D
+bin packing"; its bins are stretches of time, and the network is filled by one
+message at a time here. Where in its window a message goes is left open there.
+Units: seconds.
+
+Seen backwards in time, the forward pass is another backward pass, whose release
+times are the tails: one `_Pass` does both. "Forward pass" is all that computes
+after the backward pass, optimizer ops included.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
+from legato.core.plan import Message, Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, known_collective, whole
+from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.simulator.pipelining import message_s
+
+__all__ = ["MAX_DEPTH", "Packing", "adaptive_depth", "batches", "caramel", "pack", "threshold_bytes"]
+
+MAX_DEPTH = 8
+
+
+def caramel(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    serialization: bool = True,
+    batching: bool = True,
+    scheduling: bool = True,
+    depth: bool = True,
+    threshold: float | None = None,
+) -> Plan:
+    """Caramel's plan; forward overlap is part of scheduling.
+
+    `threshold` is the size in bytes up to which gradients are batched, 1.5
+    alpha/beta by default. The plan has an `op_order` if serialization finds
+    another than the workload's own. Raises `InputError` on a negative
+    threshold or on a collective the cluster lacks.
+    """
+    name = known_collective(cluster, collective)
+    cost = cluster.cost(name)
+    limit = threshold_bytes(cost) if threshold is None else threshold
+    if not limit >= 0:
+        raise InputError(f"threshold: {limit} bytes (expected at least 0)")
+    captured = workload.iteration_order()
+    order = serialized_order(workload, update_order(workload)) if serialization else captured
+    ready = _ready_times(workload, order)
+    tensors = _by_readiness(workload, order)
+    groups = [[t] for t in tensors]
+    if batching:
+        sizes = [workload.tensors[t].nbytes for t in tensors]
+        groups = [[tensors[k] for k in batch] for batch in batches([ready[t] for t in tensors], sizes, cost, limit)]
+    messages = [whole(workload, group, name) for group in groups]
+    if depth:
+        messages = [msgspec.structs.replace(m, depth=adaptive_depth(m.nbytes, cluster, name, limit)) for m in messages]
+    if scheduling:
+        messages = _scheduled(messages, groups, workload, cluster, order, ready)
+    plan = compose("caramel", messages, workload, cluster, forward_overlap=scheduling)
+    return msgspec.structs.replace(plan, op_order=order if order != captured else ())
+
+
+def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
+    """Chunks of at least `threshold` bytes, at most `MAX_DEPTH`: the number that makes the message cheapest.
+
+    1 where that cannot be priced: a cluster that was measured at no depth, or
+    a collective without one.
+    """
+    return min(
+        (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
+        key=lambda d: message_s(cluster, collective, d, nbytes),
+    )
+
+
+def _scheduled(
+    messages: list[Message],
+    groups: list[list[int]],
+    workload: Workload,
+    cluster: Cluster,
+    order: tuple[int, ...],
+    ready: list[float],
+) -> list[Message]:
+    """The messages in the order that the packing gives them."""
+    after = _after_arrival(workload, order)
+    backward = math.fsum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
+    packing = pack(
+        [max(ready[t] for t in group) for group in groups],
+        [max(after[t] for t in group) for group in groups],
+        [message_s(cluster, m.collective, m.depth, m.nbytes) for m in messages],
+        [m.nbytes for m in messages],
+        backward,
+        workload.compute_s - backward,
+    )
+    return [messages[m] for m in packing.order]
+
+
+def _by_readiness(workload: Workload, order: tuple[int, ...]) -> list[int]:
+    """The tensors in the order in which their gradients become ready; those of one op as the workload has them."""
+    place = {op: k for k, op in enumerate(order)}
+    return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
+
+
+def _ready_times(workload: Workload, order: tuple[int, ...]) -> list[float]:
+    """By tensor: when its gradient is ready if nothing waits."""
+    end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
+    return [end[tensor.ready_after] for tensor in workload.tensors]
+
+
+def _after_arrival(workload: Workload, order: tuple[int, ...]) -> list[float]:
+    """By tensor: computation from its first reader to the end if nothing waits; 0 if nothing reads it."""
+    backwards = order[::-1]
+    rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
+    return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
+
+
+def threshold_bytes(cost: LinearCost) -> float:
+    """The least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
+
+    0 where startup is free, infinite where only startup costs. With a floor
+    that f(x) lies on, 0.8 is passed at (1.6 floor - alpha) / (2 beta).
+    """
+    if cost.startup_s == 0:
+        return 0.0
+    if cost.beta_s_per_byte == 0:
+        return math.inf
+    above = 1.5 * cost.alpha_s / cost.beta_s_per_byte
+    if cost.alpha_s + cost.beta_s_per_byte * above >= cost.floor_s:
+        return above
+    return (1.6 * cost.floor_s - cost.alpha_s) / (2 * cost.beta_s_per_byte)
+
+
+def batches(ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:
+    """Gradients (indices) in groups, a message each, in the order in which they go out.
+
+    `ready_s` never falls. Gradients larger than `threshold` bytes are alone.
+    Raises `ValueError` when the sequences differ in length.
+    """
+    if len(ready_s) != len(nbytes):
+        raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many)")
+    sent: list[list[int]] = []
+    idle = 0.0  # when the network will be done with all in `sent`
+
+    def send(group: list[int]) -> None:
+        nonlocal idle
+        idle = max(idle, ready_s[group[-1]]) + cost.cost(sum(nbytes[k] for k in group))
+        sent.append(group)
+
+    batch: list[int] = []
+    size = 0
+    for k, ready in enumerate(ready_s):
+        if batch and max(idle, ready_s[batch[-1]]) < ready:
+            send(batch)
+            batch, size = [], 0
+        if nbytes[k] > threshold:
+            send([k])
+            continue
+        batch.append(k)
+        size += nbytes[k]
+        if size > threshold:
+            send(batch)
+            batch, size = [], 0
+    if batch:
+        send(batch)
+    return sent
+
+
+class Packing(NamedTuple):
+    """The messages (indices) in the order in which they go out, and what they add to the computation at most."""
+
+    order: list[int]
+    added_s: float
+
+
+def pack(
+    head_s: Sequence[float],
+    tail_s: Sequence[float],
+    send_s: Sequence[float],
+    nbytes: Sequence[int],
+    backward_s: float,
+    forward_s: float,
+) -> Packing:
+    """Place every message.
+
+    `head_s`: from the start of the backward pass until it may go out; `tail_s`:
+    computation from its first reader to the end of the iteration; `send_s`: its
+    time on the network; `backward_s`, `forward_s`: the two passes when nothing
+    waits. Equally large messages are placed in the order given. Raises
+    `ValueError` when the sequences differ in length.
+    """
+    backward, forward = _Pass(backward_s), _Pass(forward_s)
+    messages = list(zip(head_s, tail_s, send_s, nbytes, strict=True))
+    unassigned = []
+    for m in sorted(range(len(messages)), key=lambda m: -messages[m][3]):
+        head, tail, send, _ = messages[m]
+        for lane, release in ((backward, head), (forward, tail)):
+            start = lane.earliest(release, send)
+            if start + send <= lane.length_s:
+                lane.place(m, start, send)
+                break
+        else:
+            unassigned.append(m)
+    for m in unassigned:
+        head, tail, send, _ = messages[m]
+        after, before = backward.earliest(head, send), forward.earliest(tail, send)
+        if backward.added_s(after + send) <= forward.added_s(before + send):
+            backward.place(m, after, send)
+        else:
+            forward.place(m, before, send)
+    return Packing(backward.order() + forward.order()[::-1], backward.beyond_s + forward.beyond_s)
+
+
+class _Pass:
+    """What the network carries beside one pass, and how far that reaches over the pass's end."""
+
+    def __init__(self, length_s: float) -> None:
+        self.length_s = length_s
+        self.beyond_s = 0.0
+        self.busy: list[tuple[float, float]] = []  # in order, with gaps between them
+        self.placed: list[tuple[float, float, int]] = []  # start, end, message
+
+    def earliest(self, release_s: float, send_s: float) -> float:
+        """Where a message first fits."""
+        start = release_s
+        at = bisect_left(self.busy, (release_s,))
+        if at and self.busy[at - 1][1] > start:
+            start = self.busy[at - 1][1]
+        for begin, end in self.busy[at:]:
+            if start + send_s <= begin:
+                break
+            start = end
+        return start
+
+    def added_s(self, end_s: float) -> float:
+        """What a message that ends there adds to the iteration."""
+        return max(0.0, end_s - self.length_s - self.beyond_s)
+
+    def place(self, message: int, start_s: float, send_s: float) -> None:
+        """Put a message where it fits, and close the gaps that this fills."""
+        end = start_s + send_s
+        self.beyond_s += self.added_s(end)
+        insort(self.placed, (start_s, end, message))
+        at = bisect_left(self.busy, (start_s,))
+        if at < len(self.busy) and self.busy[at][0] <= end:
+            end = max(end, self.busy.pop(at)[1])
+        if at and self.busy[at - 1][1] >= start_s:
+            start_s = self.busy.pop(at - 1)[0]
+            at -= 1
+        self.busy.insert(at, (start_s, end))
+
+    def order(self) -> list[int]:
+        """The messages in time order."""
+        return [message for _, _, message in self.placed]

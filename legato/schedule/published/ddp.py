@@ -1,0 +1,100 @@
+"""What PyTorch's DistributedDataParallel does, and how to make it do something better.
+
+DDP walks over the gradients in the order in which they became ready in the
+first iteration and fills buckets: a bucket is closed as soon as it holds at
+least its cap. By default the first cap is 1 MiB and every other 25 MiB;
+`bucket_cap_mb_list` (PyTorch 2.13) sets each one, and the last one goes on for
+all that follow. Buckets are sent in that order, and no forward op overlaps.
+
+This is the state after DDP has rebuilt its buckets: from the second iteration
+on, from the third with `static_graph`, never with `find_unused_parameters`.
+
+Deviation: DDP never mixes dtypes or devices in a bucket and counts caps for
+each of them on its own; a workload has neither, and is taken to have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError, PlanError
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, known_collective, ready_order, whole
+
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "bucket_caps", "ddp"]
+
+_MIB = 2**20
+#: DDP's default caps, of the first bucket and of every other.
+FIRST_BUCKET_BYTES = 1 * _MIB
+BUCKET_BYTES = 25 * _MIB
+
+
+def ddp(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    first_bucket_bytes: int | None = None,
+    bucket_bytes: int | None = None,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+) -> Plan:
+    """DDP's buckets, a message each.
+
+    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP, a
+    `bucket_bytes` of one's own is the cap of the first bucket too, unless that
+    is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and
+    stands alone. Raises `InputError` on a cap that is not above zero.
+    """
+    name = known_collective(cluster, collective)
+    if bucket_cap_mb_list is not None:
+        if bucket_bytes is not None or first_bucket_bytes is not None:
+            raise InputError("bucket_cap_mb_list: given together with bucket_bytes (expected one of them)")
+        if not bucket_cap_mb_list or not all(math.isfinite(cap) for cap in bucket_cap_mb_list):
+            raise InputError(f"bucket_cap_mb_list: {list(bucket_cap_mb_list)} (expected at least one finite size)")
+        caps = [int(cap * _MIB) for cap in bucket_cap_mb_list]
+    else:
+        rest = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        first = FIRST_BUCKET_BYTES if bucket_bytes is None else rest
+        caps = [first if first_bucket_bytes is None else first_bucket_bytes, rest]
+    if min(caps) < 1:
+        raise InputError(f"bucket of {min(caps)} bytes (expected at least 1)")
+    order = ready_order(workload)
+    sizes = [workload.tensors[t].nbytes for t in order]
+    messages = [whole(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps)]
+    return compose("ddp", messages, workload, cluster)
+
+
+def _buckets(sizes: Iterable[int], caps: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of each bucket, as `dist._compute_bucket_assignment_by_size` forms them."""
+    buckets: list[tuple[int, int]] = []
+    start = stop = held = 0
+    for stop, nbytes in enumerate(sizes, start=1):
+        held += nbytes
+        if held >= caps[min(len(buckets), len(caps) - 1)]:
+            buckets.append((start, stop))
+            start, held = stop, 0
+    return buckets if start == stop else [*buckets, (start, stop)]
+
+
+def bucket_caps(plan: Plan) -> list[float]:
+    """The `bucket_cap_mb_list` (MiB) with which stock DDP forms this plan's messages as its buckets.
+
+    A cap is the exact size of its bucket, so the bucket is full with its last
+    tensor and not before; sizes below 2**53 bytes are exact in MiB as floats.
+    It holds for one dtype, and for plans that merge neighbours in DDP's own
+    ready order, as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do, on a
+    workload captured from the same model. Raises `PlanError` where no buckets
+    can do what the plan does: it cuts tensors, or sends other than all-reduces.
+    """
+    seen = set()
+    for i, message in enumerate(plan.messages):
+        if message.kind != "all_reduce":
+            raise PlanError(f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that DDP sends)")
+        for piece in message.slices:
+            if piece.start != 0 or piece.tensor in seen:
+                raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut in pieces (expected whole tensors)")
+            seen.add(piece.tensor)
+    return [message.nbytes / _MIB for message in plan.messages]

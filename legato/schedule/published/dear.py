@@ -1,0 +1,73 @@
+"""DeAR: the two halves of an all-reduce, one behind the backward pass and one before the forward pass.
+
+Idea: a reduce-scatter needs only the gradient, and nothing needs its result but
+the all-gather that makes an all-reduce of it. So gradients are reduced and
+scattered while the backward pass goes on, and gathered, in forward order, just
+before the next forward pass reads them: communication overlaps with both,
+without priorities and without a startup time more.
+Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
+Pipelining (Zhang, Shi, Chu, Wang, Li, Liu, ICDCS 2023), with the tensor fusion
+of its code: in forward order, fill buffers to less than 25 MiB.
+Units: bytes.
+
+Deviations:
+- DeAR never divides a module; a group here is filled tensor by tensor, in the
+  order in which the forward pass reads them.
+- DeAR hands an all-gather over when the forward pass begins with the group
+  before it. A plan has no such moment: the next one goes out when the one
+  before has ended, which is never later.
+- DeAR tunes its buffer size while it trains (Bayesian optimisation); here it is
+  an option.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, known_collective, urgency, whole
+
+__all__ = ["BUFFER_BYTES", "dear"]
+
+#: DeAR's default fusion buffer.
+BUFFER_BYTES = 25 * 2**20
+
+
+def dear(
+    workload: Workload, cluster: Cluster, *, collective: str | None = None, buffer_bytes: int = BUFFER_BYTES
+) -> Plan:
+    """Two messages a group, all reduce-scatters before the first all-gather, with forward overlap.
+
+    A group holds less than `buffer_bytes`, or one tensor; 1 turns fusion off.
+    Raises `InputError` when it is below 1, or on a collective the cluster lacks.
+    """
+    name = known_collective(cluster, collective)
+    if buffer_bytes < 1:
+        raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
+    groups = _groups(workload, buffer_bytes)
+    # A group is complete with its last gradient; of those complete at the same op, backward order.
+    complete = [max(workload.tensors[t].ready_after for t in group) for group in groups]
+    backward = sorted(range(len(groups)), key=lambda g: (complete[g], -g))
+    reduced = [whole(workload, group, name) for group in groups]
+    messages = [msgspec.structs.replace(reduced[g], kind="reduce_scatter") for g in backward]
+    messages += [msgspec.structs.replace(message, kind="all_gather") for message in reduced]
+    return compose("dear", messages, workload, cluster, forward_overlap=True)
+
+
+def _groups(workload: Workload, buffer_bytes: int) -> list[list[int]]:
+    """Tensors in the order in which the forward pass reads them, in buffers."""
+    place = urgency(workload)
+    groups: list[list[int]] = []
+    held = 0
+    for t in sorted(range(len(place)), key=place.__getitem__):
+        nbytes = workload.tensors[t].nbytes
+        if groups and held + nbytes < buffer_bytes:
+            groups[-1].append(t)
+            held += nbytes
+        else:
+            groups.append([t])
+            held = nbytes
+    return groups

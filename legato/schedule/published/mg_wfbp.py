@@ -1,0 +1,46 @@
+"""MG-WFBP: merge a gradient with the next one if that one is ready within alpha.
+
+Idea: a message of its own costs a layer the startup time alpha; holding it back
+until the next gradient is ready costs the wait. Layer l is merged into the next
+one, l-1, when the wait is the shorter: ready(l-1) - tau_c(l) < alpha, where
+tau_c(l) is the moment the network could start on layer l.
+Paper: MG-WFBP (Shi, Chu, Li, INFOCOM 2019), Theorem 1 and Algorithm 1.
+Units: seconds and bytes.
+
+Deviations:
+- The paper recomputes every start time after every merge, O(L^2). A merge
+  changes the start of later layers only, and the loop has not been there yet:
+  one scan, O(L), finds the same merges.
+- A layer is a tensor here, in ready order. Of two that are ready at the same
+  op, the second has no backward time of its own.
+- As printed, line 9 leaves the backward start of layer 1 unset and line 13
+  reads that of layer 0; the end of the backward pass is meant (equation 26).
+- The theorem claims the optimum. It is not: `merge_optimal.py` has that.
+"""
+
+from __future__ import annotations
+
+from legato.core.cluster import Cluster
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, whole
+
+__all__ = ["mg_wfbp"]
+
+
+def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
+    """Algorithm 1's groups, a message each. Raises `InputError` on a collective the cluster lacks."""
+    name = known_collective(cluster, collective)
+    cost = cluster.cost(name)
+    order, ready = ready_order(workload), ready_times(workload)
+    groups: list[list[int]] = []
+    start, nbytes = 0.0, 0  # of the group at the end: when the network could begin it, and what it holds
+    for t in order:
+        if groups and ready[t] - start < cost.startup_s:
+            groups[-1].append(t)
+            start, nbytes = max(start, ready[t]), nbytes + workload.tensors[t].nbytes
+        else:
+            free = start + cost.cost(nbytes) if groups else 0.0
+            groups.append([t])
+            start, nbytes = max(free, ready[t]), workload.tensors[t].nbytes
+    return compose("mg-wfbp", [whole(workload, group, name) for group in groups], workload, cluster)

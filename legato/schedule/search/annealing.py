@@ -1,0 +1,176 @@
+"""Few messages, where each is dear: compute some gradients, send them, compute the next.
+
+Where a message costs about as much as the computation between two of them, what
+goes with what decides everything, the order of computation included. A schedule
+is a sequence of halves of all-reduces here, each of whole gradients. It takes as
+long as it does to compute what the first halves need, in their order, and to
+send all; a half handed out is followed by its tail. Simulated annealing moves
+gradients between halves, moves halves, merges and divides them, from several
+starts (`annealing_kernel.py`).
+
+A first half and the second half of the same gradients after it are an all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Kind, Message, Plan
+from legato.core.workload import Op, Tensor, Workload
+from legato.schedule.basics.compose import compose, whole
+from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.search.op_orders import times_in_order
+from legato.simulator.period import Period
+
+if TYPE_CHECKING:
+    from legato.schedule.search.annealing_kernel import Halves, Instance
+
+__all__ = ["loaded_s", "waves"]
+
+#: How many messages to start from.
+_STARTS = (2, 4, 8)
+#: The lateness that is accepted at first and at last, in startup times of a message.
+_HOT, _COLD = 0.35, 1e-4
+#: Tries between two looks at the clock.
+_TRIES = 256
+
+
+def waves(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, stop_at: float, seed: int) -> Plan:
+    """The best plan found in `rounds` tries from each start, or until it is `stop_at` (`perf_counter`).
+
+    The same seed gives the same plan unless the time is up. The first call in a
+    process also takes what `loaded_s` takes.
+    """
+    from legato.schedule.search.annealing_kernel import iteration_s  # compiled: other planning does without
+
+    problem, rng = _Problem(workload, cluster, collective), np.random.default_rng(seed)
+    heats = cluster.cost(collective).startup_s * np.geomspace(_HOT, _COLD, rounds)
+    best, least = None, math.inf
+    for start in problem.starts():
+        found = _annealed(start, problem.instance, heats, stop_at, rng)
+        seconds = iteration_s(problem.instance, found)
+        if best is None or seconds < least:
+            best, least = found, seconds
+        if time.perf_counter() > stop_at:
+            break
+    assert best is not None
+    return problem.plan(best)
+
+
+def loaded_s() -> float:
+    """Load the compiled loop, or compile it where that has never been done; the seconds that this took."""
+    began = time.perf_counter()
+    workload = Workload("tiny", (Op("b", "backward", 1.0),), (Tensor("t", 1, 0),))
+    cluster = Cluster(1, {"c": LinearCost(0.0, 0.0)})
+    waves(workload, cluster, "c", rounds=1, stop_at=math.inf, seed=0)
+    return time.perf_counter() - began
+
+
+def _annealed(start: Halves, instance: Instance, heats: np.ndarray, stop_at: float, rng: np.random.Generator) -> Halves:
+    from legato.schedule.search.annealing_kernel import Halves, anneal
+
+    now, best = (Halves(start.place.copy(), start.first.copy(), start.number.copy()) for _ in range(2))
+    for k in range(0, len(heats), _TRIES):
+        if time.perf_counter() > stop_at:
+            break
+        anneal(instance, now, best, heats[k : k + _TRIES], rng)
+    return best
+
+
+class _Problem:
+    """What there is to send, by update: a backward op that produces gradients."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, collective: str) -> None:
+        self.workload, self.cluster, self.collective = workload, cluster, collective
+        self.updates = update_order(workload)
+        made: dict[int, list[int]] = {update: [] for update in self.updates}
+        for t, tensor in enumerate(workload.tensors):
+            made[tensor.ready_after].append(t)
+        self.tensors = list(made.values())
+        self.instance = _instance(self.updates, self.tensors, workload, cluster.cost(collective))
+
+    def starts(self) -> Iterator[Halves]:
+        """Messages of about equal size, of what is ready or needed first: all-reduces, or first halves first."""
+        for count in _STARTS:
+            for order in self.instance.orders[:2]:
+                nbytes = self.instance.nbytes[order]
+                message = np.empty(len(order), np.int64)
+                message[order] = count * (np.cumsum(nbytes) - nbytes) // nbytes.sum()
+                message = np.unique(message, return_inverse=True)[1]
+                number = int(message.max()) + 1
+                yield _halves(2 * message, 2 * message + 1)
+                yield _halves(message, 2 * number - 1 - message)
+
+    def plan(self, halves: Halves) -> Plan:
+        """These messages, all-reduces where both halves follow one another, and the order of ops that they need."""
+        messages: list[Message] = []
+        order: list[int] = []
+        for k in range(halves.number[0]):
+            first = bool(halves.first[k])
+            updates = np.flatnonzero(halves.place[0 if first else 1] == k).tolist()
+            message = whole(self.workload, sorted(t for i in updates for t in self.tensors[i]), self.collective)
+            kind: Kind = "reduce_scatter" if first else "all_gather"
+            if messages and messages[-1].kind == "reduce_scatter" != kind and messages[-1].slices == message.slices:
+                messages[-1] = message
+            else:
+                messages.append(msgspec.structs.replace(message, kind=kind))
+            if first:
+                order += [self.updates[i] for i in updates]
+        plan = compose("legato", messages, self.workload, self.cluster, forward_overlap=True)
+        return msgspec.structs.replace(plan, op_order=serialized_order(self.workload, order))
+
+
+def _instance(
+    updates: Sequence[int], tensors: Sequence[Sequence[int]], workload: Workload, cost: LinearCost
+) -> Instance:
+    """The updates, and the ops that they need. An op that only one other needs is part of that one."""
+    from legato.schedule.search.annealing_kernel import Instance
+
+    period = Period(workload)
+    part_of = {update: update for update in updates}
+    needed_by: defaultdict[int, set[int]] = defaultdict(set)
+    for op in reversed(workload.phase_ops("backward")):
+        if op not in part_of and needed_by[op]:
+            part_of[op] = op if len(needed_by[op]) > 1 else min(needed_by[op])
+        if op in part_of:
+            for dep in period.waits[op]:
+                needed_by[dep].add(part_of[op])
+    op_id = {op: k for k, op in enumerate(sorted(set(part_of.values())))}
+    duration_s, waits = np.zeros(len(op_id)), [set[int]() for _ in op_id]
+    for op, whole_op in part_of.items():
+        duration_s[op_id[whole_op]] += period.duration_s[op]
+        waits[op_id[whole_op]] |= {op_id[part_of[dep]] for dep in period.waits[op]} - {op_id[whole_op]}
+    _, tail = times_in_order(workload, workload.iteration_order())
+    tail_s = np.array([max(tail[t] for t in of) for of in tensors])
+    by_tail, ready = np.argsort(-tail_s, kind="stable"), np.arange(len(updates))
+    return Instance(
+        np.array([float(sum(workload.tensors[t].nbytes for t in of)) for of in tensors]),
+        tail_s,
+        np.array([ready, by_tail, ready[::-1], by_tail[::-1]]),
+        np.array([op_id[update] for update in updates]),
+        duration_s,
+        np.array([0, *accumulate(map(len, waits))]),
+        np.array([op for of in waits for op in sorted(of)], np.int64),
+        workload.compute_s,
+        cost.alpha_s / 2,
+        cost.beta_s_per_byte / 2,
+        cost.floor_s / 2,
+    )
+
+
+def _halves(collects: np.ndarray, hands_out: np.ndarray) -> Halves:
+    """A schedule of these places, by gradient."""
+    from legato.schedule.search.annealing_kernel import MOST, Halves
+
+    first = np.zeros(MOST, np.bool_)
+    first[collects] = True
+    return Halves(np.array([collects, hands_out]), first, np.array([hands_out.max() + 1]))

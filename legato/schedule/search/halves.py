@@ -1,0 +1,40 @@
+"""The best plan that sends all first halves of its all-reduces before the second ones.
+
+DeAR's idea, with the sizes that the cost model asks for: reduce-scatters are
+merged as `merge_optimal.py` does for when the gradients are ready, all-gathers
+the same backwards in time, for when the forward pass reads them. Each is the
+exact optimum for its end of the period (of messages of whole tensors), and so is
+the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Kind, Message, Plan
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, whole
+from legato.schedule.published.merge_optimal import merge_neighbours
+
+__all__ = ["halves"]
+
+
+def halves(
+    workload: Workload, cluster: Cluster, ready_s: Sequence[float], tail_s: Sequence[float], collective: str
+) -> Plan:
+    """A plan for gradients that are ready, and followed by computation, at these seconds; by tensor."""
+    cost = cluster.cost(collective)
+    half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
+
+    def merged(near_s: Sequence[float], kind: Kind) -> list[Message]:
+        order = sorted(range(len(near_s)), key=near_s.__getitem__)
+        nbytes = [workload.tensors[t].nbytes for t in order]
+        _, groups = merge_neighbours([near_s[t] for t in order], nbytes, half)
+        messages = [whole(workload, order[start:stop], collective) for start, stop in groups]
+        return [msgspec.structs.replace(message, kind=kind) for message in messages]
+
+    messages = merged(ready_s, "reduce_scatter") + merged(tail_s, "all_gather")[::-1]
+    return compose("legato", messages, workload, cluster, forward_overlap=True)

@@ -1,0 +1,251 @@
+"""legato: merging, cutting, order and collective planned together, for the real cost of messages.
+
+Idea: the published schedulers each decide one thing. MG-WFBP merges and ignores
+the forward pass; PACE and P3 order and cut, and pay nothing for a message that
+in fact costs an alpha. Here the sizes of the messages and what goes into them
+are improved in turn, each step exact for what the other one fixed:
+
+- for an order of pieces, the best way to merge neighbours into messages
+  (`merge_deadlines.py`: a dynamic program with deadlines, and bisection over the
+  iteration time);
+- for sizes of messages, the best contents (`fill.py`: of what is ready, what
+  is needed first).
+
+The turns start from several orders: ready order, Jackson's preemptive order
+(PACE's), and messages of equal sizes (P3's). Then single messages are merged,
+halved and shifted at random, and contents dealt anew, until the iteration is
+within `gap` of the proven lower bound or the budget is spent (`local_search.py`).
+A tensor whose pieces are scattered over messages has to be put together by a
+worker; where that is known to take time, all this is done without cuts first,
+then with cuts that leave every tensor in one piece of memory.
+Every message takes the collective, and the depth, that is cheapest for its size.
+All this for the captured order of computation; where plans need not be run, also
+for others (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
+messages are dear, for both at once (`annealing.py`). What any other scheduler plans
+is a candidate too, so that none is better.
+
+Deviation from nobody: this one is ours. Units: seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from legato.core.cluster import Cluster
+from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import compose, known_collective, runs
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.lower_bound import cheapest_line, kind_of, lower_bound
+from legato.schedule.published import PUBLISHED
+from legato.schedule.published.caramel import MAX_DEPTH
+from legato.schedule.search.annealing import loaded_s, waves
+from legato.schedule.search.fill import Refilled
+from legato.schedule.search.halves import halves
+from legato.schedule.search.local_search import Job, Network, search
+from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
+from legato.schedule.search.optimizer_ops import busy_order
+from legato.simulator.collective import iteration_times
+from legato.simulator.pipelining import message_s
+
+__all__ = ["legato"]
+
+#: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
+_MOVES, _WAVES = 0.25, 64
+#: Tensors are cut if they have so much of all bytes, where cuts have their price: nothing, large ones, all.
+_WHOLE_BELOW = (1.0, 1 / 16, 0.0)
+#: The part of the budget for few messages, at the most.
+_WAVES_SHARE = 0.8
+
+
+def legato(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    gap: float = 0.005,
+    budget_s: float = 1.0,
+    rounds: int = 400,
+    seed: int = 0,
+    any_order: bool = False,
+) -> Plan:
+    """The best plan found within `rounds` changes or `budget_s` seconds, or when within `gap` of the bound.
+
+    `collective` restricts it to one; by default every message takes the
+    cheapest. The same seed gives the same plan unless the budget runs out.
+    With `any_order`, plans count too that can only be simulated: that reorder
+    the computation, or hand halves of all-reduces out in other messages than
+    they were collected in. Raises `InputError` on a
+    collective the cluster lacks.
+    """
+    stop_at = time.perf_counter() + budget_s
+    names = tuple(cluster.collectives) if collective is None else (known_collective(cluster, collective),)
+    network = _network(cluster, names)
+    nbytes = [tensor.nbytes for tensor in workload.tensors]
+    cheapest, _ = network.way(sum(nbytes))
+    fastest = _Fastest(workload, cluster)
+    for name in dict.fromkeys((names[0], cheapest) if any_order else names[:1]):
+        fastest.among(_published(workload, cluster, name, any_order))
+    orders = _orders(workload, cluster, any_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
+    if any_order:
+        fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
+        least_s = orders[0][1]
+        if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
+            stop_at += loaded_s()  # takes seconds when it is first used on a machine
+            stop, tries = min(stop_at, time.perf_counter() + _WAVES_SHARE * budget_s), _WAVES * rounds
+            fastest.among([waves(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
+    for k, (order, bound_s) in enumerate(orders):
+        if k and time.perf_counter() > stop_at:
+            break
+        ready, in_order = times_in_order(workload, order or workload.iteration_order())
+        for tails, part in itertools.product(_tails(workload, in_order, order), _cuts(cluster)):
+            if fastest.seconds > bound_s * (1 + gap):
+                whole_below = None if part is None else int(part * workload.nbytes) + 1
+                job = Job(ready, tails, nbytes, network, bound_s, whole_below)
+                best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
+                fastest.among(_plans(best, job, workload, cluster, order))
+    assert fastest.plan is not None
+    return msgspec.structs.replace(fastest.plan, scheduler="legato")
+
+
+class _Fastest:
+    """The fastest plan seen so far; of equals, the one with the fewest messages."""
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self.plan: Plan | None = None
+        self.seconds = math.inf
+
+    def among(self, plans: Sequence[Plan]) -> None:
+        for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
+            shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
+            if seconds < self.seconds or (seconds == self.seconds and shorter):
+                self.plan, self.seconds = plan, seconds
+
+
+def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
+    """Whether halves of all-reduces, too, can take hardly less; `all_reduces_s` is what whole ones take at least."""
+    if fastest.seconds > all_reduces_s * (1 + gap):
+        return False
+    bound = lower_bound(fastest.workload, fastest.cluster, order="any", thorough=False)
+    return fastest.seconds <= bound.seconds * (1 + gap)
+
+
+def _network(cluster: Cluster, names: Iterable[str]) -> Network:
+    """The ways to send a message, but for those that another one beats at every size, whatever their depth."""
+    ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
+    terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
+
+    def beaten(k: int) -> bool:
+        return any(
+            all(x <= y for x, y in zip(other, terms[k], strict=True)) and (other != terms[k] or i < k)
+            for i, other in enumerate(terms)
+        )
+
+    kept = [way for k, way in enumerate(ways) if _priced_by_depth(cluster) or not beaten(k)]
+    return Network(tuple(kept), tuple(cluster.cost(*way) for way in kept))
+
+
+def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
+    """What all other schedulers make of it; only what the runtime carries out as predicted, unless `any_order`."""
+    plans = [scheduler(workload, cluster, collective=collective) for scheduler in PUBLISHED.values()]
+    return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))]
+
+
+def _orders(
+    workload: Workload, cluster: Cluster, any_order: bool, rounds: int, gap: float, stop_at: float, seed: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Orders of computation to plan for (empty for the captured one), and what all-reduces take in each at least.
+
+    What takes least comes first.
+    """
+    captured = ((), lower_bound(workload, cluster, whole=True, thorough=False).seconds)
+    if not any_order:
+        return [captured]
+    least_s = lower_bound(workload, cluster, order="any", whole=True, thorough=False).seconds
+    value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
+    enough_s = least_s * (1 + gap)
+    orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, stop_at=stop_at, seed=seed)
+    found = [captured, *((order, max(least_s, value(order))) for order in orders)]
+    return sorted(found, key=lambda choice: choice[1])
+
+
+def _in_halves(workload: Workload, cluster: Cluster, collective: str, orders: Iterable[tuple[int, ...]]) -> list[Plan]:
+    """The best plans that send all first halves first, one for each order of computation."""
+    plans = []
+    for order in orders:
+        ready, tails = times_in_order(workload, order or workload.iteration_order())
+        plan = halves(workload, cluster, ready, tails, collective)
+        plans.append(msgspec.structs.replace(plan, op_order=order))
+    return plans
+
+
+def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) -> list[list[float]]:
+    """How long the iteration still takes after a tensor's arrival, by tensor.
+
+    Once with every optimizer op in its place; in the captured order, once more
+    with all of them out of the way but the tensor's own.
+    """
+    if order or not workload.phase_ops("optimizer"):
+        return [in_order]
+    return [in_order, heads_tails(workload, "one", "captured").tail_s]
+
+
+def _cuts(cluster: Cluster) -> tuple[float | None, ...]:
+    """Below which part of all bytes a tensor is not to be cut; None where it does not matter what is cut and how.
+
+    It matters where a gradient that does not lie in one piece of memory has to be put together.
+    """
+    return _WHOLE_BELOW if cluster.unpack_s_per_byte else (None,)
+
+
+def _plans(best: Refilled, job: Job, workload: Workload, cluster: Cluster, order: tuple[int, ...]) -> list[Plan]:
+    """Plans of these messages in this order of ops.
+
+    With optimizer ops in the captured order, also with these in idle time, and
+    with messages of the backward pass that complete whole tensors: an update
+    has to wait for the last byte of its gradient.
+    """
+    plan, arrival_s = _plan(best, job, workload, cluster)
+    if order or not workload.phase_ops("optimizer"):
+        return [msgspec.structs.replace(plan, op_order=order)]
+    plans = [plan, msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s))]
+    sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
+    for part in (4, 2, 1):
+        plan, arrival_s = _plan(job.deal(sizes, first_come=len(sizes) // part), job, workload, cluster)
+        plans.append(msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s)))
+    return plans
+
+
+def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
+    """The plan of these messages, and when each tensor has arrived."""
+    messages = []
+    arrival_s = [0.0] * len(workload.tensors)
+    now = 0.0
+    for pieces in best.messages:
+        nbytes = sum(p.nbytes for p in pieces)
+        name, depth = _way(job, cluster, nbytes)
+        now = max(now, *(job.ready_s[p.tensor] for p in pieces)) + message_s(cluster, name, depth, nbytes)
+        slices = tuple(Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces)
+        messages.append(Message(slices, collective=name, depth=depth))
+        for p in pieces:
+            arrival_s[p.tensor] = now
+    return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
+
+
+def _way(job: Job, cluster: Cluster, nbytes: int) -> tuple[str, int]:
+    """The cheapest collective for a message, and its depth, also where that is priced by a formula."""
+    if not _priced_by_depth(cluster):
+        return job.network.way(nbytes)
+    ways = ((name, depth) for name, _ in job.network.ways for depth in range(1, MAX_DEPTH + 1))
+    return min(ways, key=lambda way: (message_s(cluster, way[0], way[1], nbytes), way[1]))
+
+
+def _priced_by_depth(cluster: Cluster) -> bool:
+    """Whether a formula says what chunks cost, rather than a measurement."""
+    return cluster.reduce_s_per_byte > 0 and not cluster.depths

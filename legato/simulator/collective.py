@@ -1,0 +1,233 @@
+"""Collective fidelity: the network is one shared resource, a message costs alpha + beta * bytes.
+
+This is the model that planners use (MG-WFBP section II, PACE section IV).
+Messages go out strictly in the plan's order: one starts when the one before
+has ended and every tensor in it is ready. An all-reduce of n bytes takes the
+cost of its collective, in chunks that of `legato.simulator.pipelining`; the two
+halves of which it can be made (reduce_scatter and all_gather, push and pull)
+take half of that each, alpha/2 + beta/2 * n. A message's `server` changes
+nothing at this fidelity.
+
+A worker computes on one stream, op after op in `op_order`, each as soon as the
+stream is free and what it needs is there; or, with compute "unlimited" (PACE),
+every op as soon as what it needs is there. What needs what is in `period.py`;
+a plan without forward overlap holds optimizer and forward ops until its last
+message is in and unpacked. (Earlier messages are unpacked meanwhile.) With
+forward overlap gradients are used where they arrived, but for those that are cut
+and do not lie in one piece of memory (`legato.core.layout`): they are put
+together just before the first op that reads them, by the worker's own stream.
+
+All workers do the same at the same time: spans are those of worker 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError, PlanError
+from legato.core.layout import apart
+from legato.core.plan import Message, Plan, check_plan
+from legato.core.timeline import Span, Timeline
+from legato.core.workload import Workload
+from legato.simulator.period import Compute, Period, check_compute
+from legato.simulator.pipelining import message_s
+
+__all__ = ["iteration_time", "iteration_times", "simulate"]
+
+_UNKNOWN = -1.0
+_SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
+
+
+class _Wire(NamedTuple):
+    """A message as the network sees it."""
+
+    tensors: list[int]
+    cost_s: float
+
+
+def simulate(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    compute: Compute = "one",
+    lower_bound_s: float | None = None,
+) -> Timeline:
+    """What one steady-state iteration of the plan looks like on worker 0.
+
+    Computation is in the lane "compute" (a span's kind is the op's phase),
+    messages are in the lane "network"; what takes no time has no span.
+    `lower_bound_s` is passed on to the Timeline. Raises `PlanError` when the
+    plan does not fit the workload or cluster, or would wait for itself.
+    """
+    period = Period(workload)
+    wires = _prepare(period, plan, cluster, compute)
+    done = _Pass(period, plan, wires, compute, cluster)
+    done.run()
+    spans = [
+        Span(0, "compute", op.name, start, end, op.phase)
+        for op, start, end in zip(workload.ops, done.op_start, done.op_end, strict=True)
+        if start < end
+    ]
+    spans += [
+        Span(0, "network", _label(message), start, start + wire.cost_s, "message", message.nbytes)
+        for message, wire, start in zip(plan.messages, wires, done.message_start, strict=True)
+        if wire.cost_s > 0
+    ]
+    spans.sort(key=lambda span: (span.start_s, span.end_s))
+    return Timeline(plan.scheduler, "predicted", done.iteration_s, tuple(spans), lower_bound_s)
+
+
+def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
+    """Seconds of `simulate(...).iteration_s`, without building the spans. Raises what `simulate` raises."""
+    return iteration_times(workload, [plan], cluster, compute=compute)[0]
+
+
+def iteration_times(
+    workload: Workload, plans: Iterable[Plan], cluster: Cluster, *, compute: Compute = "one"
+) -> list[float]:
+    """`iteration_time` of several plans, which share what is known of the workload."""
+    period = Period(workload)
+    times = []
+    for plan in plans:
+        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
+        done.run()
+        times.append(done.iteration_s)
+    return times
+
+
+def _label(message: Message) -> str:
+    first, more = message.slices[0].tensor, len(message.slices) - 1
+    return f"{first} +{more}" if more else first
+
+
+def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Wire]:
+    """The plan's messages with their costs, after all checks that need no clock."""
+    check_compute(compute)
+    check_plan(plan, period.workload)
+    wires = []
+    unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
+    for message in plan.messages:
+        for piece in message.slices:
+            unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
+    for i, message in enumerate(plan.messages):
+        try:
+            seconds = message_s(cluster, message.collective, message.depth, message.nbytes)
+        except InputError as error:
+            raise PlanError(f"messages[{i}].collective: {error}") from None
+        first = _SECOND_HALF_OF.get(message.kind)
+        for piece in message.slices:
+            unsent[message.kind, piece.tensor] -= 1
+            if first is not None and unsent.get((first, piece.tensor)):
+                raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
+        whole = message.kind == "all_reduce"
+        tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
+        wires.append(_Wire(tensors, seconds if whole else seconds / 2))
+    return wires
+
+
+class _Pass:
+    """The one pass that all results come from.
+
+    Two cursors, one over the ops in execution order and one over the messages,
+    each advance as far as what they wait for is known. Times follow from maxima
+    and sums alone, so it does not matter which cursor moves first. When neither
+    can move, the plan waits for itself.
+    """
+
+    def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute, cluster: Cluster) -> None:
+        self.period, self.plan, self.wires = period, plan, wires
+        self.one_stream = compute == "one"
+        self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
+        self.backward = [op.phase == "backward" for op in period.workload.ops]
+        self.op_start = [0.0] * len(self.order)
+        self.op_end = [_UNKNOWN] * len(self.order)
+        self.message_start: list[float] = []
+        self.arrival = [0.0] * len(period.ready_op)  # of the last byte that is in
+        self.missing = [0] * len(period.ready_op)  # messages still to come
+        for wire in wires:
+            for t in wire.tensors:
+                self.missing[t] += 1
+        self.stream = self.network = 0.0  # free from here on
+        self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * cluster.unpack_s_per_byte
+        self.gather_s = self._gather_s(cluster) if plan.forward_overlap else {}
+        self.computed = 0
+
+    def _gather_s(self, cluster: Cluster) -> dict[int, float]:
+        """How long an op has to put gradients together before it starts, if it has to."""
+        tensors = self.period.workload.tensors
+        if not cluster.unpack_s_per_byte:
+            return {}
+        place = {op: k for k, op in enumerate(self.order)}
+        gather_s: dict[int, float] = {}
+        for name in apart(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
+            tensor = tensors[self.period.tensor_id[name]]
+            if tensor.readers:
+                first = min(tensor.readers, key=place.__getitem__)
+                gather_s[first] = gather_s.get(first, 0.0) + tensor.nbytes * cluster.unpack_s_per_byte
+        return gather_s
+
+    @property
+    def iteration_s(self) -> float:
+        return max(self.network + self.unpack_s, max(self.op_end))
+
+    def run(self) -> None:
+        """Fill in every time. Raises `PlanError` when that is impossible."""
+        while self.computed < len(self.order) or len(self.message_start) < len(self.wires):
+            before = self.computed + len(self.message_start)
+            self.compute()
+            self.send()
+            if self.computed + len(self.message_start) == before:
+                raise PlanError(self.deadlock())
+
+    def compute(self) -> None:
+        """Run ops, up to the first that waits for a message that is not sent yet."""
+        reads, waits, duration = self.period.reads, self.period.waits, self.period.duration_s
+        op_end, all_sent = self.op_end, len(self.message_start) == len(self.wires)
+        while self.computed < len(self.order):
+            i = self.order[self.computed]
+            start = self.stream if self.one_stream else 0.0
+            if not self.backward[i]:
+                if self.plan.forward_overlap:
+                    if any(self.missing[t] for t in reads[i]):
+                        return
+                    for t in reads[i]:
+                        start = max(start, self.arrival[t])
+                elif all_sent:
+                    start = max(start, self.network + self.unpack_s)
+                else:
+                    return
+            for op in waits[i]:
+                start = max(start, op_end[op])
+            start += self.gather_s.get(i, 0.0)
+            self.op_start[i] = start
+            self.stream = op_end[i] = start + duration[i]
+            self.computed += 1
+
+    def send(self) -> None:
+        """Send messages, up to the first that waits for an op that is not run yet."""
+        ready_op, op_end = self.period.ready_op, self.op_end
+        while len(self.message_start) < len(self.wires):
+            wire = self.wires[len(self.message_start)]
+            ready = [op_end[ready_op[t]] for t in wire.tensors]
+            if min(ready) == _UNKNOWN:
+                return
+            start = max(self.network, max(ready))
+            self.message_start.append(start)
+            self.network = start + wire.cost_s
+            for t in wire.tensors:
+                self.arrival[t] = self.network
+                self.missing[t] -= 1
+
+    def deadlock(self) -> str:
+        """Why neither cursor can move: the next message waits for an op behind the next op, and that for a message."""
+        ops, sent, stuck = self.period.workload.ops, len(self.message_start), self.order[self.computed]
+        late = next(t for t in self.wires[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
+        tensor = self.period.workload.tensors[late]
+        return (
+            f"messages[{sent}] waits for {tensor.name!r} from op {tensor.ready_after} "
+            f"({ops[tensor.ready_after].name!r}), "
+            f"which op_order puts behind op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
+        )

@@ -1,0 +1,26 @@
+"""Flow fidelity: every transfer on every link, for every worker (Network Operator Edition, section 5).
+
+A *fabric* lowers a plan's messages to transfers that wait for one another
+(`fabrics/`, a file each, on top of `wiring.py`); `unroll.py` adds the workers'
+computation; the *engine* runs the graph (`graph.py`, `engine.py`).
+docs/simulator.md explains the model. Importing this compiles nothing.
+"""
+
+from __future__ import annotations
+
+from legato.simulator.flow.fabrics import BASELINE, FABRICS, Fabric, fabric
+from legato.simulator.flow.network import SHARING, Network
+from legato.simulator.flow.result import FlowResult
+from legato.simulator.flow.run import plain_plan, simulate_flow
+
+__all__ = [
+    "BASELINE",
+    "FABRICS",
+    "SHARING",
+    "Fabric",
+    "FlowResult",
+    "Network",
+    "fabric",
+    "plain_plan",
+    "simulate_flow",
+]

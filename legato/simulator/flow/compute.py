@@ -1,0 +1,83 @@
+"""A worker's stream: its ops in order, cut where the network is waited for or handed something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.simulator.flow.parcels import Parcels
+
+__all__ = ["Stream", "check_alike"]
+
+Times = NDArray[np.float64]
+
+
+class Stream:
+    """One half of an iteration: ops that a worker runs one after another, in segments.
+
+    A segment runs without looking at the network. `duration_s[worker, segment]`;
+    `op_start_s[worker, k]` and `op_end_s[worker, k]`: when the k-th op of `ops`
+    starts and ends, from the start of its segment `segment[k]`. `at[op]`: its k.
+    """
+
+    def __init__(self, ops: Sequence[int], cuts: set[int], op_duration_s: Times) -> None:
+        self.ops = list(ops)
+        self.at = {op: k for k, op in enumerate(self.ops)}
+        starts = sorted({0, *cuts} - {len(self.ops)}) if self.ops else []
+        self.segments = len(starts)
+        self.segment = np.searchsorted(starts, np.arange(len(self.ops)), side="right") - 1
+        durations = op_duration_s[:, self.ops]
+        self.op_end_s = np.empty_like(durations)
+        for start, stop in zip(starts, [*starts[1:], len(self.ops)], strict=True):
+            np.cumsum(durations[:, start:stop], axis=1, out=self.op_end_s[:, start:stop])
+        self.op_start_s = self.op_end_s - durations
+        last = np.array([*starts[1:], len(self.ops)], dtype=int) - 1 if starts else np.zeros(0, dtype=int)
+        self.duration_s = self.op_end_s[:, last]
+
+    @classmethod
+    def backward(cls, workload: Workload, plan: Plan, parcels: Parcels, op_duration_s: Times) -> Stream:
+        """Cut behind the op after which a message is ready. Backward ops of the plan's order."""
+        ops = _order(workload, plan, backward=True)
+        at = {op: k for k, op in enumerate(ops)}
+        ready = {tensor.name: at[tensor.ready_after] for tensor in workload.tensors}
+        cuts = {max(ready[piece.tensor] for piece in plan.messages[i].slices) + 1 for i in set(parcels.message)}
+        return cls(ops, cuts, op_duration_s)
+
+    @classmethod
+    def forward(cls, workload: Workload, plan: Plan, op_duration_s: Times) -> Stream:
+        """Cut before an op that reads what nothing before it has read. All other ops of the plan's order."""
+        ops = _order(workload, plan, backward=False)
+        return cls(ops, set(first_reads(workload, plan, ops)), op_duration_s)
+
+
+def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int, list[int]]:
+    """{place in `ops`: the tensors that are waited for there}; without forward overlap, all at the first op."""
+    if not plan.forward_overlap:
+        return {0: list(range(len(workload.tensors)))}
+    at = {op: k for k, op in enumerate(ops)}
+    reads: dict[int, list[int]] = {}
+    for t, tensor in enumerate(workload.tensors):
+        if tensor.readers:
+            reads.setdefault(min(at[reader] for reader in tensor.readers), []).append(t)
+    return reads
+
+
+def _order(workload: Workload, plan: Plan, *, backward: bool) -> list[int]:
+    order = plan.op_order or workload.iteration_order()
+    return [op for op in order if (workload.ops[op].phase == "backward") == backward]
+
+
+def check_alike(workloads: Sequence[Workload]) -> None:
+    """Raise `InputError` unless the workloads differ in their ops' times only."""
+    first = workloads[0]
+    for w, other in enumerate(workloads):
+        if other is first:
+            continue
+        same = [(a.name, a.phase, a.deps) for a in other.ops] == [(b.name, b.phase, b.deps) for b in first.ops]
+        if not same or other.tensors != first.tensors:
+            raise InputError(f"workload of worker {w}: not worker 0's ops and tensors (expected only other times)")

@@ -1,0 +1,86 @@
+"""Every fabric by the name that the command line knows it under. A file a fabric; `protocol.py` says what one is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from legato.core.errors import InputError, unknown_name
+from legato.simulator.flow.fabrics.doubling import Butterfly, HalvingDoubling
+from legato.simulator.flow.fabrics.hierarchical import Hierarchical
+from legato.simulator.flow.fabrics.protocol import Fabric
+from legato.simulator.flow.fabrics.ring import Ring
+from legato.simulator.flow.fabrics.servers import Servers
+from legato.simulator.flow.fabrics.shuffle import Shuffle
+from legato.simulator.flow.fabrics.tree import Tree
+
+__all__ = ["BASELINE", "FABRICS", "Fabric", "check_options", "fabric", "fitting"]
+
+#: The papers' baseline: one parameter server and no help from the network.
+BASELINE = "parameter-server"
+
+FABRICS: dict[str, Fabric] = {
+    BASELINE: Servers(),
+    "multicast": Servers(multicast=True),
+    "aggregation": Servers(aggregation="store-and-forward"),
+    "multicast+aggregation": Servers(multicast=True, aggregation="store-and-forward"),
+    "ring": Ring(),
+    "ring-whole": Ring(messaging=False),
+    "ring+multicast": Ring(multicast=True),
+    "butterfly": Butterfly(),
+    "halving-doubling": HalvingDoubling(),
+    "recursive-doubling": Butterfly(),
+    "tree": Tree(),
+    "shuffle": Shuffle(),
+    "hierarchical": Hierarchical(),
+}
+
+
+def fabric(name: str, **options: Any) -> Fabric:
+    """A fabric by its name, with other options than its usual ones.
+
+    Raises `InputError`, with the nearest names, on a fabric or an option that
+    does not exist, and on a value that an option cannot have.
+    """
+    if name not in FABRICS:
+        raise unknown_name("fabric", name, FABRICS)
+    usual: Any = FABRICS[name]
+    known = [field.name for field in dataclasses.fields(usual)]
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+    found: Fabric = dataclasses.replace(usual, **options)
+    return found
+
+
+def fitting(name: str, options: Mapping[str, Any], workers: int) -> Fabric:
+    """A fabric by its name, with those of the options that it has, and hosts that so many workers fill.
+
+    Where `options` has no `group`, a hierarchical fabric's is the largest part of its usual one that divides `workers`.
+    Raises `InputError` as `fabric` does.
+    """
+    known = _options(name)
+    mine = {key: value for key, value in options.items() if key in known}
+    if "group" in known and "group" not in mine:
+        usual: Any = FABRICS[name]
+        mine["group"] = math.gcd(usual.group, max(workers, 1))
+    return fabric(name, **mine)
+
+
+def check_options(names: Iterable[str], options: Iterable[str]) -> None:
+    """Raise `InputError` on an option that none of these fabrics has."""
+    names = list(names)
+    unused = set(options).difference(*map(_options, names))
+    if unused:
+        raise InputError(f"{min(unused)}: {', '.join(names)} has no such option")
+
+
+def _options(name: str) -> set[str]:
+    """What can be said of a fabric without making it another one of `FABRICS`."""
+    if name not in FABRICS:
+        raise unknown_name("fabric", name, FABRICS)
+    usual: Any = FABRICS[name]
+    known = {field.name for field in dataclasses.fields(usual)} - {"multicast", "messaging"}
+    return known if "aggregation" in name else known - {"aggregation"}

@@ -1,0 +1,79 @@
+"""Hierarchical all-reduce: rings inside the hosts, and between hosts a ring for each part.
+
+Neighbouring workers share a host, `group` of them, and its one network link.
+Inside, they reduce-scatter on links of their own; then worker l of every host
+all-reduces part l with its like on the other hosts; inside again, they gather.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError
+from legato.simulator.flow.fabrics.protocol import Collective
+from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.parcels import Parcels
+from legato.simulator.flow.wiring import Wiring
+
+__all__ = ["Hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Collective):
+    """`group` workers a host, on links of `local_bandwidth_bps` (bits per second) to each neighbour."""
+
+    group: int = 8
+    local_bandwidth_bps: float = 100e9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group < 1:
+            raise InputError(f"group: {self.group} (expected at least 1)")
+        if not (math.isfinite(self.local_bandwidth_bps) and self.local_bandwidth_bps > 0):
+            raise InputError(f"local_bandwidth_bps: {self.local_bandwidth_bps} (expected a finite number above 0)")
+
+    def simulated(self, workers: int) -> int:
+        if workers % self.group:
+            raise InputError(f"group: {self.group} workers a host (expected a number that divides {workers})")
+        return self.group
+
+    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
+        part = self._around(wiring, parcels, ready, self.group, local=True, adds=True)
+        return self._around(wiring, parcels, part, wiring.workers // self.group, local=False, adds=True)
+
+    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+        part = self._around(wiring, parcels, held, wiring.workers // self.group, local=False, adds=False)
+        return self._around(wiring, parcels, part, self.group, local=True, adds=False)
+
+    def _around(self, wiring: Wiring, parcels: Parcels, ready: Ids, n: int, *, local: bool, adds: bool) -> Ids:
+        """One round of a ring of n, of all hosts' workers or of each part's."""
+        ranks = wiring.ranks
+        left, right = self._neighbour(wiring, -1, local), self._neighbour(wiring, 1, local)
+        arrived = wiring.pass_around(
+            right if local else self._host(right),
+            left,
+            parcels.nbytes / (n if local else n * self.group),
+            ready,
+            n - 1,
+            key=parcels.order,
+            source=ranks if local else self._host(ranks),
+            adds=adds,
+            local=local,
+        )
+        # A sum needs the last chunk and one's own; what is gathered, all of them.
+        needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
+        return wiring.graph.join(np.concatenate(needed, axis=1), axis=1)
+
+    def _neighbour(self, wiring: Wiring, step: int, local: bool) -> NDArray[np.int64]:
+        ranks = wiring.ranks
+        if not local:
+            return wiring.worker(ranks + step * self.group)
+        return self._host(ranks) + (ranks + step) % self.group
+
+    def _host(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The worker whose link is the host's."""
+        return ranks // self.group * self.group

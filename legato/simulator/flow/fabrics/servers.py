@@ -1,0 +1,141 @@
+"""Parameter servers: workers push gradients to them and pull the updated parameters (Network Operator Edition, 3.3.1).
+
+Multicast lets a server send a parameter once; in-network aggregation lets it
+receive one sum instead of one gradient a worker. Neither touches the other half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.workload import Workload
+from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.parcels import Parcels
+from legato.simulator.flow.wiring import Wiring
+
+__all__ = ["Servers", "creation_order"]
+
+_AGGREGATION = ("store-and-forward", "cut-through")
+_DISTRIBUTION = ("round-robin", "block")
+_MOST_SERVERS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """`servers` hosts beside the workers.
+
+    `placement`: tensors are dealt out to the servers in turn, in the order in
+    which the model creates them ("round-robin", TensorFlow's default), or every
+    tensor is split evenly over all servers ("equal"), or as a mapping from
+    tensor to server says. `distribution`: a parameter to all workers, then the
+    next ("round-robin"), or all parameters to a worker, then to the next
+    ("block"). With `barrier`, nothing is handed out before everything is
+    summed. `multicast`: a server sends once for all workers. `aggregation`: the
+    switch adds up, and forwards whole parcels ("store-and-forward") or bytes as
+    they come ("cut-through"). `message_bytes` cuts messages into pieces, which
+    are pushed, summed and handed out on their own (message pipelining, 9.2).
+    """
+
+    servers: int = 1
+    placement: str | Mapping[str, int] = "round-robin"
+    distribution: Literal["round-robin", "block"] = "round-robin"
+    barrier: bool = True
+    multicast: bool = False
+    aggregation: Literal["store-and-forward", "cut-through"] | None = None
+    message_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.servers <= _MOST_SERVERS:
+            raise InputError(f"servers: {self.servers} (expected 1 to {_MOST_SERVERS})")
+        if isinstance(self.placement, str) and self.placement not in ("round-robin", "equal"):
+            raise unknown_name("placement", self.placement, ("round-robin", "equal"))
+        if self.distribution not in _DISTRIBUTION:
+            raise unknown_name("distribution", self.distribution, _DISTRIBUTION)
+        if self.aggregation is not None and self.aggregation not in _AGGREGATION:
+            raise unknown_name("aggregation", self.aggregation, _AGGREGATION)
+        if self.message_bytes is not None and self.message_bytes < 1:
+            raise InputError(f"message_bytes: {self.message_bytes} (expected at least 1)")
+
+    @property
+    def synchronous(self) -> bool:
+        return self.barrier
+
+    @property
+    def in_flight(self) -> None:
+        return None
+
+    @property
+    def local_bandwidth_bps(self) -> float:
+        return 1.0
+
+    @property
+    def shares(self) -> int:
+        """Over how many servers a parcel is split."""
+        return self.servers if self.placement == "equal" else 1
+
+    def simulated(self, workers: int) -> int:
+        return workers
+
+    def placed(self, workload: Workload) -> Mapping[str, int] | None:
+        if self.placement == "equal":
+            return None
+        names = creation_order(workload)
+        if isinstance(self.placement, str):
+            return {name: i % self.servers for i, name in enumerate(names)}
+        for name in names:
+            where = self.placement.get(name, -1)
+            if not 0 <= where < self.servers:
+                raise InputError(f"placement: {name!r} on no server (expected one of 0 to {self.servers - 1})")
+        return self.placement
+
+    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
+        servers, nbytes, key = self._servers(wiring, parcels), self._nbytes(parcels), parcels.order[:, None]
+        after = np.broadcast_to(ready[:, None, :], (len(parcels), self.shares, wiring.size))
+        if self.aggregation is None:
+            sent = wiring.send(
+                wiring.ranks, servers[..., None], nbytes[..., None], [after], key=key[..., None], adds=True
+            )
+            return wiring.graph.join(sent)
+        cut_through = self.aggregation == "cut-through"
+        return wiring.aggregate(wiring.ranks, servers, nbytes, after, key=key, cut_through=cut_through)
+
+    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+        if self.barrier:
+            held = wiring.graph.join(held.reshape(1, -1))[:, None]
+        held = np.broadcast_to(held, (len(parcels), self.shares))
+        servers, nbytes, order = self._servers(wiring, parcels), self._nbytes(parcels), parcels.order[:, None]
+        if self.multicast:
+            sent = wiring.multicast(servers, wiring.ranks, nbytes, [held], key=order)
+        else:
+            in_turn = self.distribution == "round-robin"
+            key = order * wiring.size + wiring.ranks if in_turn else wiring.ranks * len(parcels) + order
+            sent = wiring.send(
+                servers[..., None], wiring.ranks, nbytes[..., None], [held[..., None]], key=key[:, None, :]
+            )
+        return sent[:, 0] if self.shares == 1 else wiring.graph.join(sent, axis=1)
+
+    def _servers(self, wiring: Wiring, parcels: Parcels) -> np.ndarray:
+        """[parcel, share]: the hosts."""
+        if self.shares > 1:
+            return np.broadcast_to(wiring.server(np.arange(self.servers)), (len(parcels), self.servers))
+        if len(parcels) and (worst := int(parcels.server.max())) >= self.servers:
+            raise InputError(f"server: {worst} (expected one of 0 to {self.servers - 1})")
+        return wiring.server(parcels.server)[:, None]
+
+    def _nbytes(self, parcels: Parcels) -> np.ndarray:
+        return np.broadcast_to(parcels.nbytes[:, None] / self.shares, (len(parcels), self.shares))
+
+
+def creation_order(workload: Workload) -> list[str]:
+    """Tensors in the order in which the model creates them, as far as a workload tells: of their first use forward."""
+    first = {
+        tensor.name: min((r for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(workload.ops))
+        for tensor in workload.tensors
+    }
+    backwards = [tensor.name for tensor in reversed(workload.tensors)]
+    return sorted(backwards, key=first.__getitem__)

@@ -1,0 +1,202 @@
+"""Max-min fair sharing: all transfers on a link at once, at rates that nobody can raise at the cost of a slower one.
+
+Services that cut through one another are one *flow*: they move together, at one
+rate, over all their links; it starts when nothing holds any of them back any
+more. Rates change when a flow starts or ends, by progressive filling: raise all
+rates alike; when a link is full, those on it keep theirs; go on with the rest.
+For small cases: each change looks at all flows on the way.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.simulator.flow.graph import Services
+
+__all__ = ["fair_rates", "run_fair"]
+
+#: A flow of which so little is left, as a part of its bytes, has ended.
+_NOTHING = 1e-12
+
+
+def run_fair(services: Services, s_per_byte: NDArray[np.float64]) -> int:
+    """Run everything that can run; returns how many services did. `s_per_byte[link]`: what a byte takes on it.
+
+    Fills in `begin_s` and `end_s`.
+    """
+    records, successors, num_links = services
+    flow, lag_s = _flows(records, successors)
+    nbytes = np.zeros(len(records))
+    wired = records["link"] >= 0
+    nbytes[wired] = records["work_s"][wired] / s_per_byte[records["link"][wired]]
+    by_flow = np.argsort(flow, kind="stable").astype(np.int64)
+    first = np.searchsorted(flow[by_flow], np.arange(flow.max(initial=-1) + 2))
+    return int(_run(records, successors, num_links, flow, lag_s, nbytes, 1 / s_per_byte, by_flow, first))
+
+
+@numba.njit(cache=True)
+def _flows(records, successors):  # type: ignore[no-untyped-def]
+    """(the flow of each service, how long after the flow's own times its times are)."""
+    total = len(records)
+    parent = np.arange(total)
+    lag_s = np.zeros(total)
+    changed = True
+    while changed:  # as often as a path of cut-through services is long
+        changed = False
+        for i in range(total):
+            for e in range(records[i].first, records[i].first + records[i].count):
+                if successors[e] & 1:
+                    j = successors[e] >> 1
+                    if lag_s[j] < lag_s[i] + records[i].delay_s:
+                        lag_s[j] = lag_s[i] + records[i].delay_s
+                        changed = True
+                    a, b = parent[i], parent[j]
+                    while parent[a] != a:
+                        a = parent[a]
+                    while parent[b] != b:
+                        b = parent[b]
+                    parent[max(a, b)] = min(a, b)
+    flow = np.empty(total, np.int64)
+    flows = 0
+    for i in range(total):
+        if parent[i] == i:
+            flow[i] = flows
+            flows += 1
+        else:
+            a = i
+            while parent[a] != a:
+                a = parent[a]
+            flow[i] = flow[a]  # a < i: roots are the smallest
+    return flow, lag_s
+
+
+@numba.njit(cache=True)
+def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
+    """The max-min fair rate of each flow; flow f is on `links[first[f]:first[f + 1]]`, each once.
+
+    In the unit of `capacity[link]`. A flow on no link gets an infinite rate.
+    """
+    flows, num_links = len(first) - 1, len(capacity)
+    rate = np.full(flows, np.inf)
+    left = capacity.copy()
+    users = np.zeros(num_links, np.int64)
+    for at in links:
+        users[at] += 1
+    undecided = 0
+    for f in range(flows):
+        undecided += first[f] < first[f + 1]
+    decided = np.zeros(flows, np.bool_)
+    while undecided > 0:
+        share = np.inf
+        for k in range(num_links):
+            if users[k] > 0:
+                share = min(share, left[k] / users[k])
+        limit = share * (1 + 1e-12)
+        full = np.zeros(num_links, np.bool_)
+        for k in range(num_links):
+            full[k] = users[k] > 0 and left[k] / users[k] <= limit
+        for f in range(flows):
+            if decided[f] or first[f] == first[f + 1]:
+                continue
+            stops = False
+            for at in range(first[f], first[f + 1]):
+                stops = stops or full[links[at]]
+            if stops:
+                rate[f] = share
+                decided[f] = True
+                undecided -= 1
+                for at in range(first[f], first[f + 1]):
+                    left[links[at]] = max(left[links[at]] - share, 0.0)
+                    users[links[at]] -= 1
+    return rate
+
+
+@numba.njit(cache=True)
+def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
+    """The links of the active flows, each once a flow, as `fair_rates` wants them."""
+    starts = np.zeros(len(active) + 1, np.int64)
+    count = 0
+    for f in active:
+        count += first[f + 1] - first[f]
+    links = np.empty(count, np.int64)
+    at = 0
+    for k in range(len(active)):
+        for m in range(first[active[k]], first[active[k] + 1]):
+            link = records[by_flow[m]].link
+            known = link < 0
+            for seen in range(starts[k], at):
+                known = known or links[seen] == link
+            if not known:
+                links[at] = link
+                at += 1
+        starts[k + 1] = at
+    return links[:at], starts
+
+
+@numba.njit(cache=True)
+def _run(records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first):  # type: ignore[no-untyped-def]
+    total, flows = len(records), len(first) - 1
+    held_back = np.zeros(flows, np.int64)  # by how many services of other flows
+    ready_s = np.zeros(flows)
+    size = np.zeros(flows)  # bytes on links
+    fixed_s = np.zeros(flows)  # time on no link
+    for i in range(total):
+        if records[i].link < 0:
+            fixed_s[flow[i]] = max(fixed_s[flow[i]], records[i].work_s)
+        size[flow[i]] = max(size[flow[i]], nbytes[i])
+        for e in range(records[i].first, records[i].first + records[i].count):
+            if successors[e] & 1 == 0:
+                held_back[flow[successors[e] >> 1]] += 1
+    waiting = [f for f in range(flows) if held_back[f] == 0]  # may start at ready_s
+    active = [0][:0]
+    left = size.copy()
+    start_s, rate = np.zeros(flows), np.zeros(flows)
+    now, done = 0.0, 0
+    while len(waiting) > 0 or len(active) > 0:
+        until = np.inf
+        for f in waiting:
+            until = min(until, ready_s[f])
+        for f in active:
+            until = min(until, now + left[f] / rate[f])
+        ended = [0][:0]
+        moving = [0][:0]
+        for f in active:
+            left[f] -= rate[f] * (until - now)
+            if left[f] <= size[f] * _NOTHING or now + left[f] / rate[f] == now:
+                ended.append(f)
+            else:
+                moving.append(f)
+        now = max(now, until)
+        later = [0][:0]
+        for f in waiting:
+            if ready_s[f] > now:
+                later.append(f)
+            elif size[f] > 0:
+                start_s[f] = ready_s[f]
+                moving.append(f)
+            else:
+                start_s[f] = ready_s[f]
+                ended.append(f)
+        active, waiting = moving, later
+        for f in ended:
+            end = start_s[f] + fixed_s[f] if size[f] == 0 else now
+            for m in range(first[f], first[f + 1]):
+                i = by_flow[m]
+                records[i].begin_s, records[i].end_s = start_s[f] + lag_s[i], end + lag_s[i]
+                done += 1
+                for e in range(records[i].first, records[i].first + records[i].count):
+                    if successors[e] & 1 == 0:
+                        g = flow[successors[e] >> 1]
+                        ready_s[g] = max(ready_s[g], records[i].end_s + records[i].delay_s)
+                        held_back[g] -= 1
+                        if held_back[g] == 0:
+                            waiting.append(g)
+        if len(active) > 0:
+            chosen = np.array(active)
+            links, starts = _links_of(records, chosen, by_flow, first)
+            rates = fair_rates(links, starts, capacity)
+            for k in range(len(chosen)):
+                rate[chosen[k]] = rates[k]
+    return done

@@ -1,0 +1,254 @@
+"""The network as a fabric sees it: hosts, and three ways to send between them.
+
+`send` (one to one), `multicast` (one to many, each link carries the bytes once)
+and `aggregate` (many to one, the switch adds up). All take arrays: a fabric
+describes a step of all messages and all workers at once. Hosts are numbers:
+`worker(w)` and `server(s)`.
+
+[Note: symmetry]
+Where all workers compute alike and a fabric does the same seen from every
+worker (a ring turned by one is the same ring), what one does, all do. Then
+only the first `size` workers are simulated, and `worker(w)` is w modulo `size`:
+a transfer to the neighbour becomes one to oneself, which is what the neighbour
+on the other side does. Links serve ties by message, not by worker, so that the
+order on every link is that of the full simulation, and so are all times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from legato.simulator.flow.graph import NO_LINK, Graph, Ids
+from legato.simulator.flow.network import Network
+
+__all__ = ["Wiring"]
+
+Hosts = NDArray[np.int64]
+
+
+class Wiring:
+    """The links of `size` workers and `servers` servers, and the graph that what is sent goes to.
+
+    `workers` is the number of workers there are; `ranks` are those simulated.
+    """
+
+    def __init__(self, graph: Graph, network: Network, size: int, servers: int, local_bandwidth_bps: float) -> None:
+        self.graph, self.network = graph, network
+        self.workers, self.size, self.servers = network.workers, size, servers
+        self.ranks: Hosts = np.arange(size)
+        self._local_s_per_byte = 8 / local_bandwidth_bps
+        self._hosts = size + servers
+        self._host_s_per_byte = network.host_s_per_byte(size, servers)
+        racks = network.racks
+        self._rack = np.concatenate([np.arange(size) * racks // network.workers, np.arange(servers) % racks])
+        self._rack_s_per_byte = network.s_per_byte * network.oversubscription * racks / network.workers
+
+    # Links: out of and into each host, out of and into each rack, and the local ones.
+
+    @property
+    def num_links(self) -> int:
+        return 4 * self._hosts + 2 * self.network.racks
+
+    def out_link(self, host: ArrayLike) -> Hosts:
+        return 2 * np.asarray(host)
+
+    def in_link(self, host: ArrayLike) -> Hosts:
+        return 2 * np.asarray(host) + 1
+
+    def _up_link(self, rack: Hosts) -> Hosts:
+        return 4 * self._hosts + 2 * rack
+
+    def _down_link(self, rack: Hosts) -> Hosts:
+        return 4 * self._hosts + 2 * rack + 1
+
+    def s_per_byte(self) -> NDArray[np.float64]:
+        """What a byte takes on each link."""
+        return np.concatenate(
+            [
+                np.repeat(self._host_s_per_byte, 2),
+                np.full(2 * self._hosts, self._local_s_per_byte),
+                np.full(2 * self.network.racks, self._rack_s_per_byte),
+            ]
+        )
+
+    def worker(self, rank: ArrayLike) -> Hosts:
+        """The host of a worker (any whole number, modulo the number of workers)."""
+        return np.asarray(rank) % self.workers % self.size
+
+    def server(self, index: ArrayLike) -> Hosts:
+        """The host of a server."""
+        return self.size + np.asarray(index)
+
+    def send(
+        self,
+        source: ArrayLike,
+        target: ArrayLike,
+        nbytes: ArrayLike,
+        after: Iterable[Ids],
+        *,
+        key: ArrayLike,
+        adds: bool = False,
+        local: bool = False,
+    ) -> Ids:
+        """From hosts to hosts, when all of `after` have ended; returns what ends when the last byte is in.
+
+        Everything is broadcast together. Of what is ready at once on a link the
+        smallest `key` goes first. With `adds` the target adds the bytes to its
+        own, and they are in when that is done. `local`: on the links inside a
+        host, past the network.
+        """
+        after = list(after)
+        source, target, nbytes, key, *_ = np.broadcast_arrays(source, target, nbytes, key, *after)
+        self.graph.check_room(2 * nbytes.size)
+        out, inbound = self._transfers(source, target, nbytes, key, adds, local)
+        for before in after:
+            self.graph.edge(before, out)
+        return inbound
+
+    def pass_around(
+        self,
+        target: Hosts,
+        come_from: Hosts,
+        nbytes: NDArray[np.float64],
+        begin: Ids,
+        steps: int,
+        *,
+        key: ArrayLike,
+        source: Hosts | None = None,
+        adds: bool = False,
+        local: bool = False,
+    ) -> Ids:
+        """[parcel, step, rank]: rounds in which everybody sends on what came in the round before.
+
+        Rank r begins with what `begin[:, r]` ends, sends `nbytes[:, None]` to
+        `target[r]` and gets from rank `come_from[r]`. With `adds` it sends on
+        nothing before `begin[:, r]` has ended, for that is added to it. Returns
+        what ends when rank r has got what a step brings. `source`: whose link
+        it sends on, if not its own.
+        """
+        shape = (len(begin), steps, self.size)
+        self.graph.check_room(2 * math.prod(shape))
+        hosts = self.ranks if source is None else source
+        sources, targets, sizes, keys = np.broadcast_arrays(
+            hosts, target, nbytes[:, None, None], np.asarray(key)[:, None, None], np.empty(shape)
+        )[:4]
+        out, inbound = self._transfers(sources, targets, sizes, keys, adds, local)
+        arrived = inbound[:, :, come_from]
+        if steps:
+            self.graph.edge(begin, out[:, 0])
+            self.graph.edge(arrived[:, :-1], out[:, 1:])
+            if adds and self.size > 1:  # one's own chunk comes after it anyway
+                self.graph.edge(begin[:, None], out[:, 1:])
+        return arrived
+
+    def _transfers(
+        self, source: Hosts, target: Hosts, nbytes: ArrayLike, key: ArrayLike, adds: bool, local: bool
+    ) -> tuple[Ids, Ids]:
+        """The services out and in of transfers; all arrays have the same shape."""
+        network, nbytes = self.network, np.asarray(nbytes)
+        hosts = np.stack([source, target], axis=-1)
+        s_per_byte = self._local_s_per_byte if local else self._host_s_per_byte[hosts]
+        shift = 2 * self._hosts if local else 0
+        latency = 0.0 if local else network.latency_s
+        reduce_s = network.reduce_s_per_byte * nbytes if adds else np.zeros(nbytes.shape)
+        # Out and in side by side: what the engine runs one after the other lies together.
+        both = self.graph.add(
+            (*nbytes.shape, 2),
+            link=2 * hosts + [shift, shift + 1],
+            work_s=nbytes[..., None] * s_per_byte,
+            delay_s=np.stack([np.full(nbytes.shape, latency), reduce_s], axis=-1),
+            key=np.asarray(key)[..., None],
+        )
+        out, inbound = both[..., 0], both[..., 1]
+        self.graph.edge(self._between_racks(out, source, target, nbytes, key), inbound, cut=network.cut_through)
+        return out, inbound
+
+    def _receive(self, target: Hosts, nbytes: NDArray[np.float64], key: ArrayLike) -> Ids:
+        work_s = nbytes * self._host_s_per_byte[target]
+        return self.graph.add(target.shape, link=self.in_link(target), work_s=work_s, key=key)
+
+    def _between_racks(self, out: Ids, source: ArrayLike, target: ArrayLike, nbytes: ArrayLike, key: ArrayLike) -> Ids:
+        """The last service before the target's link: `out`, or the downlink of the target's rack."""
+        if self.network.racks == 1:
+            return out
+        here, there = self._rack[np.asarray(source)], self._rack[np.asarray(target)]
+        far = here != there
+        work_s, far_key = np.asarray(nbytes)[far] * self._rack_s_per_byte, np.asarray(key)[far]
+        up = self.graph.add(work_s.shape, link=self._up_link(here[far]), work_s=work_s, key=far_key)
+        down = self.graph.add(work_s.shape, link=self._down_link(there[far]), work_s=work_s, key=far_key)
+        self.graph.edge(out[far], up, cut=self.network.cut_through)
+        self.graph.edge(up, down, cut=self.network.cut_through)
+        last = out.copy()
+        last[far] = down
+        return last
+
+    def multicast(
+        self, source: ArrayLike, targets: ArrayLike, nbytes: ArrayLike, after: Iterable[Ids], *, key: ArrayLike
+    ) -> Ids:
+        """From a host to the hosts along the last axis of `targets`; returns what ends when each has it all."""
+        after = list(after)
+        source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
+        graph, network = self.graph, self.network
+        work_s = nbytes * self._host_s_per_byte[source]
+        out = graph.add(nbytes.shape, link=self.out_link(source), work_s=work_s, delay_s=network.latency_s, key=key)
+        for before in after:
+            graph.edge(before, out)
+        targets = np.broadcast_to(targets, (*nbytes.shape, np.shape(targets)[-1]))
+        inbound = self._receive(targets, nbytes[..., None], key[..., None])
+        if network.racks == 1:
+            graph.edge(out[..., None], inbound, cut=network.cut_through)
+            return inbound
+        # Once up, and once down into every other rack.
+        rack_work = nbytes * self._rack_s_per_byte
+        here = self._rack[source]
+        up = graph.add(nbytes.shape, link=self._up_link(here), work_s=rack_work, key=key)
+        racks = np.arange(network.racks)
+        elsewhere = racks != here[..., None]
+        down_link = np.where(elsewhere, self._down_link(racks), NO_LINK)
+        down_work = np.where(elsewhere, rack_work[..., None], 0.0)
+        down = graph.add(down_link.shape, link=down_link, work_s=down_work, key=key[..., None])
+        graph.edge(out, up, cut=network.cut_through)
+        graph.edge(up[..., None], down, cut=network.cut_through)
+        there = self._rack[targets]
+        last = np.where(there == here[..., None], out[..., None], np.take_along_axis(down, there, -1))
+        graph.edge(last, inbound, cut=network.cut_through)
+        return inbound
+
+    def aggregate(
+        self, sources: ArrayLike, target: ArrayLike, nbytes: ArrayLike, after: Ids, *, key: ArrayLike, cut_through: bool
+    ) -> Ids:
+        """From the hosts along the last axis of `sources` to one, added up on the way.
+
+        `after[..., i]` holds back source i. The switch waits for the last
+        source, and with `cut_through` only for its first byte.
+        """
+        target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
+        graph, network = self.graph, self.network
+        sources = np.broadcast_to(sources, after.shape)
+        work_s = nbytes[..., None] * self._host_s_per_byte[sources]
+        out = graph.add(
+            after.shape, link=self.out_link(sources), work_s=work_s, delay_s=network.latency_s, key=key[..., None]
+        )
+        graph.edge(after, out)
+        inbound = self._receive(target, nbytes, key)
+        if network.racks == 1:
+            graph.edge(out, inbound[..., None], cut=cut_through)
+            return inbound
+        # Added up in each rack, sent up once, and added up again.
+        rack_work = nbytes * self._rack_s_per_byte
+        here, there = self._rack[sources], self._rack[target]
+        down = graph.add(nbytes.shape, link=self._down_link(there), work_s=rack_work, key=key)
+        for rack in range(network.racks):
+            members = np.flatnonzero(here.reshape(-1, here.shape[-1])[0] == rack)
+            far = there != rack
+            up_link = np.full_like(there[far], self._up_link(np.asarray(rack)))
+            up = graph.add(up_link.shape, link=up_link, work_s=rack_work[far], key=key[far])
+            graph.edge(out[..., members][far], up[..., None], cut=cut_through)
+            graph.edge(up, down[far], cut=cut_through)
+            graph.edge(out[..., members][~far], inbound[~far][..., None], cut=cut_through)
+        graph.edge(down, inbound, cut=cut_through)
+        return inbound

@@ -1,0 +1,137 @@
+"""What every rank of a rehearsal with parameter servers does: calibrate, plan, and try every order of pulls.
+
+The iterations of the orders are interleaved in blocks, so that a busy machine
+slows all of them. An iteration lasts from the beginning of one backward pass to
+that of the next, on worker 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from legato.core import files
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.pytorch.network.agreement import broadcast_bytes
+from legato.schedule import schedule
+from legato.testbed.launch import Advance, tell_progress
+from legato.testbed.rehearsal import STAGES
+from legato.testbed.servers.calibration import calibrate_servers
+from legato.testbed.servers.loop import Seen, ServerLoop
+from legato.testbed.servers.model import Prediction, ServerCosts, own_updates, predict
+from legato.testbed.servers.rehearsal import ServerRehearsal, ServerTask, ServerTrial
+from legato.zoo import scale_compute
+
+__all__ = ["rehearse_here"]
+
+_BLOCK = 10
+
+
+class _Planned(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others about an order."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """... and about all."""
+
+    workload: Workload
+    orders: list[_Planned]
+
+
+def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
+    """Calibrate these ranks, plan for them, and measure every order of the task; all ranks have to call it.
+
+    `advance(stage, done, total)` is called as it goes.
+    """
+    calibrated = calibrate_servers(task.servers, task.agents, lambda done, total: advance(STAGES[0], done, total))
+    told = _plan(task, calibrated.costs, advance)
+    loop = ServerLoop(told.workload, task.servers, task.agents)
+    rounds = -(-task.iterations // _BLOCK)
+    blocks: dict[str, list[list[Any]]] = {order.plan.scheduler: [] for order in told.orders}
+    passes: dict[str, list[float]] = {name: [] for name in blocks}
+    looks: dict[str, list[Seen]] = {}
+    for k in range(rounds):
+        for i, order in enumerate(told.orders):
+            name = order.plan.scheduler
+            count = min(_BLOCK, task.iterations)
+            blocks[name].append(loop.run(order.plan, count, seed=k))
+            if task.agents:
+                found = loop.run(order.plan, count, seed=k, infer=True)
+                passes[name] += [s for seconds in found if isinstance(seconds, list) for s in seconds]
+            if k == 0:
+                looks[name] = [seen for seen in loop.run(order.plan, 2, look=True) if isinstance(seen, Seen)]
+            advance(STAGES[2], k * len(told.orders) + i + 1, rounds * len(told.orders))
+    trials = tuple(
+        _trial(told.workload, o, blocks[name], passes[name], looks[name])
+        for o in told.orders
+        for name in [o.plan.scheduler]
+    )
+    return ServerRehearsal(told.workload, calibrated.costs, calibrated.fit_error, trials)
+
+
+def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Told:
+    """Rank 0's plans, for everybody."""
+    content = b""
+    if dist.get_rank() == 0:
+        workers = dist.get_world_size() - task.servers - task.agents
+        workload, cluster = own_updates(task.workload), costs.cluster(workers, task.servers)
+        if task.ratio is not None:
+            plan = schedule("pull-optimal", workload, cluster)
+            alone_s = predict(workload, plan, costs, workers, task.servers).communication_s
+            workload = scale_compute(workload, workload.compute_s * task.ratio / alone_s)
+        orders = []
+        for i, name in enumerate(task.schedulers):
+            plan = schedule(name, workload, cluster)
+            orders.append(_Planned(plan, predict(workload, plan, costs, workers, task.servers)))
+            advance(STAGES[1], i + 1, len(task.schedulers))
+        content = msgspec.json.encode(_Told(workload, orders))
+    return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=_Told)
+
+
+def _trial(
+    workload: Workload, order: _Planned, blocks: list[list[Any]], passes: list[float], looks: list[Seen]
+) -> ServerTrial:
+    workers = [[found for found in block if isinstance(found, Seen)] for block in blocks]
+    first = [seen[0] for seen in workers]
+    stragglers = [
+        max(ends) - min(ends) for seen in workers for ends in zip(*(worker.stepped for worker in seen), strict=True)
+    ]
+    return ServerTrial(
+        scheduler=order.plan.scheduler,
+        computation_s=sum(op.duration_s for op in workload.ops if op.phase != "optimizer"),
+        measured_s=tuple(s for seen in first for s in seen.seconds),
+        waited_s=tuple(s for seen in first for s in seen.waited_s),
+        straggler_s=tuple(stragglers),
+        predicted_s=order.prediction.iteration_s,
+        communication_s=order.prediction.communication_s,
+        predicted=order.prediction.timeline,
+        num_messages=len(order.plan.messages),
+        agent_s=tuple(passes),
+        transfers=sum(seen.transfers for seen in looks),
+        out_of_order=sum(seen.out_of_order for seen in looks),
+    )
+
+
+def main(task: Path, result: Path) -> None:
+    """A rank of `legato rehearse --servers`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = rehearse_here(msgspec.json.decode(task.read_bytes(), type=ServerTask), tell_progress(rank))
+    if rank == 0:
+        files.write_text(result, msgspec.json.encode(found).decode())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
