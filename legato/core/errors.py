@@ -23,6 +23,7 @@ __all__ = [
     "LegatoError",
     "PlanError",
     "RankError",
+    "missing_extra",
     "unknown_name",
 ]
 
@@ -71,3 +72,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ";"
     return InputError(f"unknown {kind} {name!r}{hint} known: {', '.join(known)}")
+
+
+def missing_extra(library: str, extra: str, purpose: str) -> InputError:
+    """The error for a library that is not installed because it belongs to an optional extra.
+
+    >>> print(missing_extra("plotly", "report", "a report"))
+    a report needs plotly: pip install 'legato[report]'
+    """
+    return InputError(f"{purpose} needs {library}: pip install 'legato[{extra}]'")

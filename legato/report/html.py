@@ -17,6 +17,8 @@ from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
+from legato.core import __version__
+from legato.core.errors import missing_extra
 from legato.core.files import write_text
 from legato.report.model import Report
 from legato.report.sections import overview, section
@@ -33,10 +35,17 @@ _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 
 
 def render(report: Report) -> str:
-    """The page as text: about 5 MB, nearly all of it plotly.js."""
-    import jinja2
-    import plotly.offline
-    from markupsafe import Markup
+    """The page as text: about 5 MB, nearly all of it plotly.js.
+
+    Raises `InputError` when plotly or jinja2, the extra `legato[report]`, is not installed.
+    """
+    # Imported here: only a report needs them, and they are heavy.
+    try:
+        import jinja2
+        import plotly.offline
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise missing_extra(error.name or "plotly", "report", "a report") from None
 
     figures: dict[str, Any] = {}
     sections = [section(model, number, figures) for number, model in enumerate(report.models)]
@@ -56,7 +65,7 @@ def render(report: Report) -> str:
         sections=sections,
         sweeps=sweeps,
         overview=overview(report.models),
-        footer=_versions(),
+        footer=f"Made by legato {__version__} with plotly.py {plotly.__version__}.",
         figures=Markup(_json(figures)),
         plotly=Markup(plotly_js),
         script=Markup(script),
@@ -82,11 +91,3 @@ def _policy(*scripts: str) -> str:
     """What the browser may do with this page: these scripts, inline styles, pictures made here, no network."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-def _versions() -> str:
-    import plotly
-
-    from legato.core import __version__
-
-    return f"Made by legato {__version__} with plotly.py {plotly.__version__}."

@@ -3,11 +3,12 @@
 import html.parser
 import json
 import re
+import sys
 
 import pytest
 from report_samples import CLUSTER, EVIL, cnn, evil_report, model, timelines
 
-from legato.core.errors import FileError
+from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
 from legato.report.html import render, write_report
 from legato.report.model import ModelReport, Report
@@ -127,3 +128,11 @@ def test_it_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileError, match="cannot write"):
         write_report(tmp_path / "missing" / "r.html", Report((model(3),)))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("library", ["plotly", "jinja2"])
+def test_a_missing_library_names_the_extra_that_has_it(monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(InputError) as found:
+        render(Report((model(3),)))
+    assert str(found.value) == f"a report needs {library}: pip install 'legato[report]'"
