@@ -53,7 +53,7 @@ from typing import Any
 
 from legato.core.errors import InputError
 
-__all__ = ["Hosts", "available", "sweep_stale"]
+__all__ = ["Hosts", "remove_stale", "why_unavailable"]
 
 _NETNS = Path("/var/run/netns")
 _NAME = re.compile(r"legato-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:\d+|switch)")
@@ -103,7 +103,7 @@ class Hosts:
         for program in ("ip", "tc"):
             if shutil.which(program) is None:
                 raise InputError(f"shaped hosts need Linux and its `{program}` on PATH (install iproute2)")
-        sweep_stale()
+        remove_stale()
         pid = os.getpid()
         prefix = f"legato-{pid}-{_start_time(pid)}-{secrets.token_hex(4)}"
         self._names = [*(f"{prefix}-{i}" for i in range(self.count)), f"{prefix}-switch"]
@@ -174,7 +174,7 @@ def _end(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def available() -> str:
+def why_unavailable() -> str:
     """Why this machine cannot have shaped hosts, in one sentence; empty if it can. Makes some and removes them."""
     try:
         with Hosts(2, 1e9) as hosts:
@@ -184,7 +184,7 @@ def available() -> str:
     return ""
 
 
-def sweep_stale() -> list[str]:
+def remove_stale() -> list[str]:
     """Remove the namespaces of owners that are no more, with what still runs in them; returns their names.
 
     Nothing is touched that this module did not make, or whose owner lives.

@@ -24,7 +24,7 @@ from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "carry_out", "check_task", "rehearse", "select"]
+__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "check_task", "rehearse", "run_task", "select"]
 
 #: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
 BUCKETS = "ddp+merge-optimal"
@@ -134,10 +134,10 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
     """
     if hosts < 2:
         raise InputError(f"{hosts} hosts: there is nothing to exchange (expected at least 2)")
-    return carry_out("legato.testbed.trial", task, Rehearsal, hosts, bandwidth_bps, advance)
+    return run_task("legato.testbed.trial", task, Rehearsal, hosts, bandwidth_bps, advance)
 
 
-def carry_out(
+def run_task(
     module: str, task: Any, kind: type[Found], processes: int, bandwidth_bps: float, advance: Advance
 ) -> Found:
     """What a module makes of a task, run by so many processes, each in a host of its own."""

@@ -13,9 +13,9 @@ import pytest
 
 from legato.core.errors import InputError
 from legato.testbed import hosts as testbed
-from legato.testbed.hosts import Hosts, available, sweep_stale
+from legato.testbed.hosts import Hosts, remove_stale, why_unavailable
 
-WHY_NOT = available() if sys.platform == "linux" else "not Linux"
+WHY_NOT = why_unavailable() if sys.platform == "linux" else "not Linux"
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 MBIT = 1e6
 
@@ -173,11 +173,11 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(monkeypatch):
         subprocess.run(["ip", "netns", "add", foreign], check=True)
         try:
             assert runs(child)
-            swept = sweep_stale()
+            swept = remove_stale()
             assert len(swept) == 3 and all(name.startswith(f"legato-{owner.pid}-") for name in swept)
             assert not runs(child) and resident.poll() is None
             assert left_behind() == before | {foreign} | set(mine._names)
-            assert sweep_stale() == []
+            assert remove_stale() == []
         finally:
             subprocess.run(["ip", "netns", "delete", foreign], check=True)
     assert left_behind() == before
@@ -204,17 +204,17 @@ def test_an_owner_whose_id_went_to_another_process_is_gone():
     start = testbed._start_time(os.getpid())
     name = f"legato-{os.getpid()}-{start - 1}-00000000-0"
     subprocess.run(["ip", "netns", "add", name], check=True)
-    assert sweep_stale() == [name]
+    assert remove_stale() == [name]
 
 
 def test_why_not(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert re.fullmatch(r"shaped hosts need Linux and its `ip` on PATH \(install iproute2\)", available())
+    assert re.fullmatch(r"shaped hosts need Linux and its `ip` on PATH \(install iproute2\)", why_unavailable())
     program = tmp_path / "ip"
     program.write_text("#!/bin/sh\necho 'mount failed: Operation not permitted' >&2\nexit 1\n")
     program.chmod(0o755)
     Path(tmp_path / "tc").symlink_to(program)
-    assert available().endswith("(ip: mount failed: Operation not permitted)")
+    assert why_unavailable().endswith("(ip: mount failed: Operation not permitted)")
 
 
 @pytest.mark.parametrize(("count", "bandwidth_bps"), [(0, 1e9), (251, 1e9), (2, 0.0), (2, float("nan")), (2, 1e5)])

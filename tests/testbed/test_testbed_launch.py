@@ -12,10 +12,10 @@ import pytest
 
 import legato
 from legato.core.errors import RankError
-from legato.testbed.hosts import available
+from legato.testbed.hosts import why_unavailable
 from legato.testbed.launch import run_workers
 
-WHY_NOT = available()
+WHY_NOT = why_unavailable()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 
 WORKER = """

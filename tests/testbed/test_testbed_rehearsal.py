@@ -11,10 +11,10 @@ from legato.core.errors import InputError
 from legato.core.timeline import Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS
-from legato.testbed.hosts import available
+from legato.testbed.hosts import why_unavailable
 from legato.testbed.rehearsal import BUCKETS, Task, rehearse, select
 
-WHY_NOT = available()
+WHY_NOT = why_unavailable()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 LAYERS = 6
 KEYS = {"scheduler", "measured_s", "predicted_s", "error", "speedup_over_ddp", "lower_bound_s", "num_messages"}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from legato.testbed.hosts import available
+from legato.testbed.hosts import why_unavailable
 from legato.testbed.launch import run_workers
 
-WHY_NOT = available()
+WHY_NOT = why_unavailable()
 
 
 @pytest.mark.processes

@@ -6,31 +6,31 @@ import threading
 import time
 from collections.abc import Sequence
 
-from legato.pytorch.servers.shards import Arena, Share
+from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Arrivals", "out_of_order"]
 
 #: Between two looks. What arrives between them counts as in order.
-_LOOK_S = 1e-4
+_POLL_S = 1e-4
 
 
 class Arrivals:
-    """A thread that looks at the stamps of one receiver's values, which arrive behind the values themselves.
+    """A thread that looks at the trailers of one receiver's values, which arrive behind the values themselves.
 
     `previous` is (out of order, seconds from the beginning to each) of the
     iteration before the one that is on its way.
     """
 
-    def __init__(self, arena: Arena, shares: Sequence[Share]) -> None:
+    def __init__(self, arena: Arena, shards: Sequence[Shard]) -> None:
         self._arena = arena
-        self._server = {share.index: share.server for share in shares}
+        self._server = {shard.index: shard.server for shard in shards}
         self._begun = threading.Event()
         self._work: tuple[int, list[int]] | None = None
         self._order: list[int] = []
         self._seen: list[tuple[float, list[int]]] = []
         self._began_s = 0.0
         self.previous: tuple[int, tuple[float, ...]] = (0, ())
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
     def begin(self, iteration: int, order: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ class Arrivals:
         self._begun.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while True:
             self._begun.wait()
             self._begun.clear()
@@ -57,12 +57,12 @@ class Arrivals:
             iteration, left = self._work
             seen = self._seen
             while left and self._seen is seen and self._work is not None:
-                stamps = self._arena.stamps(left).tolist()
-                new = [index for index, stamp in zip(left, stamps, strict=True) if stamp == iteration]
+                iterations = self._arena.iterations(left).tolist()
+                new = [index for index, found in zip(left, iterations, strict=True) if found == iteration]
                 if new:
                     seen.append((time.perf_counter(), new))
-                    left = [index for index, stamp in zip(left, stamps, strict=True) if stamp != iteration]
-                time.sleep(_LOOK_S)
+                    left = [index for index, found in zip(left, iterations, strict=True) if found != iteration]
+                time.sleep(_POLL_S)
 
 
 def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:

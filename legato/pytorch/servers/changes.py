@@ -17,9 +17,9 @@ from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Slot
 from legato.pytorch.servers.protocol import AVERAGES
 from legato.pytorch.servers.puller import Puller
-from legato.pytorch.servers.shards import Arena, Share
+from legato.pytorch.servers.shards import Arena, Shard
 
-__all__ = ["Averages", "Unchanged"]
+__all__ = ["Averages", "ParameterCheck"]
 
 #: Iterations in which all parameters are compared, also those whose version says that nothing happened (`.data`).
 _THOROUGH = 3
@@ -48,33 +48,33 @@ class Averages:
         puller = self._puller
         self._check_pushed()
         if self._arena is None:
-            self._arena = Arena(puller.shares)
+            self._arena = Arena(puller.shards)
         puller.receive_all(AVERAGES, iteration, self._arena)
         with gate.unseen():
             for slot in puller.slots.values():
-                shares = puller.shares_of[slot.name]
-                if any(int(self._arena.stamp[share.index][1]) for share in shares):
+                shards = puller.shards_of[slot.name]
+                if any(int(self._arena.trailer[shard.index][1]) for shard in shards):
                     if slot.parameter.grad is None:
                         slot.parameter.grad = torch.empty_like(slot.parameter)
-                    self._arena.unpack(shares, slot.parameter.grad)
+                    self._arena.unpack(shards, slot.parameter.grad)
         for slot in puller.slots.values():
             gate.open_(slot)
         self._here = True
 
     def changed(self) -> list[tuple[int, bool]]:
-        """Shares that are not the average any more, and whether there still is a gradient."""
+        """Shards that are not the average any more, and whether there still is a gradient."""
         self._check_pushed()
         if not self._here or self._arena is None:
             return []
         found = []
         with gate.unseen():
-            for share in self._puller.shares:
-                gradient = self._puller.slots[share.name].parameter.grad
-                was = bool(self._arena.stamp[share.index][1])
+            for shard in self._puller.shards:
+                gradient = self._puller.slots[shard.name].parameter.grad
+                was = bool(self._arena.trailer[shard.index][1])
                 if gradient is None:
-                    found += [(share.index, False)] * was
-                elif not was or not _same(share, gradient, self._arena):
-                    found.append((share.index, True))
+                    found += [(shard.index, False)] * was
+                elif not was or not _same(shard, gradient, self._arena):
+                    found.append((shard.index, True))
         return found
 
     def _check_pushed(self) -> None:
@@ -89,15 +89,15 @@ class Averages:
                     )
 
 
-class Unchanged:
+class ParameterCheck:
     """Whether the parameters of a worker are what the servers sent."""
 
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
         self._versions: dict[str, int] = {}
         with gate.unseen():
-            for share in puller.shares:
-                puller.values.elements[share.index].copy_(share.of(puller.slots[share.name].parameter.detach()))
+            for shard in puller.shards:
+                puller.values.elements[shard.index].copy_(shard.of(puller.slots[shard.name].parameter.detach()))
 
     def note(self, slot: Slot) -> None:
         """This parameter has just come from its servers."""
@@ -111,7 +111,7 @@ class Unchanged:
                 version = slot.parameter._version
                 if iteration > _THOROUGH and self._versions.get(name) == version:
                     continue
-                if not all(_same(share, slot.parameter, puller.values) for share in puller.shares_of[name]):
+                if not all(_same(shard, slot.parameter, puller.values) for shard in puller.shards_of[name]):
                     raise RankError(
                         f"parameter {name!r} was changed on this worker, and servers hold it: "
                         "only the optimizer can change parameters there"
@@ -123,7 +123,7 @@ def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
-def _same(share: Share, tensor: Tensor, arena: Arena) -> bool:
+def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:
     """Bit for bit."""
-    mine = share.of(tensor.detach()).contiguous().to(arena.elements[share.index].device)
-    return torch.equal(mine.view(torch.uint8), arena.elements[share.index].view(torch.uint8))
+    mine = shard.of(tensor.detach()).contiguous().to(arena.elements[shard.index].device)
+    return torch.equal(mine.view(torch.uint8), arena.elements[shard.index].view(torch.uint8))

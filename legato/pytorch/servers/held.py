@@ -1,6 +1,6 @@
-"""What one server holds: its shares of the parameters, and the user's own optimizer for just these.
+"""What one server holds: its shards of the parameters, and the user's own optimizer for just these.
 
-[Note: shares of an optimizer] A whole parameter is updated by itself. A piece of
+[Note: shards of an optimizer] A whole parameter is updated by itself. A piece of
 one is a parameter of its own, a view of the elements, with the same elements of
 every state tensor that is shaped like the parameter (momentum) and a copy of
 the others (counters). That is exact for an optimizer that treats every element
@@ -22,10 +22,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from legato.core.errors import InputError, RankError
 from legato.pytorch.runtime.update import Update
-from legato.pytorch.servers.protocol import Step
-from legato.pytorch.servers.shards import Share
+from legato.pytorch.servers.protocol import StepRequest
+from legato.pytorch.servers.shards import Shard
 
-__all__ = ["Holdings", "check_optimizer", "check_step", "describe_state", "settings"]
+__all__ = ["HeldState", "check_optimizer", "check_step", "describe_state", "settings"]
 
 #: Of torch.optim: every element is updated by its own gradient and state.
 _BY_ELEMENT = (
@@ -35,15 +35,15 @@ _BY_ELEMENT = (
 _BY_PARAMETER = (*_BY_ELEMENT, "Adafactor", "Muon")
 
 
-def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], shares: Sequence[Share]) -> None:
-    """Raise `InputError` unless servers can apply it to their shares one by one."""
+def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard]) -> None:
+    """Raise `InputError` unless servers can apply it to their shards one by one."""
     known = {id(p) for p in parameters.values()}
     kind = type(optimizer)
     alone = kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_PARAMETER
     if not (alone or getattr(kind, "steps_parameters_alone", False)):
         raise InputError(f"optimizer: {kind.__name__} (expected one that updates every parameter by itself)")
     if kind.__name__ not in _BY_ELEMENT:
-        cut = next((s for s in shares if not s.whole), None)
+        cut = next((s for s in shards if not s.whole), None)
         if cut is not None:
             raise InputError(f"optimizer: {kind.__name__} needs whole parameters, and {cut.name!r} is cut in pieces")
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
@@ -66,7 +66,7 @@ def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
     for group in optimizer.param_groups:
         groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
     try:
-        return msgspec.json.encode(Step(groups, changed))
+        return msgspec.json.encode(StepRequest(groups, changed))
     except (TypeError, msgspec.EncodeError) as error:
         raise InputError(f"a setting of the optimizer cannot be sent to a server: {error}") from None
 
@@ -88,21 +88,21 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-class Holdings:
-    """`parameters[share index]` is what the optimizer updates."""
+class HeldState:
+    """`parameters[shard index]` is what the optimizer updates."""
 
-    def __init__(self, shares: Sequence[Share], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-        self.shares = shares
+    def __init__(self, shards: Sequence[Shard], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self.shards = shards
         self.parameters: dict[int, nn.Parameter] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         pieces: defaultdict[int, list[nn.Parameter]] = defaultdict(list)
-        for share in shares:
-            whole = parameters[share.name]
-            own = whole if share.whole else nn.Parameter(share.of(whole.detach().contiguous()).clone())
-            self.parameters[share.index] = own
+        for shard in shards:
+            whole = parameters[shard.name]
+            own = whole if shard.whole else nn.Parameter(shard.of(whole.detach().contiguous()).clone())
+            self.parameters[shard.index] = own
             pieces[id(whole)].append(own)
             if whole in optimizer.state:
-                state[own] = {k: _piece(v, share, whole) for k, v in optimizer.state[whole].items()}
+                state[own] = {k: _part(v, shard, whole) for k, v in optimizer.state[whole].items()}
         self._base = type(optimizer)
         self._optimizer = object.__new__(self._base)
         vars(self._optimizer).update(vars(optimizer))
@@ -126,9 +126,9 @@ class Holdings:
                 else:
                     mine[key] = tuple(value) if isinstance(before, tuple) else value
 
-    def aggregate(self, share: Share, gradients: Sequence[Tensor]) -> None:
+    def aggregate(self, shard: Shard, gradients: Sequence[Tensor]) -> None:
         """The gradient is the sum of these, added in their order; none if there are none."""
-        own = self.parameters[share.index]
+        own = self.parameters[shard.index]
         if not gradients:
             own.grad = None
             return
@@ -145,32 +145,32 @@ class Holdings:
         for gradient in gradients[2:]:
             flat.add_(gradient.to(flat.device))
 
-    def update(self, shares: Sequence[Share]) -> None:
+    def update(self, shards: Sequence[Shard]) -> None:
         """Let the optimizer step these, and no others."""
-        chosen = [self.parameters[share.index] for share in shares]
+        chosen = [self.parameters[shard.index] for shard in shards]
         chosen = [p for p in chosen if id(p) in self._updated]
         if chosen:
             Update(self._optimizer, self._base).apply(chosen)
 
     def state(self) -> tuple[bytes, Tensor]:
-        """The optimizer's state of all shares: a list as JSON, and the bytes of all tensors in its order."""
+        """The optimizer's state of all shards: a list as JSON, and the bytes of all tensors in its order."""
         listed: list[tuple[int, str, str | None, list[int] | None, Any]] = []
         blocks = []
-        for share in self.shares:
-            for key, value in self._optimizer.state.get(self.parameters[share.index], {}).items():
+        for shard in self.shards:
+            for key, value in self._optimizer.state.get(self.parameters[shard.index], {}).items():
                 if isinstance(value, Tensor):
                     block = _bytes(value)
-                    listed.append((share.index, key, str(value.dtype).removeprefix("torch."), list(value.shape), None))
+                    listed.append((shard.index, key, str(value.dtype).removeprefix("torch."), list(value.shape), None))
                     blocks.append(block)
                 else:
-                    listed.append((share.index, key, None, None, value))
+                    listed.append((shard.index, key, None, None, value))
         joined = torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.uint8)
         return msgspec.json.encode(listed), joined
 
 
-def _piece(value: Any, share: Share, whole: nn.Parameter) -> Any:
+def _part(value: Any, shard: Shard, whole: nn.Parameter) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if share.whole:
+    if shard.whole:
         return value
-    return share.of(value).clone() if value.shape == whole.shape else value.clone()
+    return shard.of(value).clone() if value.shape == whole.shape else value.clone()

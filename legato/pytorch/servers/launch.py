@@ -25,23 +25,23 @@ from legato.pytorch.network.agreement import agree, broadcast_tensors, describe
 from legato.pytorch.network.threads import threads_that_wait
 from legato.pytorch.network.watchdog import Flight, Watch
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.servers.held import Holdings, check_optimizer, describe_state
-from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_steps
-from legato.pytorch.servers.protocol import Layout, Post, join
+from legato.pytorch.servers.held import HeldState, check_optimizer, describe_state
+from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_optimizer
+from legato.pytorch.servers.protocol import Roles, Transport, join
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import Server
-from legato.pytorch.servers.shards import Share, default_plan, shares_of
-from legato.pytorch.servers.worker import Client
+from legato.pytorch.servers.shards import Shard, default_plan, shards_of
+from legato.pytorch.servers.worker import Worker
 
 __all__ = ["parameter_servers"]
 
 
-class _Job(NamedTuple):
+class _Setup(NamedTuple):
     """What every rank needs for its part."""
 
-    post: Post
+    transport: Transport
     plan: Plan
-    shares: list[Share]
+    shards: list[Shard]
     pulls: list[int]
     parameters: Mapping[str, nn.Parameter]
     seed: int | None
@@ -85,7 +85,7 @@ def parameter_servers(
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     group: Any = process_group if process_group is not None else dist.group.WORLD
-    layout = _layout(group.size(), servers, agents, infer)
+    roles = _roles(group.size(), servers, agents, infer)
     if not (math.isfinite(patience_s) and patience_s > 0):
         raise InputError(f"patience_s: {patience_s} (expected seconds above 0)")
     parameters = trained_parameters(model)
@@ -93,43 +93,43 @@ def parameter_servers(
         plan, shuffle = None, True
     try:
         chosen = _plan(plan, parameters, servers, placement)
-        shares, pulls = shares_of(chosen, parameters, servers)
-        check_optimizer(optimizer, parameters, shares)
+        shards, pulls = shards_of(chosen, parameters, servers)
+        check_optimizer(optimizer, parameters, shards)
     except InputError as error:
         with contextlib.suppress(RankError):
-            _meet(group, layout, patience_s, str(error))
+            _rendezvous(group, roles, patience_s, str(error))
         raise
     role = _Role()
-    own = _meet(group, layout, patience_s)
-    watch = Watch(own, Flight(own.rank()), _standing(weakref.ref(role)))
-    post = Post(own, layout, patience_s, watch)
-    _agree(model, parameters, chosen, optimizer, post)
-    job = _Job(post, chosen, shares, pulls, parameters, seed if shuffle else None)
+    own = _rendezvous(group, roles, patience_s)
+    watch = Watch(own, Flight(own.rank()), _status(weakref.ref(role)))
+    transport = Transport(own, roles, patience_s, watch)
+    _agree(model, parameters, chosen, optimizer, transport)
+    setup = _Setup(transport, chosen, shards, pulls, parameters, seed if shuffle else None)
     rank = own.rank()
-    if rank < layout.workers:
-        return _work(job, role, model, optimizer, train)
-    if rank < layout.workers + layout.servers:
-        return _serve(job, role, rank - layout.workers, optimizer)
+    if rank < roles.workers:
+        return _work(setup, role, model, optimizer, train)
+    if rank < roles.workers + roles.servers:
+        return _serve(setup, role, rank - roles.workers, optimizer)
     assert infer is not None
-    return _infer(job, role, model, infer)
+    return _infer(setup, role, model, infer)
 
 
 class _Role:
     """What this rank is; it can say what it is doing."""
 
-    part: Client | Server | None = None
+    part: Worker | Server | None = None
 
 
-def _standing(of: weakref.ref[_Role]) -> Callable[[], str]:
+def _status(of: weakref.ref[_Role]) -> Callable[[], str]:
     def say() -> str:
         role = of()
         part = role.part if role is not None else None
-        return part.standing if part is not None else "begins or ends"
+        return part.status if part is not None else "begins or ends"
 
     return say
 
 
-def _layout(size: int, servers: int, agents: int, infer: Any) -> Layout:
+def _roles(size: int, servers: int, agents: int, infer: Any) -> Roles:
     for name, count, least in (("servers", servers, 1), ("agents", agents, 0)):
         if not isinstance(count, int) or count < least:
             raise InputError(f"{name}: {count} (expected at least {least})")
@@ -137,7 +137,7 @@ def _layout(size: int, servers: int, agents: int, infer: Any) -> Layout:
         raise InputError(f"{size} ranks, {servers} servers and {agents} agents: there is no worker left")
     if agents and infer is None:
         raise InputError(f"{agents} agents and nothing to do for them (expected infer=, a function of the model)")
-    return Layout(size - servers - agents, servers, agents)
+    return Roles(size - servers - agents, servers, agents)
 
 
 def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, placement: Placement) -> Plan:
@@ -148,13 +148,13 @@ def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, place
     return plan if isinstance(plan, Plan) else files.read(Path(plan), Plan)
 
 
-def _meet(group: Any, layout: Layout, patience_s: float, problem: str = "") -> Any:
+def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") -> Any:
     """A group of our own, once everybody is there; one that is not everybody's is used as it is."""
     rank, store = group.rank(), _get_default_store()
     prefix = f"legato/servers/{group.group_name}"
     number = store.add(f"{prefix}/calls/{rank}", 1)
-    join(torch._C._distributed_c10d.PrefixStore(f"{prefix}/{number}", store), rank, layout.size, patience_s, problem)
-    if layout.size < dist.get_world_size():
+    join(torch._C._distributed_c10d.PrefixStore(f"{prefix}/{number}", store), rank, roles.size, patience_s, problem)
+    if roles.size < dist.get_world_size():
         return group  # a new one would need the ranks that are not in it
     try:
         with threads_that_wait():
@@ -164,45 +164,45 @@ def _meet(group: Any, layout: Layout, patience_s: float, problem: str = "") -> A
 
 
 def _agree(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], plan: Plan, optimizer: Optimizer, post: Post
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], plan: Plan, optimizer: Optimizer, transport: Transport
 ) -> None:
     """The same job everywhere, and worker 0's values."""
-    layout = post.layout
+    roles = transport.roles
     facts = describe(plan, model, dict(parameters))
     facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
     facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
-    facts["roles"] = f"{layout.workers} workers, {layout.servers} servers, {layout.agents} agents"
+    facts["roles"] = f"{roles.workers} workers, {roles.servers} servers, {roles.agents} agents"
     try:
-        agree(facts, post.group)
+        agree(facts, transport.group)
         values = [*model.parameters(), *model.buffers()]
-        broadcast_tensors(values, post.group, lambda work: work.wait())
+        broadcast_tensors(values, transport.group, lambda work: work.wait())
     except RankError:
         raise
     except RuntimeError as error:
-        raise post.watch.failure("the ranks compare their models", error) from error
+        raise transport.watch.failure("the ranks compare their models", error) from error
 
 
-def _work(job: _Job, role: _Role, model: nn.Module, optimizer: Optimizer, train: Callable[..., Any]) -> Any:
-    client = Client(job.post, job.shares, job.pulls, job.parameters)
-    role.part = client
-    serve_steps(optimizer, client, job.pulls, job.seed)
-    result = train(ServedModel(model, client, job.plan), optimizer)
-    client.drop()
+def _work(setup: _Setup, role: _Role, model: nn.Module, optimizer: Optimizer, train: Callable[..., Any]) -> Any:
+    worker = Worker(setup.transport, setup.shards, setup.pulls, setup.parameters)
+    role.part = worker
+    serve_optimizer(optimizer, worker, setup.pulls, setup.seed)
+    result = train(ServedModel(model, worker, setup.plan), optimizer)
+    worker.drop()
     release(optimizer)
-    client.close()
+    worker.close()
     return result
 
 
-def _serve(job: _Job, role: _Role, server: int, optimizer: Optimizer) -> None:
-    mine = [share for share in job.shares if share.server == server]
-    held = {share.index for share in mine}
-    holdings = Holdings(mine, job.parameters, optimizer)
-    role.part = Server(job.post, mine, [i for i in job.pulls if i in held], holdings, job.seed)
+def _serve(setup: _Setup, role: _Role, server: int, optimizer: Optimizer) -> None:
+    mine = [shard for shard in setup.shards if shard.server == server]
+    indices = {shard.index for shard in mine}
+    held = HeldState(mine, setup.parameters, optimizer)
+    role.part = Server(setup.transport, mine, [i for i in setup.pulls if i in indices], held, setup.seed)
     role.part.serve()
 
 
-def _infer(job: _Job, role: _Role, model: nn.Module, infer: Callable[[AgentModel], Any]) -> Any:
-    puller = Puller(job.post, job.shares, job.pulls, job.parameters)
-    result = infer(AgentModel(model, puller, job.plan))
+def _infer(setup: _Setup, role: _Role, model: nn.Module, infer: Callable[[AgentModel], Any]) -> Any:
+    puller = Puller(setup.transport, setup.shards, setup.pulls, setup.parameters)
+    result = infer(AgentModel(model, puller, setup.plan))
     puller.leave()
     return result

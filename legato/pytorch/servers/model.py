@@ -23,9 +23,9 @@ from legato.pytorch.servers.held import check_step, settings
 from legato.pytorch.servers.protocol import PULL, REPLY, STATE
 from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import shuffled
-from legato.pytorch.servers.worker import Client
+from legato.pytorch.servers.worker import Worker
 
-__all__ = ["AgentModel", "Iteration", "ServedModel", "serve_steps"]
+__all__ = ["AgentModel", "Iteration", "ServedModel", "serve_optimizer"]
 
 
 class Iteration(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class _Measured(nn.Module):
         record: list[Iteration] = []
         self._record = record
         self._since = None
-        puller.arrivals = Arrivals(puller.values, puller.shares) if arrivals else None
+        puller.arrivals = Arrivals(puller.values, puller.shards) if arrivals else None
         try:
             yield record
         finally:
@@ -97,11 +97,11 @@ class ServedModel(_Measured):
     part of the data is this one's. Buffers stay each worker's own.
     """
 
-    def __init__(self, module: nn.Module, client: Client, plan: Plan) -> None:
-        super().__init__(module, client, plan)
-        self._client = client
+    def __init__(self, module: nn.Module, worker: Worker, plan: Plan) -> None:
+        super().__init__(module, worker, plan)
+        self._worker = worker
         self._census = Census(module)
-        self.worker, self.workers = client.post.rank, client.post.layout.workers
+        self.worker, self.workers = worker.transport.rank, worker.transport.roles.workers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
@@ -111,28 +111,28 @@ class ServedModel(_Measured):
                 "change the model before parameter_servers() is called"
             )
         if training:
-            self._client.begin_forward()
+            self._worker.begin_forward()
         output = super().forward(*args, **kwargs)
-        if training and self._client.enabled:
-            self._client.outermost.expect(output)
+        if training and self._worker.enabled:
+            self._worker.outermost.expect(output)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to the gradients of this worker alone; nothing is pushed."""
-        before, self._client.enabled = self._client.enabled, False
+        before, self._worker.enabled = self._worker.enabled, False
         try:
             yield
         finally:
-            self._client.enabled = before
+            self._worker.enabled = before
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
-        self._client.settle()
+        self._worker.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `nn.Module`; gradients that `step()` did not use are dropped on the servers too."""
-        self._client.drop()
+        self._worker.drop()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
@@ -154,33 +154,33 @@ class AgentModel(_Measured):
         """Ask for all parameters; from here on, reading one waits for its own."""
         puller = self._puller
         puller.settle()
-        puller.post.finish(puller.tell_servers(PULL, 0))
-        ranks = [puller.post.layout.server_rank(server) for server in puller.servers]
-        replies = [puller.post.next_command(rank, "the parameters") for rank in ranks]
+        puller.transport.finish(puller.tell_servers(PULL, 0))
+        ranks = [puller.transport.roles.server_rank(server) for server in puller.servers]
+        replies = [puller.transport.next_command(rank, "the parameters") for rank in ranks]
         self.iteration = min(reply.iteration for reply in replies)
         self.training_goes_on = all(json.loads(reply.content)["training"] for reply in replies)
         puller.expect(self.iteration, puller.pulls)
 
 
-class _ServedSteps:
+class _ServedOptimizer:
     """Laid over the class of a worker's optimizer: it says when to step and how; the servers do."""
 
     _legato_base: type[Optimizer]
-    _legato_client: Client
+    _legato_worker: Worker
     _legato_order: Callable[[int], Sequence[int]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer, client, loss = cast(Optimizer, self), self._legato_client, None
+        optimizer, worker, loss = cast(Optimizer, self), self._legato_worker, None
         check_step(optimizer)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        changed = client.changed()
-        client.step(settings(optimizer, changed), changed, self._legato_order(client.iteration))
+        changed = worker.changed()
+        worker.step(settings(optimizer, changed), changed, self._legato_order(worker.iteration))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._legato_client.drop()
+        self._legato_worker.drop()
         with torch._C.DisableTorchFunctionSubclass():
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
@@ -199,66 +199,66 @@ class _ServedSteps:
         raise InputError("add parameters to the optimizer before parameter_servers() is called")
 
 
-def serve_steps(optimizer: Optimizer, client: Client, pulls: Sequence[int], seed: int | None) -> None:
+def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], seed: int | None) -> None:
     """From here on, the optimizer's steps are made by the servers."""
 
     def order(iteration: int) -> Sequence[int]:
         """As the servers have it."""
         if seed is None:
             return pulls
-        parts = [[i for i in pulls if client.by_index[i].server == server] for server in client.servers]
-        return [i for part in parts for i in shuffled(part, seed, client.post.rank, iteration)]
+        parts = [[i for i in pulls if worker.by_index[i].server == server] for server in worker.servers]
+        return [i for part in parts for i in shuffled(part, seed, worker.transport.rank, iteration)]
 
     base = type(optimizer)
-    vars(optimizer).update(_legato_client=client, _legato_order=order)
-    overlay = type(base.__name__, (_ServedSteps, base), {"_legato_base": base, "__module__": base.__module__})
+    vars(optimizer).update(_legato_worker=worker, _legato_order=order)
+    overlay = type(base.__name__, (_ServedOptimizer, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
     rebind(optimizer, base, overlay)
 
 
 def release(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back, and the state that it has by now."""
-    if isinstance(optimizer, _ServedSteps):
+    if isinstance(optimizer, _ServedOptimizer):
         vars(optimizer)["state"] = _with_state(optimizer).state
         overlay = type(optimizer)
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
-        for name in ("_legato_client", "_legato_order"):
+        for name in ("_legato_worker", "_legato_order"):
             vars(optimizer).pop(name)
         rebind(optimizer, overlay, type(optimizer))
 
 
 def _with_state(optimizer: Optimizer) -> Optimizer:
     """The optimizer as a single process would have it, state and all."""
-    served = cast(_ServedSteps, optimizer)
+    served = cast(_ServedOptimizer, optimizer)
     whole = object.__new__(served._legato_base)
     vars(whole).update({k: v for k, v in vars(optimizer).items() if not k.startswith("_legato")})
-    whole.state = defaultdict(dict, _fetch_state(served._legato_client))
+    whole.state = defaultdict(dict, _fetch_state(served._legato_worker))
     return whole
 
 
-def _fetch_state(client: Client) -> dict[Tensor, dict[str, Any]]:
+def _fetch_state(worker: Worker) -> dict[Tensor, dict[str, Any]]:
     """The optimizer's state of all servers, put together."""
-    client.settle()
-    client.post.finish(client.tell_servers(STATE, client.iteration))
+    worker.settle()
+    worker.transport.finish(worker.tell_servers(STATE, worker.iteration))
     found: dict[Tensor, dict[str, Any]] = {}
-    for server in client.servers:
-        rank = client.post.layout.server_rank(server)
-        reply = client.post.next_command(rank, "the optimizer's state")
+    for server in worker.servers:
+        rank = worker.transport.roles.server_rank(server)
+        reply = worker.transport.next_command(rank, "the optimizer's state")
         if reply.kind != REPLY:
-            raise RankError(f"{client.post.named(rank)}: command {reply.kind} instead of the optimizer's state")
+            raise RankError(f"{worker.transport.named(rank)}: command {reply.kind} instead of the optimizer's state")
         block = torch.empty(reply.iteration, dtype=torch.uint8)
         if reply.iteration:
-            work = client.post.receive(block, rank, 0, "the optimizer's state")
-            client.post.wait(work, rank, "the optimizer's state")
-        _unpack_state(client, json.loads(reply.content), block, found)
+            work = worker.transport.receive(block, rank, 0, "the optimizer's state")
+            worker.transport.wait(work, rank, "the optimizer's state")
+        _unpack_state(worker, json.loads(reply.content), block, found)
     return found
 
 
-def _unpack_state(client: Client, listed: Any, block: Tensor, found: dict[Tensor, dict[str, Any]]) -> None:
+def _unpack_state(worker: Worker, listed: Any, block: Tensor, found: dict[Tensor, dict[str, Any]]) -> None:
     at = 0
     for index, key, dtype, shape, value in listed:
-        share = client.by_index[index]
-        parameter = client.slots[share.name].parameter
+        shard = worker.by_index[index]
+        parameter = worker.slots[shard.name].parameter
         state = found.setdefault(parameter, {})
         if dtype is None:
             state[key] = value
@@ -267,9 +267,9 @@ def _unpack_state(client: Client, listed: Any, block: Tensor, found: dict[Tensor
         size = torch.Size(shape).numel() * kind.itemsize
         part = block[at : at + size].clone().view(kind).view(shape)
         at += size
-        if share.whole or part.numel() != share.stop - share.start or part.dim() != 1:
+        if shard.whole or part.numel() != shard.stop - shard.start or part.dim() != 1:
             state[key] = part.to(parameter.device) if part.dim() else part
             continue
         if key not in state:
             state[key] = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
-        state[key].view(-1)[share.start : share.stop].copy_(part)
+        state[key].view(-1)[shard.start : shard.stop].copy_(part)

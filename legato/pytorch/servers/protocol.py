@@ -6,7 +6,7 @@ So receivers post all buffers of an iteration at once, before they are asked
 for, and the order of transfers is decided at the sender and nowhere else.
 
     tag 0       commands, 24 bytes: (command, iteration, length of what follows), then that many bytes of JSON
-    tag 1 + i   share i: its gradient from a worker, its value from a server
+    tag 1 + i   shard i: its gradient from a worker, its value from a server
 
 [Note: nobody waits for ever] Every wait ends after `patience_s`. Waiting for
 what a rank should send, gloo also reports at once when that rank's connection
@@ -29,12 +29,24 @@ from legato.core.errors import RankError
 from legato.pytorch.network.watchdog import Watch
 
 __all__ = [
-    "AVERAGES", "BYE", "DROP", "GRADIENTS", "PULL", "REPLY", "STATE", "STEP", "Command", "Layout", "Post", "Sent",
-    "Step", "join",
+    "AVERAGES",
+    "BYE",
+    "DROP",
+    "GRADIENTS",
+    "PULL",
+    "REPLY",
+    "STATE",
+    "STEP",
+    "Command",
+    "PendingSend",
+    "Roles",
+    "StepRequest",
+    "Transport",
+    "join",
 ]  # fmt: skip
 
 GRADIENTS = 1  # a worker's gradients of an iteration follow
-STEP = 2  # optimizer.step() was called; `Step` goes with it
+STEP = 2  # optimizer.step() was called; `StepRequest` goes with it
 STATE = 3  # the optimizer's state, please
 PULL = 4  # an agent wants all parameters
 BYE = 5  # this rank needs nothing any more
@@ -46,7 +58,7 @@ _ANY_TIME = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Roles:
     """Which rank is what: workers first, then servers, then inference agents."""
 
     workers: int
@@ -68,7 +80,7 @@ class Layout:
         return f"server {rank}" if rank < self.servers else f"agent {rank - self.servers}"
 
 
-class Sent(NamedTuple):
+class PendingSend(NamedTuple):
     """Something that was handed to the network, for a rank."""
 
     work: Any
@@ -84,32 +96,32 @@ class Command(msgspec.Struct, frozen=True):
     content: bytes = b""
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepRequest(msgspec.Struct, frozen=True):
     """How to step: the settings of all groups, and which gradients the user changed after they were averaged.
 
-    Of each of these, its share and whether there still is a gradient; if so, worker 0 sends it after this.
+    Of each of these, its shard and whether there still is a gradient; if so, worker 0 sends it after this.
     """
 
     groups: list[dict[str, Any]]
     changed: list[tuple[int, bool]] = []
 
 
-class Post:
+class Transport:
     """This rank's end of all connections."""
 
-    def __init__(self, group: Any, layout: Layout, patience_s: float, watch: Watch) -> None:
-        self.group, self.layout, self.watch = group, layout, watch
+    def __init__(self, group: Any, roles: Roles, patience_s: float, watch: Watch) -> None:
+        self.group, self.roles, self.watch = group, roles, watch
         self.rank = group.rank()
         self._patience = timedelta(seconds=patience_s)
 
     def named(self, rank: int) -> str:
         """`rank 3 (server 1)`"""
-        return f"rank {rank} ({self.layout.role(rank)})"
+        return f"rank {rank} ({self.roles.role(rank)})"
 
-    def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> Sent:
+    def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> PendingSend:
         """Hand a message to the network; it must not change until it is out (`finish`)."""
         try:
-            return Sent(dist.isend(message, group=self.group, group_dst=to, tag=tag), to, what)
+            return PendingSend(dist.isend(message, group=self.group, group_dst=to, tag=tag), to, what)
         except RuntimeError as error:
             raise self.watch.failure(f"{what} to {self.named(to)}", error) from error
 
@@ -129,7 +141,7 @@ class Post:
 
     def begin_command(
         self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = ""
-    ) -> list[Sent]:
+    ) -> list[PendingSend]:
         """Hand a command to the network; `before` says what is to follow. It goes out behind all that went before."""
         what = f"the word that goes before {before}" if before else "a command"
         parts = [torch.tensor([kind, iteration, len(content)], dtype=torch.int64)]
@@ -141,7 +153,7 @@ class Post:
         """Send a command, and wait until it is out; `before` says what is to follow."""
         self.finish(self.begin_command(to, kind, iteration, content, before=before))
 
-    def finish(self, sent: list[Sent]) -> None:
+    def finish(self, sent: list[PendingSend]) -> None:
         """Wait until all of these are out, and forget them."""
         for work, to, what in sent:
             self.wait(work, to, what)

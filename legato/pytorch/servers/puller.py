@@ -11,8 +11,8 @@ from torch import nn
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, Slot
 from legato.pytorch.servers.arrivals import Arrivals
-from legato.pytorch.servers.protocol import BYE, Post, Sent
-from legato.pytorch.servers.shards import Arena, Share
+from legato.pytorch.servers.protocol import BYE, PendingSend, Transport
+from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Puller"]
 
@@ -21,29 +21,33 @@ class Puller:
     """Parameters that come from servers: where they are put, and who waits for them."""
 
     def __init__(
-        self, post: Post, shares: Sequence[Share], pulls: Sequence[int], parameters: Mapping[str, nn.Parameter]
+        self,
+        transport: Transport,
+        shards: Sequence[Shard],
+        pulls: Sequence[int],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        self.post, self.shares = post, list(shares)
-        self.by_index = {share.index: share for share in shares}
+        self.transport, self.shards = transport, list(shards)
+        self.by_index = {shard.index: shard for shard in shards}
         self.pulls = list(pulls)
         self.slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
-        self.shares_of: dict[str, list[Share]] = {name: [] for name in parameters}
-        for share in shares:
-            self.shares_of[share.name].append(share)
-        self.values = Arena(shares)
+        self.shards_of: dict[str, list[Shard]] = {name: [] for name in parameters}
+        for shard in shards:
+            self.shards_of[shard.name].append(shard)
+        self.values = Arena(shards)
         self._works: dict[int, Any] = {}
         self.arrivals: Arrivals | None = None
         self.waited_s = 0.0
         self.reads: list[str] = []  # parameters in the order in which they were waited for
-        self.servers = range(post.layout.servers)
+        self.servers = range(transport.roles.servers)
 
     def expect(self, iteration: int, order: Sequence[int]) -> None:
         """Say where the values are to be put; from here on, reading a parameter waits for its own."""
         for index in order:
-            share = self.by_index[index]
-            source = self.post.layout.server_rank(share.server)
-            what = f"the value of {share.label}"
-            self._works[index] = self.post.receive(self.values.message[index], source, 1 + index, what)
+            shard = self.by_index[index]
+            source = self.transport.roles.server_rank(shard.server)
+            what = f"the value of {shard.label}"
+            self._works[index] = self.transport.receive(self.values.message[index], source, 1 + index, what)
         if self.arrivals is not None:
             self.arrivals.begin(iteration, order)
         self.reads.clear()
@@ -56,15 +60,15 @@ class Puller:
         if slot.stage != PENDING:
             return
         started = time.perf_counter()
-        for share in self.shares_of[slot.name]:
-            work = self._works.pop(share.index, None)
+        for shard in self.shards_of[slot.name]:
+            work = self._works.pop(shard.index, None)
             if work is not None:
-                self.post.wait(work, self.post.layout.server_rank(share.server), f"the value of {share.label}")
+                self.transport.wait(work, self.transport.roles.server_rank(shard.server), f"the value of {shard.label}")
         self.waited_s += time.perf_counter() - started
         gate.open_(slot)
         self.reads.append(slot.name)
         with gate.unseen():
-            self.values.unpack(self.shares_of[slot.name], slot.parameter)
+            self.values.unpack(self.shards_of[slot.name], slot.parameter)
 
     def settle(self) -> None:
         """Bring every parameter up to date, in the order in which they come."""
@@ -73,28 +77,30 @@ class Puller:
             if self.slots[name].stage == PENDING:
                 self.resolve(self.slots[name])
 
-    def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> list[Sent]:
+    def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> list[PendingSend]:
         """A command to all servers, on its way."""
-        sent: list[Sent] = []
+        sent: list[PendingSend] = []
         for server in self.servers:
-            share = next((share for share in self.shares if share.server == server), None)
-            rank, before = self.post.layout.server_rank(server), share.label if share is not None else ""
-            sent += self.post.begin_command(rank, kind, iteration, content, before=before)
+            shard = next((shard for shard in self.shards if shard.server == server), None)
+            rank, before = self.transport.roles.server_rank(server), shard.label if shard is not None else ""
+            sent += self.transport.begin_command(rank, kind, iteration, content, before=before)
         return sent
 
     def receive_all(self, kind: int, iteration: int, arena: Arena) -> None:
-        """Ask all servers for something of each share, and wait until it is in."""
+        """Ask all servers for something of each shard, and wait until it is in."""
         started = time.perf_counter()
         works = []
-        for share in self.shares:
-            source, what = self.post.layout.server_rank(share.server), f"the averaged gradient of {share.label}"
-            works.append((self.post.receive(arena.message[share.index], source, 1 + share.index, what), source, what))
-        self.post.finish(self.tell_servers(kind, iteration))
+        for shard in self.shards:
+            source, what = self.transport.roles.server_rank(shard.server), f"the averaged gradient of {shard.label}"
+            works.append(
+                (self.transport.receive(arena.message[shard.index], source, 1 + shard.index, what), source, what)
+            )
+        self.transport.finish(self.tell_servers(kind, iteration))
         for work, source, what in works:
-            self.post.wait(work, source, what)
+            self.transport.wait(work, source, what)
         self.waited_s += time.perf_counter() - started
 
     def leave(self) -> None:
         """Needs nothing any more."""
         self.settle()
-        self.post.finish(self.tell_servers(BYE, 0))
+        self.transport.finish(self.tell_servers(BYE, 0))

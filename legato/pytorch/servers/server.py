@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from legato.core.errors import RankError
-from legato.pytorch.servers.held import Holdings
+from legato.pytorch.servers.held import HeldState
 from legato.pytorch.servers.protocol import (
     AVERAGES,
     BYE,
@@ -38,16 +38,16 @@ from legato.pytorch.servers.protocol import (
     STATE,
     STEP,
     Command,
-    Post,
-    Sent,
-    Step,
+    PendingSend,
+    StepRequest,
+    Transport,
 )
-from legato.pytorch.servers.shards import Arena, Share
+from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Sender", "Server", "shuffled"]
 
-#: Parameters are updated in lots of at least so many bytes; the first lot goes out while the next is updated.
-_LOT_BYTES = 2**20
+#: Parameters are updated in chunks of at least so many bytes; the first chunk goes out while the next is updated.
+_CHUNK_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Report(NamedTuple):
     """Something came in from a rank: a gradient, a command, or the end of its connection."""
 
     rank: int
-    share: Share | None = None
+    shard: Shard | None = None
     command: Command | None = None
     error: BaseException | None = None
 
@@ -69,34 +69,36 @@ def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> li
 
 
 class Server:
-    """`shares` and `pulls` are those of this server; `seed` is given if the pulls are to be in random orders."""
+    """`shards` and `pulls` are those of this server; `seed` is given if the pulls are to be in random orders."""
 
     def __init__(
-        self, post: Post, shares: Sequence[Share], pulls: Sequence[int], holdings: Holdings, seed: int | None
+        self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None
     ) -> None:
-        self.post, self.shares, self.pulls, self.holdings, self._seed = post, shares, list(pulls), holdings, seed
-        self._of = {share.index: share for share in shares}
-        layout = post.layout
-        self.workers = list(range(layout.workers))
-        self.agents = list(range(layout.workers + layout.servers, layout.size))
-        self._gradients = {worker: Arena(shares) for worker in self.workers}
-        self._values = Arena(shares)  # what goes to the workers
-        self._copies = {agent: Arena(shares) for agent in self.agents}  # ... and to each agent
+        self.transport, self.shards, self.pulls, self.held, self._seed = transport, shards, list(pulls), held, seed
+        self._of = {shard.index: shard for shard in shards}
+        roles = transport.roles
+        self.workers = list(range(roles.workers))
+        self.agents = list(range(roles.workers + roles.servers, roles.size))
+        self._gradients = {worker: Arena(shards) for worker in self.workers}
+        self._values = Arena(shards)  # what goes to the workers
+        self._copies = {agent: Arena(shards) for agent in self.agents}  # ... and to each agent
         self._reports: SimpleQueue[_Report] = SimpleQueue()
-        self._sent: dict[int, list[Sent]] = {rank: [] for rank in (*self.workers, *self.agents)}
-        self._senders = {worker: Sender(self._hand_over(worker)) for worker in self.workers}
-        self._here: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients of this iteration
+        self._sent: dict[int, list[PendingSend]] = {rank: [] for rank in (*self.workers, *self.agents)}
+        self._senders = {worker: Sender(self._send_value(worker)) for worker in self.workers}
+        self._arrived: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients of this iteration
         self._steps: dict[int, Command] = {}
-        self._asking: list[int] = []  # workers that want the optimizer's state
-        self._looking: list[int] = []  # ... the averaged gradients
+        self._state_requests: list[int] = []  # workers that want the optimizer's state
+        self._average_requests: list[int] = []  # ... the averaged gradients
         self._agents_served = 0
         self.iteration = 0  # updates that were made
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """What it is doing, for the others' error messages."""
-        lacking = next((share for share in self.shares if self._here[share.index] < len(self.workers)), None)
-        which = f"lacks gradients of {lacking.label}" if lacking and any(self._here.values()) else "waits for workers"
+        lacking = next((shard for shard in self.shards if self._arrived[shard.index] < len(self.workers)), None)
+        which = (
+            f"lacks gradients of {lacking.label}" if lacking and any(self._arrived.values()) else "waits for workers"
+        )
         return f"serves, {self.iteration} updates made, and {which}"
 
     def serve(self) -> None:
@@ -115,26 +117,26 @@ class Server:
                     self._serve_agent(report.rank, training=bool(present))
             elif report.error is not None:
                 raise report.error
-            elif report.share is not None:
-                self._gradient(report.share)
+            elif report.shard is not None:
+                self._gradient(report.shard)
             elif report.command is not None:
                 if report.command.kind == BYE:
                     present.discard(report.rank)
                 self._command(report.rank, report.command)
-                self._check_even(present)
+                self._check_leavers(present)
 
     # ---- on the listening threads --------------------------------------------------
 
     def _listen(self, rank: int) -> None:
-        awaited = f"the gradient of {self.shares[0].label}" if self.shares else "a step"
+        awaited = f"the gradient of {self.shards[0].label}" if self.shards else "a step"
         try:
             while True:
-                command = self.post.next_command(rank, awaited, ever=rank in self.agents)
+                command = self.transport.next_command(rank, awaited, ever=rank in self.agents)
                 if command.kind == GRADIENTS:
                     self._take_gradients(rank, command.iteration)
                 else:
                     if command.kind == STEP and rank == self.workers[0]:
-                        self._take_changed(rank, msgspec.json.decode(command.content, type=Step))
+                        self._take_changed(rank, msgspec.json.decode(command.content, type=StepRequest))
                     self._reports.put(_Report(rank, command=command))
                 if command.kind == BYE:
                     return
@@ -144,32 +146,34 @@ class Server:
     def _take_gradients(self, worker: int, iteration: int) -> None:
         arena = self._gradients[worker]
         works = []
-        for share in self.shares:
-            what = f"the gradient of {share.label}"
-            works.append(self.post.receive(arena.message[share.index], worker, 1 + share.index, what))
-        for share, work in zip(self.shares, works, strict=True):
-            self.post.wait(work, worker, f"the gradient of {share.label}")
-            stamp = int(arena.stamp[share.index][0])
-            if stamp != iteration:
-                raise RankError(f"{self.post.named(worker)}: {share.label} of iteration {stamp}, not {iteration}")
-            self._reports.put(_Report(worker, share))
+        for shard in self.shards:
+            what = f"the gradient of {shard.label}"
+            works.append(self.transport.receive(arena.message[shard.index], worker, 1 + shard.index, what))
+        for shard, work in zip(self.shards, works, strict=True):
+            self.transport.wait(work, worker, f"the gradient of {shard.label}")
+            found = int(arena.trailer[shard.index][0])
+            if found != iteration:
+                raise RankError(f"{self.transport.named(worker)}: {shard.label} of iteration {found}, not {iteration}")
+            self._reports.put(_Report(worker, shard))
 
-    def _take_changed(self, worker: int, step: Step) -> None:
+    def _take_changed(self, worker: int, step: StepRequest) -> None:
         """What the user made of the averages. They are in already, so nobody else needs this memory."""
         arena = self._gradients[worker]
-        for share in [self._of[index] for index, there in step.changed if there and index in self._of]:
-            what = f"the changed gradient of {share.label}"
-            self.post.wait(self.post.receive(arena.message[share.index], worker, 1 + share.index, what), worker, what)
+        for shard in [self._of[index] for index, there in step.changed if there and index in self._of]:
+            what = f"the changed gradient of {shard.label}"
+            self.transport.wait(
+                self.transport.receive(arena.message[shard.index], worker, 1 + shard.index, what), worker, what
+            )
 
     # ---- on the main thread ----------------------------------------------------------
 
-    def _gradient(self, share: Share) -> None:
-        self._here[share.index] += 1
-        if self._here[share.index] == len(self.workers):
+    def _gradient(self, shard: Shard) -> None:
+        self._arrived[shard.index] += 1
+        if self._arrived[shard.index] == len(self.workers):
             arenas = [self._gradients[worker] for worker in self.workers]
-            there = [a.elements[share.index] for a in arenas if int(a.stamp[share.index][1])]
-            self.holdings.aggregate(share, there)
-            self._show_averages()
+            there = [a.elements[shard.index] for a in arenas if int(a.trailer[shard.index][1])]
+            self.held.aggregate(shard, there)
+            self._send_averages()
 
     def _command(self, worker: int, command: Command) -> None:
         if command.kind in (STEP, DROP):
@@ -178,105 +182,105 @@ class Server:
                 self._check_equal()
                 self._update() if command.kind == STEP else self._drop()
         elif command.kind == STATE:
-            self._asking.append(worker)
+            self._state_requests.append(worker)
         elif command.kind == AVERAGES:
-            self._looking.append(worker)
-            self._show_averages()
-        for asking in [w for w in self._asking if w not in self._steps]:
-            self._asking.remove(asking)
-            listed, tensors = self.holdings.state()
-            self.post.command(asking, REPLY, tensors.numel(), listed)
+            self._average_requests.append(worker)
+            self._send_averages()
+        for asking in [w for w in self._state_requests if w not in self._steps]:
+            self._state_requests.remove(asking)
+            listed, tensors = self.held.state()
+            self.transport.command(asking, REPLY, tensors.numel(), listed)
             if tensors.numel():
-                self.post.finish([self.post.send(tensors, asking, 0, "optimizer state")])
+                self.transport.finish([self.transport.send(tensors, asking, 0, "optimizer state")])
 
-    def _check_even(self, present: set[int]) -> None:
+    def _check_leavers(self, present: set[int]) -> None:
         left = sorted(set(self.workers) - present)
-        if left and (self._steps or any(self._here.values())):
+        if left and (self._steps or any(self._arrived.values())):
             raise RankError(
-                f"{self.post.named(left[0])} left after {self.iteration} steps, and others go on: "
-                f"the gradient of {self.shares[0].label if self.shares else 'nothing'} will never be complete"
+                f"{self.transport.named(left[0])} left after {self.iteration} steps, and others go on: "
+                f"the gradient of {self.shards[0].label if self.shards else 'nothing'} will never be complete"
             )
 
     def _check_equal(self) -> None:
         first = self._steps[0]
         for worker, command in self._steps.items():
-            who = self.post.named(worker)
+            who = self.transport.named(worker)
             if command.kind != first.kind:
                 did, other = ("optimizer.step()", "zero_grad()")[:: 1 if command.kind == STEP else -1]
                 raise RankError(f"{who}: {did} after the backward pass, {other} on rank 0")
             if command.content == first.content:
                 continue
-            here, there = (msgspec.json.decode(c.content, type=Step) for c in (command, first))
+            here, there = (msgspec.json.decode(c.content, type=StepRequest) for c in (command, first))
             if here.groups != there.groups:
                 raise RankError(f"{who}: settings of the optimizer {here.groups}, {there.groups} on rank 0"[:700])
             odd = min(set(map(tuple, here.changed)) ^ set(map(tuple, there.changed)))[0]
-            name = self._of[odd].label if odd in self._of else f"share {odd}"
+            name = self._of[odd].label if odd in self._of else f"shard {odd}"
             raise RankError(f"{who}: gradients were changed before optimizer.step(), and others on rank 0 ({name})")
 
     def _drop(self) -> None:
         """`zero_grad()` instead of `step()`, on all workers."""
-        self._begin_anew()
+        self._reset()
         for worker in self.workers:
-            self.post.command(worker, REPLY, self.iteration)
+            self.transport.command(worker, REPLY, self.iteration)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._steps.clear()
-        self._here = dict.fromkeys(self._here, 0)
+        self._arrived = dict.fromkeys(self._arrived, 0)
 
-    def _show_averages(self) -> None:
+    def _send_averages(self) -> None:
         """To those who asked, once all gradients are here. Every worker has the values that lay in this memory."""
-        if not self._looking or any(here < len(self.workers) for here in self._here.values()):
+        if not self._average_requests or any(here < len(self.workers) for here in self._arrived.values()):
             return
         self._finish_sending(self.workers)
-        for share in self.shares:
-            gradient = self.holdings.parameters[share.index].grad
-            self._values.stamp[share.index][1] = int(gradient is not None)
+        for shard in self.shards:
+            gradient = self.held.parameters[shard.index].grad
+            self._values.trailer[shard.index][1] = int(gradient is not None)
             if gradient is not None:
-                self._values.elements[share.index].copy_(gradient.reshape(-1))
-        for worker in self._looking:
-            for share in self.shares:
-                self._hand_over(worker)(share.index)
-        self._looking.clear()
+                self._values.elements[shard.index].copy_(gradient.reshape(-1))
+        for worker in self._average_requests:
+            for shard in self.shards:
+                self._send_value(worker)(shard.index)
+        self._average_requests.clear()
 
     def _update(self) -> None:
-        step = msgspec.json.decode(self._steps[self.workers[0]].content, type=Step)
+        step = msgspec.json.decode(self._steps[self.workers[0]].content, type=StepRequest)
         self._finish_sending(self.workers)
-        self.holdings.configure(step.groups)
+        self.held.configure(step.groups)
         for index, there in step.changed:
             if index in self._of:
                 changed = [self._gradients[self.workers[0]].elements[index]] if there else []
-                self.holdings.aggregate(self._of[index], changed)
-        self._begin_anew()
+                self.held.aggregate(self._of[index], changed)
+        self._reset()
         self.iteration += 1
         for worker, sender in self._senders.items():
             fixed = self._seed is None
             sender.begin(self.pulls if fixed else shuffled(self.pulls, self._seed or 0, worker, self.iteration))
-        for lot in self._lots():
-            self.holdings.update(lot)
-            for share in lot:
-                self._pack(share, self._values)
+        for chunk in self._chunks():
+            self.held.update(chunk)
+            for shard in chunk:
+                self._pack(shard, self._values)
                 for sender in self._senders.values():
-                    sender.offer(share.index)
+                    sender.offer(shard.index)
 
-    def _lots(self) -> list[list[Share]]:
-        """The shares in the order of the pulls, in lots that are updated together."""
-        lots: list[list[Share]] = [[]]
+    def _chunks(self) -> list[list[Shard]]:
+        """The shards in the order of the pulls, in chunks that are updated together."""
+        chunks: list[list[Shard]] = [[]]
         for index in self.pulls:
-            if sum(share.nbytes for share in lots[-1]) >= _LOT_BYTES:
-                lots.append([])
-            lots[-1].append(self._of[index])
-        return lots
+            if sum(shard.nbytes for shard in chunks[-1]) >= _CHUNK_BYTES:
+                chunks.append([])
+            chunks[-1].append(self._of[index])
+        return chunks
 
-    def _pack(self, share: Share, arena: Arena) -> None:
+    def _pack(self, shard: Shard, arena: Arena) -> None:
         with torch.no_grad():
-            arena.elements[share.index].copy_(self.holdings.parameters[share.index].reshape(-1))
-        arena.stamp[share.index][0] = self.iteration
+            arena.elements[shard.index].copy_(self.held.parameters[shard.index].reshape(-1))
+        arena.trailer[shard.index][0] = self.iteration
 
-    def _hand_over(self, worker: int) -> Any:
+    def _send_value(self, worker: int) -> Any:
         def send(index: int) -> None:
             message = self._values.message[index]
             what = f"the value of {self._of[index].label}"
-            self._sent[worker].append(self.post.send(message, worker, 1 + index, what))
+            self._sent[worker].append(self.transport.send(message, worker, 1 + index, what))
 
         return send
 
@@ -285,7 +289,7 @@ class Server:
         try:
             self._finish_sending([agent])
             reply = msgspec.json.encode({"iteration": self.iteration, "training": training})
-            self.post.command(agent, REPLY, self.iteration, reply)
+            self.transport.command(agent, REPLY, self.iteration, reply)
             arena = self._copies[agent]
             self._agents_served += 1
             fixed = self._seed is None
@@ -293,21 +297,21 @@ class Server:
             for index in order:
                 self._pack(self._of[index], arena)
                 what = f"the value of {self._of[index].label}"
-                self._sent[agent].append(self.post.send(arena.message[index], agent, 1 + index, what))
+                self._sent[agent].append(self.transport.send(arena.message[index], agent, 1 + index, what))
         except RankError as error:
             _log.warning("agent lost, training goes on: %s", error)
 
     def _finish_sending(self, ranks: Sequence[int]) -> None:
         """What was sent before is out, and its memory can be used again."""
         for rank in ranks:
-            self.post.finish(self._sent[rank])
+            self.transport.finish(self._sent[rank])
 
 
 class Sender:
     """The transfers to one receiver."""
 
-    def __init__(self, hand_over: Callable[[int], None]) -> None:
-        self._hand_over = hand_over
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
         self._number: dict[int, int] = {}
         self._offered: dict[int, int] = {}
         self.counter = 0
@@ -322,5 +326,5 @@ class Sender:
         """A transfer can go out, as far as its content is concerned."""
         self._offered[self._number[transfer]] = transfer
         while self.counter in self._offered:
-            self._hand_over(self._offered.pop(self.counter))
+            self._send(self._offered.pop(self.counter))
             self.counter += 1

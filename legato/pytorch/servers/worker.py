@@ -24,40 +24,44 @@ from legato.core.errors import RankError
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Outermost
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
-from legato.pytorch.servers.changes import Averages, Unchanged
-from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, Post, Sent
+from legato.pytorch.servers.changes import Averages, ParameterCheck
+from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
 from legato.pytorch.servers.puller import Puller
-from legato.pytorch.servers.shards import Arena, Share
+from legato.pytorch.servers.shards import Arena, Shard
 
-__all__ = ["Client"]
+__all__ = ["Worker"]
 
 
-class Client(Puller):
+class Worker(Puller):
     """A worker: it also pushes."""
 
     def __init__(
-        self, post: Post, shares: Sequence[Share], pulls: Sequence[int], parameters: Mapping[str, nn.Parameter]
+        self,
+        transport: Transport,
+        shards: Sequence[Shard],
+        pulls: Sequence[int],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        super().__init__(post, shares, pulls, parameters)
+        super().__init__(transport, shards, pulls, parameters)
         self.enabled = True  # False under no_sync()
         self.iteration = 0  # backward passes that push
         self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
-        self._scale = 1.0 / post.layout.workers
-        self._gradients = Arena(shares)
+        self._scale = 1.0 / transport.roles.workers
+        self._gradients = Arena(shards)
         self._averages = Averages(self)
-        self._unchanged = Unchanged(self)
-        self._sent: list[Sent] = []
+        self._parameter_check = ParameterCheck(self)
+        self._sent: list[PendingSend] = []
         self._in_backward = self._unstepped = False
         self._next = 0
         self._ready: set[str] = set()
         self._hooks = [self._watch(slot) for slot in self.slots.values()]
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """What it is doing, for the others' error messages."""
         if not self._in_backward:
             return f"works, {self.iteration} iterations begun"
-        return f"works, is in backward pass {self.iteration} and lacks the gradient of {self.shares[self._next].label}"
+        return f"works, is in backward pass {self.iteration} and lacks the gradient of {self.shards[self._next].label}"
 
     def close(self) -> None:
         """Let go of the parameters, all up to date."""
@@ -97,9 +101,9 @@ class Client(Puller):
                 "call optimizer.step() in between, or put the earlier one under no_sync()"
             )
         self.settle()
-        self._unchanged.check(self.iteration)
+        self._parameter_check.check(self.iteration)
         self.outermost.notice()
-        self.post.finish(self._sent)
+        self.transport.finish(self._sent)
         self._averages.forget()
         self._in_backward = self._unstepped = True
         self.iteration += 1
@@ -120,31 +124,31 @@ class Client(Puller):
             self._averages.fetch(self.iteration)  # nobody would notice that their gradients are read
 
     def _advance(self) -> None:
-        while self._next < len(self.shares) and self.shares[self._next].name in self._ready:
-            self._push(self.shares[self._next])
+        while self._next < len(self.shards) and self.shards[self._next].name in self._ready:
+            self._push(self.shards[self._next])
             self._next += 1
 
-    def _push(self, share: Share) -> None:
+    def _push(self, shard: Shard) -> None:
         with gate.unseen():
-            gradient = self.slots[share.name].parameter.grad
-            self._averages.note(share.name, gradient)
+            gradient = self.slots[shard.name].parameter.grad
+            self._averages.note(shard.name, gradient)
             if gradient is not None and gradient.layout != torch.strided:
-                raise RankError(f"{share.name}: its gradient is {gradient.layout}; only dense gradients can be sent")
-            self._send(share, gradient, self._scale)
+                raise RankError(f"{shard.name}: its gradient is {gradient.layout}; only dense gradients can be sent")
+            self._send(shard, gradient, self._scale)
 
-    def _send(self, share: Share, gradient: Tensor | None, scale: float) -> None:
-        elements, stamp = self._gradients.elements[share.index], self._gradients.stamp[share.index]
+    def _send(self, shard: Shard, gradient: Tensor | None, scale: float) -> None:
+        elements, trailer = self._gradients.elements[shard.index], self._gradients.trailer[shard.index]
         if gradient is None:
             elements.zero_()
         else:
-            part = share.of(gradient.detach())
+            part = shard.of(gradient.detach())
             if part.device == elements.device:
                 torch.mul(part, scale, out=elements)
             else:
                 elements.copy_(part * scale)
-        stamp[0], stamp[1] = self.iteration, int(gradient is not None)
-        to, what = self.post.layout.server_rank(share.server), f"the gradient of {share.label}"
-        self._sent.append(self.post.send(self._gradients.message[share.index], to, 1 + share.index, what))
+        trailer[0], trailer[1] = self.iteration, int(gradient is not None)
+        to, what = self.transport.roles.server_rank(shard.server), f"the gradient of {shard.label}"
+        self._sent.append(self.transport.send(self._gradients.message[shard.index], to, 1 + shard.index, what))
 
     # ---- between backward and the next forward ---------------------------------------
 
@@ -154,17 +158,17 @@ class Client(Puller):
             self._averages.fetch(self.iteration)
         elif slot.stage == PENDING:
             super().resolve(slot)
-            self._unchanged.note(slot)
+            self._parameter_check.note(slot)
 
     def changed(self) -> list[tuple[int, bool]]:
-        """Shares whose averaged gradient the user changed, and whether there still is one.
+        """Shards whose averaged gradient the user changed, and whether there still is one.
 
         Raises `RankError` where nothing says what to make of a change: to a
         gradient that was not averaged yet, or to a parameter.
         """
         if self._in_backward or not self._unstepped:
             raise RankError("optimizer.step() without a backward pass before it, whose gradients went to the servers")
-        self._unchanged.check(self.iteration)
+        self._parameter_check.check(self.iteration)
         return self._averages.changed()
 
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
@@ -172,7 +176,7 @@ class Client(Puller):
         self._unstepped = False
         self.expect(self.iteration, order)
         self._sent += self.tell_servers(STEP, self.iteration, content)  # no wait: it is behind all gradients
-        if self.post.rank == 0:
+        if self.transport.rank == 0:
             self._send_changed(changed)
         for slot in self.slots.values():
             if slot.plain_class is not nn.Parameter:  # cannot be gated
@@ -180,8 +184,8 @@ class Client(Puller):
 
     def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
         with gate.unseen():
-            for share in [self.by_index[index] for index, there in changed if there]:
-                self._send(share, self.slots[share.name].parameter.grad, 1.0)
+            for shard in [self.by_index[index] for index, there in changed if there]:
+                self._send(shard, self.slots[shard.name].parameter.grad, 1.0)
 
     def drop(self) -> None:
         """The gradients that went out will not be used: `zero_grad()` without a `step()`, on all workers."""
@@ -189,8 +193,10 @@ class Client(Puller):
             return
         self._unstepped = False
         self.iteration -= 1
-        self.post.finish(self.tell_servers(DROP, self.iteration))
+        self.transport.finish(self.tell_servers(DROP, self.iteration))
         for server in self.servers:
-            self.post.next_command(self.post.layout.server_rank(server), "that all workers dropped their gradients")
+            self.transport.next_command(
+                self.transport.roles.server_rank(server), "that all workers dropped their gradients"
+            )
         for slot in self.slots.values():
             gate.open_(slot)

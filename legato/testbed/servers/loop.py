@@ -15,14 +15,14 @@ from legato.core.workload import Workload
 from legato.pytorch.servers import AgentModel, ServedModel, parameter_servers
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 
-__all__ = ["Seen", "ServerLoop"]
+__all__ = ["ServerLoop", "WorkerRun"]
 
 #: Iterations that are run before those that count. In the first three, workers compare all their parameters.
 WARM = 3
 _PATIENCE_S = 120.0
 
 
-class Seen(msgspec.Struct, frozen=True):
+class WorkerRun(msgspec.Struct, frozen=True):
     """A worker's iterations, from the beginning of one backward pass to that of the next (host seconds, all alike).
 
     `waited_s` is how long each stood still for parameters, `stepped` when its
@@ -52,7 +52,7 @@ class ServerLoop:
         self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
 
     def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
-        """What everybody found: `Seen` of each worker, None of servers, seconds of each pass of an agent.
+        """What everybody found: `WorkerRun` of each worker, None of servers, seconds of each pass of an agent.
 
         A plan called `random` stands for a new order of pulls every time. With
         `look`, the order of arrival is looked at, which takes processor time and
@@ -97,7 +97,9 @@ class ServerLoop:
         return everybody
 
 
-def _train(model: ServedModel, optimizer: torch.optim.Optimizer, clock: Clock, iterations: int, look: bool) -> Seen:
+def _train(
+    model: ServedModel, optimizer: torch.optim.Optimizer, clock: Clock, iterations: int, look: bool
+) -> WorkerRun:
     began, stepped = [], []
     clock.begin()
     with model.measure(arrivals=look) as record:
@@ -109,7 +111,7 @@ def _train(model: ServedModel, optimizer: torch.optim.Optimizer, clock: Clock, i
             stepped.append(time.perf_counter())
             optimizer.step()
     counted = record[WARM + 1 :][:iterations]  # each begins with the forward pass that ends one of ours
-    return Seen(
+    return WorkerRun(
         began=tuple(began[WARM : WARM + iterations + 1]),
         stepped=tuple(stepped[WARM : WARM + iterations]),
         waited_s=tuple(i.waited_s for i in counted),

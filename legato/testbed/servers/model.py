@@ -108,7 +108,7 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
     }
 
     def run(one: Workload, seed: int | None) -> FlowResult:
-        fabric = _Runtime(servers=servers, barrier=False, turn_s=costs.turn_s, update_s=update_s, seed=seed)
+        fabric = _RuntimeFabric(servers=servers, barrier=False, turn_s=costs.turn_s, update_s=update_s, seed=seed)
         return simulate_flow(one, padded, fabric, network, keep_transfers=False)
 
     runs = [run(job, seed) for seed in (range(_DRAWS) if plan.scheduler == "random" else (None,))]
@@ -162,7 +162,7 @@ def _without_header(timeline: Timeline, header: int) -> Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Runtime(Servers):
+class _RuntimeFabric(Servers):
     """`legato.pytorch.servers`. `update_s` by tensor, until it can be handed out; `seed` of random orders, or None."""
 
     turn_s: float = 0.0
@@ -176,7 +176,7 @@ class _Runtime(Servers):
         graph.edge(ready, turn)
         servers = wiring.server(parcels.server)[:, None]
         sent = wiring.send(wiring.ranks, servers, parcels.nbytes[:, None], [turn], key=parcels.order[:, None])
-        for mine in self._shares(parcels):
+        for mine in self._by_server(parcels):
             graph.edge(sent[mine[:-1]], turn[mine[1:]])
         return graph.join(sent)[:, None]
 
@@ -186,7 +186,7 @@ class _Runtime(Servers):
         turn = graph.add((len(parcels), wiring.size))
         servers = wiring.server(parcels.server)[:, None]
         sent = wiring.send(servers, wiring.ranks, parcels.nbytes[:, None], [turn], key=parcels.order[:, None])
-        for s, mine in enumerate(self._shares(parcels)):
+        for s, mine in enumerate(self._by_server(parcels)):
             everything = graph.add((1,), work_s=self.turn_s)
             graph.edge(held[mine, 0], everything)
             names = [parcels.slices[i][0].tensor for i in mine]
@@ -199,7 +199,7 @@ class _Runtime(Servers):
                 graph.edge(sent[order[:-1], worker], turn[order[1:], worker])
         return sent
 
-    def _shares(self, parcels: Parcels) -> list[list[int]]:
+    def _by_server(self, parcels: Parcels) -> list[list[int]]:
         return [np.flatnonzero(parcels.server == s).tolist() for s in range(self.servers)]
 
     def _order(self, mine: Sequence[int], worker: int, server: int) -> list[int]:

@@ -18,7 +18,7 @@ from legato.core.timeline import Timeline, overlap_coefficient
 from legato.core.workload import Workload
 from legato.schedule import SERVER_SCHEDULERS
 from legato.testbed.launch import Advance
-from legato.testbed.rehearsal import carry_out, check_task
+from legato.testbed.rehearsal import check_task, run_task
 from legato.testbed.servers.model import ServerCosts
 
 __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "select_orders"]
@@ -132,4 +132,4 @@ def rehearse_servers(task: ServerTask, hosts: int, bandwidth_bps: float, advance
     if hosts < 1:
         raise InputError(f"{hosts} hosts: there is no worker (expected at least 1)")
     processes = hosts + task.servers + task.agents
-    return carry_out("legato.testbed.servers.trial", task, ServerRehearsal, processes, bandwidth_bps, advance)
+    return run_task("legato.testbed.servers.trial", task, ServerRehearsal, processes, bandwidth_bps, advance)

@@ -23,7 +23,7 @@ from legato.schedule import schedule
 from legato.testbed.launch import Advance, tell_progress
 from legato.testbed.rehearsal import STAGES
 from legato.testbed.servers.calibration import calibrate_servers
-from legato.testbed.servers.loop import Seen, ServerLoop
+from legato.testbed.servers.loop import ServerLoop, WorkerRun
 from legato.testbed.servers.model import Prediction, ServerCosts, own_updates, predict
 from legato.testbed.servers.rehearsal import ServerRehearsal, ServerTask, ServerTrial
 from legato.zoo import scale_compute
@@ -58,7 +58,7 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
     rounds = -(-task.iterations // _BLOCK)
     blocks: dict[str, list[list[Any]]] = {order.plan.scheduler: [] for order in told.orders}
     passes: dict[str, list[float]] = {name: [] for name in blocks}
-    looks: dict[str, list[Seen]] = {}
+    looks: dict[str, list[WorkerRun]] = {}
     for k in range(rounds):
         for i, order in enumerate(told.orders):
             name = order.plan.scheduler
@@ -68,7 +68,7 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
                 found = loop.run(order.plan, count, seed=k, infer=True)
                 passes[name] += [s for seconds in found if isinstance(seconds, list) for s in seconds]
             if k == 0:
-                looks[name] = [seen for seen in loop.run(order.plan, 2, look=True) if isinstance(seen, Seen)]
+                looks[name] = [seen for seen in loop.run(order.plan, 2, look=True) if isinstance(seen, WorkerRun)]
             advance(STAGES[2], k * len(told.orders) + i + 1, rounds * len(told.orders))
     trials = tuple(
         _trial(told.workload, o, blocks[name], passes[name], looks[name])
@@ -98,9 +98,9 @@ def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Told:
 
 
 def _trial(
-    workload: Workload, order: _Planned, blocks: list[list[Any]], passes: list[float], looks: list[Seen]
+    workload: Workload, order: _Planned, blocks: list[list[Any]], passes: list[float], looks: list[WorkerRun]
 ) -> ServerTrial:
-    workers = [[found for found in block if isinstance(found, Seen)] for block in blocks]
+    workers = [[found for found in block if isinstance(found, WorkerRun)] for block in blocks]
     first = [seen[0] for seen in workers]
     stragglers = [
         max(ends) - min(ends) for seen in workers for ends in zip(*(worker.stepped for worker in seen), strict=True)
