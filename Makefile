@@ -31,7 +31,7 @@ docs: install
 
 # Links, anchors, file names and command lines of every page.
 linkcheck: install
-	$(BIN)/pytest tests/test_docs.py -k "links or exist or site"
+	$(BIN)/pytest tests/docs/test_docs.py -k "links or exist or site"
 
 clean:
 	rm -rf .venv legato-demo docs/_build

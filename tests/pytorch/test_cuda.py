@@ -1,15 +1,15 @@
 """On a GPU: capture by events, and the runtime with gloo on CUDA tensors and with NCCL. Skipped where there is none."""
 
-import cuda_cases
 import pytest
 import torch
+from support import cuda_cases
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 @pytest.fixture(scope="module")
 def gloo_ranks():
-    from ranks import Ranks
+    from support.ranks import Ranks
 
     ranks = Ranks(2)
     yield ranks
@@ -24,7 +24,7 @@ def test_gloo_on_cuda_tensors(gloo_ranks, model, optimizer):
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention"])
 def test_nccl_on_one_gpu(model):
-    from ranks import Ranks
+    from support.ranks import Ranks
 
     ranks = Ranks(1, backend="nccl")
     try:

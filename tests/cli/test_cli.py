@@ -1,0 +1,221 @@
+"""The command line as a user meets it: what it prints, and how it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import legato
+from legato.cli import main
+from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workload(tmp_path):
+    path = tmp_path / "w.json"
+    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
+    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
+    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
+    return path
+
+
+def run(capsys, *arguments):
+    """Exit status, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+def fails(capsys, *arguments):
+    """The one line with which a command must refuse wrong input."""
+    status, out, err = run(capsys, *arguments)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert status == 2 and out == ""
+    assert len(lines) == 1 and lines[0].startswith("legato: "), err
+    return lines[0]
+
+
+def test_plan_prints_a_row_for_every_scheduler(capsys, workload):
+    status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--bandwidth", "1Gbit")
+    rows = json.loads(out)
+    assert status == 0 and [row["scheduler"] for row in rows] == list(SCHEDULERS)
+    keys = ["scheduler", "iteration_s", "lower_bound_s", "gap", "overlap", "utilization", "num_messages", "plan_s"]
+    for row in rows:
+        assert list(row) == keys
+        assert row["iteration_s"] >= row["lower_bound_s"] * (1 - 1e-12)
+        assert row["gap"] == pytest.approx(row["iteration_s"] / row["lower_bound_s"] - 1)
+
+
+def test_plan_on_parameter_servers(capsys, workload):
+    status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--servers", 2)
+    assert status == 0 and [row["scheduler"] for row in json.loads(out)] == list(SERVER_SCHEDULERS)
+    assert "0 parameter servers (expected at least 1" in fails(capsys, "plan", workload, "--scheduler", "tac")
+
+
+def test_plan_by_hand(capsys, workload):
+    """Ring on two workers: alpha = 2 * 1 ms, beta = 2 * 1/2 * 8 bits / 1 Gbit/s."""
+    _, out, _ = run(
+        capsys, "plan", workload, "--json", "--scheduler", "single",
+        "--workers", 2, "--bandwidth", "1Gbit", "--latency", "1ms", "--collective", "ring",
+    )  # fmt: skip
+    (row,) = json.loads(out)
+    assert row["iteration_s"] == pytest.approx(0.02 + (0.002 + 5_000_000 * 8e-9) + 0.01)
+
+
+def test_plan_writes_plan_and_timeline(capsys, workload, tmp_path):
+    plan, timeline = tmp_path / "p.json", tmp_path / "t.json"
+    status, out, _ = run(capsys, "plan", workload, "-o", plan, "--timeline", timeline)
+    assert status == 0 and "merge-optimal" in out
+    legato.check_plan(legato.read(plan, legato.Plan), legato.read(workload, legato.Workload))
+    assert legato.read(timeline, legato.Timeline).iteration_s > 0
+
+
+def test_trace_and_report(capsys, workload, tmp_path):
+    timeline, trace, report = tmp_path / "t.json", tmp_path / "t.perfetto.json", tmp_path / "r.html"
+    run(capsys, "plan", workload, "--timeline", timeline)
+    assert run(capsys, "trace", timeline, "-o", trace)[0] == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    status, out, _ = run(capsys, "report", timeline, timeline, "-o", report, "--json")
+    assert status == 0 and json.loads(out) == {"report": str(report), "timelines": 2}
+    assert "<html" in report.read_text()
+
+
+def test_a_cluster_file_is_used(capsys, workload, tmp_path):
+    cluster = tmp_path / "c.json"
+    legato.write(cluster, legato.Cluster(workers=3, collectives={"gloo": legato.LinearCost(0.5, 0.0)}))
+    _, out, _ = run(capsys, "plan", workload, "--cluster", cluster, "--scheduler", "single", "--json")
+    assert json.loads(out)[0]["iteration_s"] == pytest.approx(0.02 + 0.5 + 0.01)
+    assert "--cluster and --workers" in fails(capsys, "plan", workload, "--cluster", cluster, "--workers", 2)
+
+
+def test_unknown_names_come_with_the_nearest(capsys, workload):
+    assert "did you mean 'merge-optimal'" in fails(capsys, "plan", workload, "--scheduler", "merge-optimum")
+    assert "did you mean 'ring'" in fails(capsys, "plan", workload, "--collective", "rings")
+    assert "plan" in fails(capsys, "plann", workload)
+    assert "resnet-50" in fails(capsys, "demo", "--model", "resnet50")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "w.json"),
+        (b"{", "w.json"),
+        (b"\xff\xfe", "UTF-8"),
+        (b'{"format": "legato.plan/1"}', "legato.plan/1"),
+        (b'{"format":"legato.workload/1","name":"x","ops":[{"name":"b","phase":"backward","duration_s":-1}],'
+         b'"tensors":[{"name":"t","nbytes":1,"ready_after":0}]}', "ops[0].duration_s: -1"),
+        (b'{"format":"legato.workload/1","name":"x","ops":[{"name":"b","phase":"backward","duration_s":1,"deps":[3]}],'
+         b'"tensors":[{"name":"t","nbytes":1,"ready_after":0}]}', "ops[0].deps: 3"),
+        (b'{"format":"legato.workload/1","name":"x","ops":[{"name":"b","phase":"backward","duration_s":1}],'
+         b'"tensors":[]}', "tensors: none"),
+    ],
+)  # fmt: skip
+def test_bad_files_get_one_line(capsys, tmp_path, content, expected):
+    path = tmp_path / "w.json"
+    path.write_bytes(content)
+    line = fails(capsys, "plan", path)
+    assert expected in line and str(path) in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--bandwidth", "fast"], ["--bandwidth", "-1Gbit"], ["--bandwidth", "0Gbit"], ["--latency", "3"],
+        ["--latency", "nan"], ["--workers", "0"], ["--workers", "many"], ["--compute", "two"], ["--reduce", "1Gbit"],
+        ["--workers", "99999999999999999999"], ["--servers", "99999999999999999999"], ["--latency", "1e300s"],
+    ],
+)  # fmt: skip
+def test_bad_options_get_one_line(capsys, workload, options):
+    line = fails(capsys, "plan", workload, *options)
+    assert options[1] in line or options[0] in line
+
+
+def test_files_that_are_not_there(capsys, workload, tmp_path):
+    assert "nowhere.json" in fails(capsys, "plan", tmp_path / "nowhere.json")
+    assert "Missing argument" in fails(capsys, "plan")
+    assert "nowhere" in fails(capsys, "plan", workload, "-o", tmp_path / "nowhere" / "p.json", "--json")
+
+
+def test_help_shows_an_example(capsys):
+    for verb in ("demo", "capture", "calibrate", "plan", "report", "trace", "workload"):
+        status, out, _ = run(capsys, verb, "--help")
+        assert status == 0 and f"legato {verb}" in out and "Example" in out
+    status, out, _ = run(capsys, "--version")
+    assert status == 0 and out == f"legato {legato.__version__}\n"
+
+
+def test_capture_needs_no_more_than_three_things(capsys, tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "w.json"
+    status, out, _ = run(capsys, "capture", f"{ROOT}/examples/train.py:training", "-o", path, "--runs", 2, "--json")
+    said, workload = json.loads(out), legato.read(path, legato.Workload)
+    assert status == 0 and said["num_tensors"] == len(workload.tensors) == 12
+    assert said["nbytes"] == workload.nbytes and said["num_ops"] == len(workload.ops)
+    assert "no such" in fails(capsys, "capture", f"{ROOT}/examples/nothing.py:training", "-o", path).lower()
+
+
+def test_calibrate_says_how_it_is_started(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delenv("RANK", raising=False)
+    assert "torchrun" in fails(capsys, "calibrate", "-o", tmp_path / "c.json")
+
+
+@pytest.mark.processes
+def test_calibrate_under_torchrun(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "c.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    legato_command = str(Path(sys.executable).with_name("legato"))
+    out = subprocess.run(
+        [*torchrun, legato_command, "calibrate", "-o", path, "--collectives", "ring", "--depths", "1,2", "--json"],
+        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ).stdout  # fmt: skip
+    said, cluster = json.loads(out), legato.read(path, legato.Cluster)
+    assert cluster.workers == 2 and cluster.default_collective == "gloo"
+    assert said["cluster"]["collectives"]["gloo"]["alpha_s"] == cluster.cost().alpha_s
+    assert list(cluster.collectives) == ["gloo", "ring"] and list(cluster.depths["ring"]) == [2]
+    assert said["cluster"]["depths"]["ring"]["2"]["alpha_s"] == cluster.cost("ring", 2).alpha_s
+    sizes = {sample["nbytes"] for sample in said["samples"]}
+    assert len(said["samples"]) == 3 * len(sizes) and said["worst_error"] >= said["median_error"] >= 0
+
+
+def test_workload_of_a_paper_s_model(capsys, tmp_path):
+    """What `zoo` holds is tested there; here what the verb makes of its options."""
+    path = tmp_path / "w.json"
+    status, out, _ = run(
+        capsys, "workload", "inception-v3", "--batch-size", 8, "--device", "k80", "--device-flops", "10T",
+        "--forward", "176ms", "--add-modules", "mixed_17x17x768e=2", "--compute-speedup", 2, "-o", path, "--json",
+    )  # fmt: skip
+    said, job = json.loads(out), legato.read(path, legato.Workload)
+    assert status == 0 and said["workload"] == str(path) and said["nbytes"] == job.nbytes
+    assert said["num_tensors"] == len(job.tensors) == 196 + 2 * 20 and said["num_ops"] == len(job.ops)
+    assert job.batch_size == 8 and job.device == "k80 at 10T x 2"
+    assert 0.176 / 2 < said["forward_s"] < 0.176 / 2 * 1.3
+    rows = json.loads(run(capsys, "workload", "--list", "--json")[1])
+    assert {"name": "vgg-16", "num_tensors": 32, "parameters": 138_357_544}.items() <= rows[15].items()
+    assert "gpt2-xl" in run(capsys, "workload", "--list")[1]
+    for wrong, expected in [
+        (["resnet-v1-5O"], "did you mean 'resnet-v1-50'"), ([], "--list"), (["gpt2", "--device", "v10"], "'v100'"),
+        (["gpt2", "--device-flops", "10"], "10T"), (["gpt2", "--add-modules", "h1"], "MODULE=N"),
+        (["gpt2", "--add-modules", "h99=1"], "module 'h99'"), (["gpt2", "--compute-speedup", 0], "speedup: 0"),
+        (["gpt2", "--batch-size", 0], "batch_size: 0"), (["gpt2", "--forward", "0"], "forward_s: 0"),
+    ]:  # fmt: skip
+        assert expected in fails(capsys, "workload", *wrong)
+
+
+def test_planning_needs_no_torch(workload):
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from legato.cli import main
+main(["plan", {str(workload)!r}, "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == len(SCHEDULERS)

@@ -1,0 +1,146 @@
+"""Plans: what they refuse, and whether they carry out a workload."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.strategies import clusters, op_orders, plans, workloads
+
+from legato.core.errors import InputError, PlanError
+from legato.core.plan import Message, Plan, Slice, check_messages, check_plan
+from legato.core.workload import Op, Tensor, Workload
+
+WORK = Workload(
+    "w",
+    (
+        Op("f0", "forward", 1.0),
+        Op("f1", "forward", 1.0, (0,)),
+        Op("b1", "backward", 1.0, (1,)),
+        Op("b0", "backward", 1.0, (0, 2)),
+        Op("u", "optimizer", 1.0),
+    ),
+    (Tensor("x", 8, 2, (1, 4)), Tensor("y", 4, 3, (0,))),
+)
+X, Y = Slice("x", 0, 8), Slice("y", 0, 4)
+
+
+def plan(*groups, **fields):
+    """A plan of messages, each written as (kind, slices)."""
+    return Plan("p", tuple(Message(tuple(slices), kind) for kind, *slices in groups), **fields)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 2), (-1, 2)])
+def test_a_slice_holds_bytes(start, stop):
+    with pytest.raises(InputError, match=rf"slice of 'x': {start} to {stop} \(expected 0 <= start < stop\)"):
+        Slice("x", start, stop)
+
+
+def test_what_a_message_and_a_plan_refuse():
+    with pytest.raises(InputError, match="message with no slices"):
+        Message(())
+    with pytest.raises(InputError, match="depth: 0"):
+        Message((X,), depth=0)
+    with pytest.raises(InputError, match="messages: none given"):
+        Plan("p", ())
+
+
+def test_sizes():
+    assert X.nbytes == 8 and Message((X, Slice("y", 1, 4))).nbytes == 11
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [("all_reduce", X, Y)],
+        [("all_reduce", Y), ("all_reduce", Slice("x", 5, 8)), ("all_reduce", Slice("x", 0, 5))],
+        [("reduce_scatter", X), ("all_gather", X), ("push", Y), ("pull", Y)],
+        [("all_reduce", Slice("x", 0, 3), Y), ("push", Slice("x", 3, 8)), ("pull", Slice("x", 3, 8))],
+        # What was aggregated in two pieces is handed out in one, and the other way round.
+        [
+            ("push", Slice("x", 0, 3), Y),
+            ("push", Slice("x", 3, 8)),
+            ("pull", X),
+            ("pull", Slice("y", 2, 4), Slice("y", 0, 2)),
+        ],
+    ],
+)
+def test_plans_that_carry_out_the_workload(groups):
+    check_plan(plan(*groups), WORK)
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        ([("all_reduce", X)], r"'y': byte 0 is sent never \(expected exactly once\)"),
+        ([("all_reduce", Y, Slice("x", 0, 7))], "'x': byte 7 is sent never"),
+        ([("all_reduce", Y, Slice("x", 0, 3), Slice("x", 4, 8))], "'x': byte 3 is sent never"),
+        ([("all_reduce", Y, Slice("x", 0, 5), Slice("x", 4, 8))], "'x': byte 4 is sent twice"),
+        ([("all_reduce", X, Y), ("all_reduce", Y)], "'y': byte 0 is sent twice"),
+        ([("all_reduce", X, Y), ("push", X), ("pull", X)], "'x': byte 0 is sent twice"),
+        ([("all_reduce", Y, Slice("x", 0, 9))], r"messages\[0\]: byte 9 of 'x', which has only 8"),
+        ([("all_reduce", X, Y), ("all_reduce", Slice("z", 0, 1))], r"messages\[1\]: the workload has no tensor 'z'"),
+        ([("reduce_scatter", X), ("all_reduce", Y)], "'x': what reduce_scatter aggregates is not what all_gather"),
+        (
+            [("reduce_scatter", X), ("all_gather", Slice("x", 0, 7)), ("all_reduce", Y)],
+            "is not what all_gather hands out",
+        ),
+        (
+            [("reduce_scatter", X), ("pull", X), ("all_reduce", Y)],
+            "'x': what reduce_scatter aggregates is not what all_gather",
+        ),
+        ([("push", X), ("all_gather", X), ("all_reduce", Y)], "is not what"),
+        ([("all_reduce", X, Y), ("pull", X)], "'x': what push aggregates is not what pull hands out"),
+        ([("all_gather", X), ("all_reduce", Y)], "'x': byte 0 is sent never"),
+    ],
+)
+def test_plans_that_do_not(groups, error):
+    with pytest.raises(PlanError, match=error):
+        check_plan(plan(*groups), WORK)
+
+
+def test_messages_can_be_checked_against_sizes_alone():
+    check_messages(plan(("all_reduce", X, Y)), {"x": 8, "y": 4})
+    with pytest.raises(PlanError, match="'x': byte 8 is sent never"):
+        check_messages(plan(("all_reduce", X, Y)), {"x": 9, "y": 4})
+
+
+#: Every order of the ops of WORK that its dependencies allow: backward 2 before 3, forward 0 before 1; x is ready after
+#: 2, updated by 4 and read by 1; y is ready after 3 and read by 0.
+ALLOWED = [
+    order
+    for order in itertools.permutations(range(5))
+    if all(order.index(a) < order.index(b) for a, b in [(2, 3), (0, 1), (2, 4), (2, 1), (4, 1), (3, 0)])
+]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(5))))
+def test_op_orders(order):
+    ordered = plan(("all_reduce", X, Y), op_order=order)
+    if order in ALLOWED:
+        check_plan(ordered, WORK)
+    else:
+        with pytest.raises(
+            PlanError, match=r"^op_order: (op \d runs before op \d|op 1 reads 'x' before|'[xy]' is read)"
+        ):
+            check_plan(ordered, WORK)
+
+
+@pytest.mark.parametrize("order", [(2, 3, 0, 1), (2, 3, 4, 0, 1, 1), (2, 3, 4, 0, 5), (2, 3, 3, 0, 1)])
+def test_an_op_order_names_every_op_once(order):
+    with pytest.raises(PlanError, match="op_order: not an order of the workload's 5 ops"):
+        check_plan(plan(("all_reduce", X, Y), op_order=order), WORK)
+
+
+@given(st.data(), workloads(), clusters())
+def test_random_plans_are_valid_until_a_slice_is_lost_or_doubled(data, workload, cluster):
+    found = data.draw(plans(workload, cluster, op_order=op_orders(workload)))
+    check_plan(found, workload)
+    k = data.draw(st.integers(0, len(found.messages) - 1))
+    doubled = Plan("p", (*found.messages, found.messages[k]))
+    if found.messages[k].kind in ("all_reduce", "reduce_scatter", "push"):
+        with pytest.raises(PlanError, match="is sent twice"):
+            check_plan(doubled, workload)
+    if len(found.messages) > 1:
+        with pytest.raises(PlanError):
+            check_plan(Plan("p", found.messages[:k] + found.messages[k + 1 :]), workload)

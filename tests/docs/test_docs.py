@@ -1,0 +1,225 @@
+"""The documentation holds: its blocks run, its command lines and names exist, its links lead somewhere.
+
+In README.md and docs/, a ```python block is run by itself, and the ```sh and
+```console blocks of a page are run in order, in one folder. A console block has
+commands behind `$ `; every other line of it, numbers aside, must be among what
+they print (`...` stands for lines left out). Words behind the language: `measured`, what is
+printed differs from run to run; `notest`, the block is not run (it needs root,
+several machines, or minutes). That it makes sense is checked all the same.
+"""
+
+import ast
+import itertools
+import json
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import typer
+from markdown_it import MarkdownIt
+from support.kineto_samples import record
+
+import legato
+from legato.cli import app
+from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
+from legato.schedule.bound.lower_bound import Bound
+from legato.simulator.flow import FABRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+VERBS = {
+    name: {option for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for name, verb in typer.main.get_command(app).commands.items()
+}
+
+#: What the fragments of these pages take for granted: a model that is about to be trained, on one rank.
+TRAINING = """
+import torch, torch.distributed as dist, legato
+from torch import nn
+torch.manual_seed(0)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y, loss_of = torch.randn(3, 4), torch.randn(3, 2), nn.functional.mse_loss
+"""
+BEFORE = {
+    "README.md": TRAINING,
+    "docs/design.md": TRAINING,
+    "docs/runtime.md": TRAINING + "model, optimizer = legato.distribute(model, optimizer)\n",
+}
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def runs(self):
+        return "notest" not in self.words and "notest:" not in self.words
+
+
+def tokens(page):
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        yield token
+        yield from token.children or ()
+
+
+def blocks(page):
+    found = []
+    for token in tokens(page):
+        if token.type == "fence":
+            language, *words = token.info.split() or [""]
+            found.append(Block(token.map[0] + 1, "sh" if language == "bash" else language, tuple(words), token.content))
+    return found
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def having(languages):
+    return [page for page in PAGES if any(b.language in languages and b.runs for b in blocks(page))]
+
+
+def run(command, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, timeout=300,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}"
+    return done.stdout
+
+
+def shape(line):
+    """A printed line without its numbers, units and frame."""
+    line = re.sub(r"[━─┏┓┗┛┡┩┳┻╇└┘┴┴│┃]", " ", line)
+    line = re.sub(r"[-+]?\d[\d.,]*(e-?\d+)?( ?(ns|us|ms|s|x|%|B|KiB|MiB|GiB)\b|%)?", "#", line)
+    return re.sub(r"#(, #)+", "#", " ".join(line.split()))
+
+
+@pytest.mark.parametrize("page", having({"python"}), ids=name_of)
+def test_python_blocks_run(page, tmp_path):
+    before = BEFORE.get(name_of(page), "")
+    if before:
+        pytest.importorskip("torch")
+    for block in blocks(page):
+        if block.language == "python" and block.runs:
+            run([sys.executable, "-c", before + block.text], tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", having({"sh", "console"}), ids=name_of)
+def test_commands_run_and_print_what_is_shown(page, tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.json").write_text(record(rank=rank, late_us=30).text())
+    for block in blocks(page):
+        if block.language == "sh" and block.runs:
+            run(["bash", "-ec", block.text], tmp_path)
+        elif block.language == "console" and block.runs:
+            commands = [line[2:] for line in block.text.splitlines() if line.startswith("$ ")]
+            assert commands, f"{page.name}:{block.line}: no line begins with '$ '"
+            printed = set(map(shape, run(["bash", "-ec", "\n".join(commands)], tmp_path).splitlines()))
+            for line in block.text.splitlines():
+                if not line.startswith("$ ") and line.strip() != "..." and "measured" not in block.words:
+                    assert shape(line) in printed, f"{page.name}:{block.line}: {line!r} is not among {printed}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_is_not_run_makes_sense(page):
+    for block in blocks(page):
+        if block.language == "python":
+            ast.parse(block.text)
+        elif block.language in ("sh", "console") and shutil.which("bash"):
+            lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+            run(["bash", "-nc", "\n".join(lines) if block.language == "console" else block.text], ROOT)
+
+
+#: `legato VERB` where a command begins: after a prompt, a path, an assignment or torchrun's options.
+COMMAND = re.compile(r"(?:^|[\s;/])legato +([a-z]+)(?![\w.])([^\n;#]*)")
+
+
+def command_lines(page):
+    for token in tokens(page):
+        if token.type in ("fence", "code_block", "code_inline"):
+            if token.type == "fence" and token.info.split()[:1] not in ([], ["sh"], ["bash"], ["console"]):
+                continue
+            for verb, rest in COMMAND.findall(token.content.replace("\\\n", " ")):
+                if token.type == "code_inline" or verb in VERBS or re.search(r" -", rest):
+                    yield verb, re.findall(r"(?<![\w-])--?[a-z][a-z-]*", rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_line_exists(page):
+    for verb, options in command_lines(page):
+        assert verb in VERBS, f"{page.name}: legato {verb}"
+        assert set(options) <= VERBS[verb] | {"--help"}, f"{page.name}: legato {verb}: {options}"
+
+
+def test_the_design_lists_the_fields_of_the_nouns():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^([A-Z]\w+)\(([a-z_, ]+)\)", text, re.MULTILINE)
+    assert len(listed) == 11
+    for name, fields in listed:
+        noun = Bound if name == "Bound" else getattr(legato, name)
+        assert fields.split(", ") == [field.name for field in msgspec.structs.fields(noun)], name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_and_names_exist(page):
+    to_be_saved = re.findall(r"ave it as `([\w/.]+)`", page.read_text(encoding="utf-8"))
+    for token in tokens(page):
+        if token.type == "code_inline":
+            text = token.content
+            if re.fullmatch(r"(legato|tests|examples|benchmarks|docs)/[\w/.]+", text):
+                assert text in to_be_saved or (ROOT / text).exists(), f"{page.name}: {text}"
+            elif re.fullmatch(r"legato(\.\w+)+", text):
+                pytest.importorskip("torch")
+                pkgutil.resolve_name(text)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = [after.content for token, after in itertools.pairwise(tokens(page)) if token.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for token in tokens(page):
+        target = token.attrGet("href") if token.type == "link_open" else token.attrGet("src")
+        if not target or re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name}: {target}"
+
+
+def test_the_site_builds_and_has_the_whole_api(tmp_path):
+    pytest.importorskip("furo")
+    pytest.importorskip("torch")
+    run([sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(ROOT / "docs"), str(tmp_path / "site")], ROOT)
+    from sphinx.util.inventory import InventoryFile
+
+    with open(tmp_path / "site" / "objects.inv", "rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, path: path)
+    there = {name for kind, names in inventory.items() if kind.startswith("py:") for name in names}
+    functions = (SCHEDULERS | SERVER_SCHEDULERS).values()
+    public = {f"legato.{name}" for name in legato.__all__}
+    public |= {f"{function.__module__}.{function.__name__}" for function in functions}
+    public |= {f"{type(fabric).__module__}.{type(fabric).__name__}" for fabric in FABRICS.values()}
+    assert public <= there, json.dumps(sorted(public - there))

@@ -1,0 +1,89 @@
+"""docs/extending.md: its scheduler and its fabric, put where it says, in a copy of legato."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "extending.md"
+#: What the page saves its files as, and where it adds their entries: (registry, its dict, import).
+REGISTRIES = (
+    ("legato/schedule/published/__init__.py", "PUBLISHED", "from legato.schedule.published import sweep_up"),
+    ("legato/simulator/flow/fabrics/__init__.py", "FABRICS", "from legato.simulator.flow.fabrics.star import Star"),
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of legato that was extended as the page says."""
+    folder = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "legato", folder / "legato")
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = [(token.info, token.content) for token in MarkdownIt().parse(text) if token.type == "fence"]
+    files = [content for language, content in blocks if language == "python" and content.startswith('"""')]
+    paths = re.findall(r"[Ss]ave it as `([\w/.]+)`", text)
+    entries = [content for language, content in blocks if language == "text"]
+    assert len(files) == len(paths) == len(entries) == len(REGISTRIES)
+    for path, content in zip(paths, files, strict=True):
+        assert not (folder / path).exists()
+        (folder / path).write_text(content)
+    for (path, registry, line), entry in zip(REGISTRIES, entries, strict=True):
+        assert f"`{path}`" in text and f"`{registry}`" in text
+        here = (folder / path).read_text()
+        here, added = re.subn(rf"^({registry}: dict\[.*\] = {{\n)", rf"\1{entry}", here, flags=re.MULTILINE)
+        assert added == 1
+        (folder / path).write_text(here.replace("\nfrom legato", f"\n{line}\nfrom legato", 1))
+    return folder
+
+
+def legato(copy, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "legato.cli", *arguments],
+        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_scheduler_plans(copy):
+    legato(copy, "workload", "resnet-v1-50", "-o", "job.json")
+    rows = json.loads(legato(copy, "plan", "job.json", "--workers", "16", "--json"))
+    seconds = {row["scheduler"]: row["iteration_s"] for row in rows}
+    mine = next(row for row in rows if row["scheduler"] == "sweep-up")
+    assert mine["gap"] >= 0
+    # It merges what waits anyway, so it beats a message a tensor; both hold the forward pass back to the end.
+    assert seconds["merge-optimal"] <= mine["iteration_s"] < seconds["fifo"]
+    assert min(seconds, key=seconds.get) == "legato"
+
+
+def test_the_fabric_simulates(copy):
+    legato(copy, "workload", "resnet-v1-50", "-o", "one.json")
+    plan = "import legato; from legato.schedule import schedule; w = legato.read('one.json', legato.Workload); "
+    plan += "legato.write('single.json', schedule('single', w, legato.Cluster.derive(8, 1e10, 0.0)))"
+    subprocess.run([sys.executable, "-c", plan], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=True)
+    options = ("--workers", "8", "--bandwidth", "10Gbit", "--plan", "single.json", "--fabric", "star,tree", "--json")
+    star, _ = json.loads(legato(copy, "simulate", "one.json", *options))
+    assert star["fabric"] == "star"
+    job = json.loads((copy / "one.json").read_text())
+    m = sum(tensor["nbytes"] for tensor in job["tensors"]) * 8 / 1e10
+    compute = sum(op["duration_s"] for op in job["ops"])
+    assert star["iteration_s"] == pytest.approx(compute + 2 * 7 * m, rel=1e-9)
+
+
+def test_the_tests_over_all_schedulers_and_fabrics_take_them_in(copy):
+    shutil.copytree(ROOT / "tests", copy / "tests", dirs_exist_ok=True)
+    tests = ("tests/schedule/test_plans.py", "tests/simulator/flow/test_fabrics.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests, "-k", "sweep-up or star or registry"],
+        cwd=copy, env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert {"[sweep-up]", "[star]"} <= set(re.findall(r"\[[\w-]+\](?= PASSED)", done.stdout))

@@ -1,0 +1,90 @@
+"""Steps of several backward passes: a made trace, and real ones of two gloo ranks, recorded here."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from support import environment
+from support import kineto_samples as samples
+
+from legato.ingest.kineto.importer import import_kineto
+
+KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating")
+
+
+def names(job, phase):
+    return [job.ops[i].name for i in job.phase_ops(phase)]
+
+
+def imported(tmp_path, recorder):
+    path = tmp_path / "step.json"
+    path.write_text(recorder.text())
+    return import_kineto([path])
+
+
+def test_of_accumulated_gradients_the_last_are_sent_and_the_first_forward_pass_reads(tmp_path):
+    found = imported(tmp_path, samples.accumulated())
+    job = found.workload
+    assert names(job, "forward") == ["forward0", "forward1"]
+    assert names(job, "backward") == ["backward1", "backward0", "forward0", "forward1", "backward1", "backward0"]
+    assert [t.nbytes for t in job.tensors] == [4 * samples.ELEMENTS[1], 4 * samples.ELEMENTS[0]]
+    assert [t.ready_after for t in job.tensors] == [6, 7]
+    assert [min(t.readers) for t in job.tensors] == [1, 0]
+    assert "the gradients of backward pass 2 of 2 are sent; the other passes are computation" in found.notes.assumed
+    assert not any("sends gradients" in line for line in found.notes.missing)
+
+
+def test_gradients_that_are_sent_more_than_once_a_step(tmp_path):
+    found = imported(tmp_path, samples.accumulated(sends_early=True))
+    job = found.workload
+    assert job.nbytes == 4 * sum(samples.ELEMENTS)
+    assert sum("AllReduce" in name for name in names(job, "backward")) == 2
+    assert "a single backward pass that sends gradients: 2 of 2 do" in found.notes.missing
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("profiled")
+    command = [sys.executable, "-m", "support.profiled"]
+    options = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), "2", str(folder), *KINDS], **options) for rank in range(2)]
+    try:
+        said = [rank.communicate(timeout=180)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return folder
+
+
+def read(traces, kind):
+    return import_kineto([traces / f"{kind}.{rank}.json" for rank in range(2)])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind, passes", [("once", 1), ("unrolled", 1), ("accumulated", 3), ("sent_twice", 2)])
+def test_real_steps_of_one_model(traces, kind, passes):
+    found = read(traces, kind)
+    job = found.workload
+    widths = (96, 96, 64) if kind == "unrolled" else (96, 128, 128, 64)
+    sizes = [size for a, b in itertools.pairwise(widths) for size in (4 * b, 4 * a * b)]
+    assert sorted(t.nbytes for t in job.tensors) == sorted(sizes)
+    assert any(f"of {passes} are sent" in line for line in found.notes.assumed) == (passes > 1)
+    assert any("sends gradients" in line for line in found.notes.missing) == (kind == "sent_twice")
+    # All are read in the first of the forward passes, the first layer's first, and ready in the last backward pass.
+    assert "which forward ops read which parameter" not in found.notes.missing
+    products = [i for i in job.phase_ops("forward") if "linear" in job.ops[i].name or "addmm" in job.ops[i].name]
+    assert len(products) == (5 if kind == "unrolled" else 3)
+    assert {r for t in job.tensors for r in t.readers if job.ops[r].phase == "forward"} <= set(products)
+    backward = job.phase_ops("backward")
+    assert min(t.ready_after for t in job.tensors) > backward[0] + (passes - 1) * len(backward) // (passes + 1)
+
+
+@pytest.mark.processes
+def test_two_models_that_take_turns(traces):
+    found = read(traces, "alternating")
+    missing = " ".join(found.notes.missing)
+    assert "a single update" in missing and "a single backward pass that sends gradients: 2 of 2 do" in missing
+    assert found.workload.nbytes == 4 * (96 * 160 + 160 + 160 * 32 + 32)  # of the second

@@ -1,0 +1,86 @@
+"""Training that goes at another pace than its plan was made for."""
+
+from types import SimpleNamespace
+
+import pytest
+from support import drifting
+
+from legato.pytorch.runtime.drift import SAMPLE, WINDOW, Drift
+
+
+class Training:
+    """Passes of known pace: what a `Drift` sees of them, and what it says."""
+
+    def __init__(self, paces):
+        self.exchange = SimpleNamespace(passes=0, tracer=None)
+        self.gathered = []
+        self.drift = Drift(self.gather)
+        self.paces = iter(paces)
+
+    def gather(self, mine):
+        self.gathered.append(mine)
+        return next(self.paces)
+
+    def run(self, windows):
+        said = []
+        for _ in range(windows * WINDOW):
+            text = self.drift.pass_begins(self.exchange)
+            if text:
+                said.append((self.exchange.passes // WINDOW, text))
+            if self.exchange.tracer is not None:
+                self.exchange.tracer.switch("forward")
+            self.exchange.passes += 1
+        return said
+
+
+CALM = [(0.1, 0.05), (0.1, 0.06)]
+
+
+def test_a_lasting_change_is_said_once():
+    slow = [(0.1, 0.05), (0.15, 0.06)]
+    training = Training([CALM, CALM, slow, slow, slow, slow, CALM, CALM, CALM])
+    assert training.run(10) == [
+        (4, "computation on rank 1 takes 1.50 times as long"),
+        (8, "computation on rank 1 takes 0.67 times as long"),
+    ]
+
+
+def test_one_slow_window_is_no_change():
+    slow = [(0.2, 0.2), (0.2, 0.2)]
+    assert Training([CALM, slow, CALM, slow, CALM]).run(6) == []
+
+
+def test_the_network_is_as_fast_as_the_rank_says_that_waits_least():
+    waiting = [(0.1, 0.20), (0.1, 0.06)]
+    slow = [(0.1, 0.20), (0.1, 0.12)]
+    training = Training([CALM, waiting, waiting, slow, slow])
+    assert training.run(6) == [(5, "communication takes 2.40 times as long")]
+
+
+def test_samples_are_short_and_leave_the_user_his_own_tracer():
+    training = Training([CALM] * 3)
+    traced = 0
+    for _ in range(2 * WINDOW):
+        training.drift.pass_begins(training.exchange)
+        traced += training.exchange.tracer is not None
+        training.exchange.passes += 1
+    assert traced == 2 * 2 * WINDOW // SAMPLE
+    own = training.exchange.tracer = SimpleNamespace(switch=lambda state: None)
+    training.run(1)
+    assert training.exchange.tracer is own and len(training.gathered) == 2
+
+
+@pytest.mark.processes
+def test_rank_0_says_so(two_ranks):
+    (off, said, plans), (_, silent, _) = two_ranks.run(drifting.changing, None)
+    assert off == 0.0 and silent == [] and len(plans) == 2
+    assert all(line.startswith("since the first passes under the plan ") for line in said)
+    assert any("computation on rank 1 takes" in line and line.endswith("; plan anew") for line in said)
+
+
+@pytest.mark.processes
+def test_all_ranks_plan_anew_together(two_ranks):
+    (off, said, plans), (other, _, same) = two_ranks.run(drifting.changing, "auto")
+    assert off == other == 0.0 and plans == same
+    assert "; planning anew" in said[0]
+    assert plans[0] == plans[2] == "default-buckets" and plans[1] != "default-buckets" and len(plans) >= 4

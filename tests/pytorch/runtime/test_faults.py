@@ -1,0 +1,80 @@
+"""Ranks that die, stop, raise, sleep or go astray: every other rank ends in time, names it, and leaves a record."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import environment, faults
+
+pytestmark = pytest.mark.processes
+
+#: What every rank that legato ends has to say.
+CASES = {
+    "killed": "rank 1 does not answer (killed, stopped or cut off)",
+    "stopped": "rank 1 does not answer (killed, stopped or cut off)",
+    "killed_rank_0": "the store is gone, and with it rank 0",
+    "raises_in_forward": "rank 1 ended with ValueError: not today (at faults.py:",
+    "raises_in_backward": "rank 1 ended with ValueError: not today (at faults.py:",
+    "raises_in_the_loader": "rank 1 ended with ValueError: no such file (at faults.py:",
+    "sleeps_in_the_loader": "rank 1 is between backward passes, 5 done (at faults.py:",
+    "skips_a_step": "rank 1 ended, without an error",
+    "skips_a_step_in_debug_mode": (
+        "rank 1 hands over message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 7 forward passes, where "
+        "rank 0 hands over message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 6 forward passes"
+    ),
+    "nan_in_debug_mode": "rank 1: the gradient of third.weight is not finite, message 0 (first.weight +2)",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """(exit status, seconds, output, flight records) of every rank of every case."""
+    root = tmp_path_factory.mktemp("faults")
+    command = [sys.executable, "-m", "support.faults", str(root), "ctrl_c", *CASES]
+    subprocess.run(command, env=environment(), check=True, timeout=2 * faults.PATIENCE_S)
+
+    def of(case):
+        found = []
+        for rank in range(faults.RANKS):
+            ended = json.loads((root / case / f"{rank}.json").read_text())
+            text = (root / case / f"{rank}.txt").read_text()
+            records = list((root / case).glob(f"legato-flight-rank{rank}-*.jsonl"))
+            found.append((ended["status"], ended["seconds"], text, records))
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_other_rank_ends_and_names_the_culprit(outcomes, case):
+    culprit = 0 if case == "killed_rank_0" else 1
+    for rank, (status, seconds, text, records) in enumerate(outcomes(case)):
+        assert seconds < faults.PATIENCE_S, f"rank {rank} hangs"
+        if rank == culprit and not case.endswith("debug_mode"):
+            continue
+        assert status == 1
+        said = next(line for line in reversed(text.splitlines()) if "RankError: " in line)
+        assert f"rank {rank}: " in said and CASES[case] in said
+        assert "message 0 (first.weight +2) of backward pass" in said
+        assert str(records[0]) in said
+
+
+def test_ctrl_c_reaches_a_rank_that_waits(outcomes):
+    for rank, (status, seconds, text, records) in enumerate(outcomes("ctrl_c")):
+        assert status == -2 and seconds < faults.PATIENCE_S and "KeyboardInterrupt" in text
+        if rank != 1:
+            assert f"rank {rank} was waiting for the other ranks; the last messages are in {records[0]}" in text
+
+
+def test_the_flight_record_tells_the_last_messages(outcomes):
+    _, _, _, (record,) = outcomes("killed")[0]
+    failure, *events = map(json.loads, Path(record).read_text().splitlines())
+    assert failure["rank"] == 0 and "message 0 (first.weight +2) of backward pass" in failure["failure"]
+    assert [e["event"] for e in events[:2]] == ["backward begins", "message goes out"]
+    passes = [e["pass"] for e in events]
+    assert passes == sorted(passes) and passes[-1] in (5, 6)
+    went = [(e["pass"], e["message"]) for e in events if e["event"] == "message goes out"]
+    came = [(e["pass"], e["message"]) for e in events if e["event"] == "message came in"]
+    assert went == sorted(went) and set(came) < set(went)

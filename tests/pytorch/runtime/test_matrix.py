@@ -1,0 +1,140 @@
+"""The equality matrix: weights after twenty steps are DDP's bit for bit on two ranks, or there is one clear line."""
+
+import pytest
+import torch
+from support import matrix_ends, matrix_models, matrix_steps, training
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("name", sorted(set(matrix_steps.OPTIMIZERS) - set(matrix_steps.OTHERWISE)))
+def test_every_optimizer_of_torch_in_all_its_variants(two_ranks, name):
+    assert two_ranks.run(matrix_steps.optimizer_variants, name) == [{}, {}]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", sorted(matrix_steps.PER_STEP))
+def test_schedulers_per_step(two_ranks, name, early):
+    assert two_ranks.run(matrix_steps.scheduler_per_step, name, early) == [(0.0, True)] * 2
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "Muon"])
+def test_autocast(two_ranks, name):
+    assert two_ranks.run(matrix_steps.autocast, name) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scaling(two_ranks, fused):
+    assert two_ranks.run(matrix_steps.scaled, fused) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(two_ranks, dtype):
+    assert two_ranks.run(matrix_steps.precision, dtype) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(two_ranks, value):
+    assert two_ranks.run(matrix_steps.not_finite, value) == [True, True]
+
+
+@pytest.mark.parametrize("which", [(0,), (3,), (1, 2), (0, 1, 2, 3)])
+def test_reentrant_checkpointing(two_ranks, which):
+    assert two_ranks.run(matrix_models.reentrant, which) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+def test_compiled_models(two_ranks, when):
+    assert two_ranks.run(matrix_models.compiled, when, "aot_eager") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_failed_is_given_up_by_all(two_ranks, where, ranks):
+    assert two_ranks.run(matrix_ends.skipping, where, ranks) == [0.0, 0.0]
+
+
+ROWS = [
+    matrix_steps.several_optimizers,
+    matrix_steps.scheduler_per_epoch,
+    matrix_steps.mixed,
+    matrix_steps.complex_weights,
+    matrix_models.wandering,
+    matrix_models.unfrozen,
+    matrix_models.added,
+    matrix_models.compiled_function,
+    matrix_models.own_hooks,
+    matrix_models.late_hooks,
+    matrix_models.missing_gradient,
+    matrix_models.local_after_sending,
+    matrix_models.averaged,
+    matrix_models.inference,
+    matrix_models.closures,
+    matrix_steps.scaled,
+]
+
+#: Those that compute in less than float64 whatever the default is.
+HALF = (matrix_steps.mixed, matrix_steps.complex_weights)
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
+def test_row(two_ranks, case):
+    assert two_ranks.run(case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
+def test_row_with_gradients_that_are_views(two_ranks, case):
+    assert two_ranks.run(training.lent, case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", [c for c in ROWS if c not in HALF], ids=lambda f: f.__name__)
+def test_row_on_four_ranks(four_ranks, case):
+    assert max(four_ranks.run(training.in_double, case)) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "Rprop", "SGD"])
+def test_optimizers_on_four_ranks(four_ranks, name):
+    for found in four_ranks.run(training.in_double, matrix_steps.optimizer_variants, name):
+        assert all(value < 1e-9 for value in found.values())
+
+
+def test_resuming_on_another_number_of_ranks(two_ranks, three_ranks, tmp_path):
+    path = str(tmp_path / "checkpoint.pt")
+    two_ranks.run(matrix_ends.first_half, path)
+    assert two_ranks.run(matrix_ends.second_half, path) == [0.0, 0.0]
+    assert max(three_ranks.run(matrix_ends.second_half, path)) < 1e-5
+
+
+def test_hooks_on_an_optimizer_that_loaded_a_state_run_once(two_ranks):
+    assert two_ranks.run(matrix_ends.hooks_after_loading) == [3, 3]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_one_process_on_the_whole_batch(three_ranks, optimizer):
+    assert max(three_ranks.run(matrix_ends.whole_batch, optimizer)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments", "expected"),
+    [
+        (matrix_ends.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu, and was torch.float32 on cpu"),
+        (matrix_ends.replaced_parameter, (), "parameter 'third.weight' was replaced after the model was distributed"),
+        (matrix_ends.step_inside_the_backward_pass, (), "optimizer.step() inside a backward pass"),
+        (matrix_ends.caught_and_not_abandoned, ("forward",), "the last forward pass raised an exception"),
+        (matrix_ends.caught_and_not_abandoned, ("backward",), "the last backward pass did not finish"),
+        (matrix_ends.synchronized_batch_norm, (), "SyncBatchNorm expected input tensor to be on"),
+        (matrix_ends.other_settings, ("lr",), "rank 1: group 0 of the optimizer: 3 parameters"),
+        (matrix_ends.other_settings, ("optimizer",), "rank 1: optimizer: Adam here, SGD on rank 0"),
+        (
+            matrix_ends.other_settings,
+            ("dtype",),
+            "rank 1: parameter 'third.weight': (10, 16) torch.float64 on cpu here",
+        ),
+        (matrix_ends.other_settings, ("frozen",), "rank 1: parameter 'third.weight': "),
+        (matrix_ends.other_settings, ("torch",), "rank 1: torch.are_deterministic_algorithms_enabled(): True here"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals(two_ranks, case, arguments, expected):
+    for error in two_ranks.errors(case, *arguments):
+        assert expected in error

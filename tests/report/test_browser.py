@@ -1,0 +1,223 @@
+"""The page in a real browser: it draws, it sorts, and it has nothing to complain about."""
+
+import json
+import re
+import shutil
+import subprocess
+from urllib.parse import unquote
+
+import pytest
+from support.report_samples import EVIL, evil_report, model, sweep_rows
+
+from legato.report.html import write_report
+from legato.report.model import Report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: the page is not opened in a browser"),
+]
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--enable-logging=stderr",
+    "--v=0",
+    "--virtual-time-budget=5000",
+    "--dump-dom",
+]
+
+
+def browse(path, profile, width=1280, *flags):
+    """(the document after its scripts, what they wrote to the console)"""
+    command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},1000", f"file://{path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def ask(path, script, profile, width=1280, *flags):
+    """What the JavaScript expression gives on a copy of the page (whose policy would not let it run)."""
+    page = path.read_text()
+    copy = path.with_name(f"asked-{path.name}")
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page, count=1)
+    end = page.rindex("</body>")
+    extra = f'<pre id="answer"></pre><script>answer.textContent = encodeURIComponent(JSON.stringify({script}))</script>'
+    copy.write_text(page[:end] + extra + page[end:])
+    document, console = browse(copy, profile, width, *flags)
+    assert console == []
+    return json.loads(unquote(re.search(r'<pre id="answer">([^<]+)</pre>', document).group(1)))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(path, Report((model(), model(12, "vgg-16", measured=False))))
+    return path
+
+
+def test_the_console_would_tell(tmp_path):
+    (tmp_path / "bad.html").write_text("<script>console.error('seen')</script>")
+    assert "seen" in browse(tmp_path / "bad.html", tmp_path / "profile")[1][0]
+
+
+def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, tmp_path):
+    document, console = browse(report, tmp_path / "profile")
+    assert console == []
+    assert document.count("js-plotly-plot") >= 8
+    assert document.count("barlayer") >= 4
+    assert document.count('class="point"') > 300
+
+
+SORT = """(() => {
+  const table = document.querySelector("table.schedulers");
+  const button = (name) => [...table.querySelectorAll("th button")].find((b) => b.textContent === name);
+  const first = () => [...table.tBodies[0].rows].map((row) => row.cells[0].textContent.trim());
+  const seen = [first()];
+  for (const name of ["messages", "messages", "scheduler", "measured", "measured"]) {
+    button(name).click();
+    seen.push(first());
+  }
+  return {seen, sorted: button("measured").closest("th").getAttribute("aria-sort"),
+          others: table.querySelectorAll("th[aria-sort]").length};
+})()"""
+
+LAYOUT = """({
+  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  plots: [...document.querySelectorAll(".plot")].map((div) => [
+    div.querySelectorAll(".main-svg").length > 0, div.getBoundingClientRect().width,
+    div.querySelector(".main-svg").getBoundingClientRect().width]),
+  paper: getComputedStyle(document.querySelector(".plot .main-svg")).backgroundColor,
+  fills: new Set([...document.querySelectorAll(".barlayer path")].map((p) => p.style.fill)).size,
+})"""
+
+ZOOM = """(() => {
+  const div = document.querySelector(".plot");
+  Plotly.relayout(div, {"xaxis.range": [10, 20]});
+  return {range: div.layout.xaxis.range, axes: div._fullLayout._subplots.xaxis,
+          fixed: div._fullLayout.yaxis.fixedrange, names: div.data.map((t) => t.name)};
+})()"""
+
+
+SEARCH = """(() => {
+  const box = document.querySelector(".finder"), input = box.querySelector("input"), div = box.querySelector(".plot");
+  const said = () => box.querySelector("output").textContent, seen = {};
+  const type = (text) => { input.value = text; input.dispatchEvent(new Event("input")); };
+  const enter = () => input.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+  type("CONV7.weight");
+  seen.found = said();
+  seen.marked = div.data[div.data.length - 1].x.length;
+  enter();
+  seen.first = said();
+  seen.range = div.layout.xaxis.range;
+  seen.span = [div.data[div.data.length - 1].base[0], div.data[div.data.length - 1].x[0]];
+  enter();
+  seen.second = said();
+  type("no such op");
+  seen.nothing = said();
+  type("");
+  seen.traces = div.data.length;
+  return seen;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def answers(report, tmp_path_factory):
+    script = f"({{sort: {SORT}, layout: {LAYOUT}, zoom: {ZOOM}, search: {SEARCH}}})"
+    return ask(report, script, tmp_path_factory.mktemp("profile"))
+
+
+def test_a_click_sorts_the_table_by_number(answers):
+    assert answers["sort"]["seen"] == [
+        ["legato", "ddp", "fifo"],  # predicted
+        ["ddp", "fifo", "legato"],  # messages: 3, 50, 77
+        ["legato", "fifo", "ddp"],
+        ["ddp", "fifo", "legato"],  # names
+        ["legato", "ddp", "fifo"],  # measured; what was not measured stands last
+        ["ddp", "legato", "fifo"],
+    ]
+    assert answers["sort"]["sorted"] == "descending" and answers["sort"]["others"] == 1
+
+
+def check_layout(seen, width, paper):
+    assert seen["wide"] <= 0
+    assert len(seen["plots"]) == 8
+    assert all(drawn and svg == pytest.approx(div, abs=2) and div <= width for drawn, div, svg in seen["plots"])
+    assert seen["paper"] == paper and seen["fills"] >= 5
+
+
+def test_it_fits_a_wide_window_and_is_light(answers):
+    check_layout(answers["layout"], 1280, "rgb(255, 255, 255)")
+
+
+def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, tmp_path):
+    dark = "--blink-settings=preferredColorScheme=0"
+    check_layout(ask(report, LAYOUT, tmp_path / "profile", 800, dark), 800, "rgb(26, 32, 41)")
+
+
+def test_zooming_one_timeline_zooms_all(answers):
+    zoom = answers["zoom"]
+    assert zoom["range"] == [10, 20] and zoom["axes"] == ["x"] and zoom["fixed"] is True
+    assert {"backward", "forward", "optimizer", "messages", "idle", "proven lower bound"} <= set(zoom["names"])
+
+
+def test_names_stay_text_in_the_browser(tmp_path):
+    write_report(tmp_path / "evil.html", evil_report())
+    script = """(() => {
+      const div = document.querySelector(".plot");
+      Plotly.Fx.hover(div, [{curveNumber: 0, pointNumber: 0}]);
+      return {title: document.title, heading: document.querySelector("h2").textContent,
+              scripts: document.scripts.length, injected: document.querySelectorAll("td b, h2 b, li b").length,
+              drawn: [...div.querySelectorAll("text")].map((t) => t.textContent)};
+    })()"""
+    answer = ask(tmp_path / "evil.html", script, tmp_path / "profile")
+    assert answer["title"] == f"legato: {EVIL}" and answer["heading"] == EVIL
+    assert answer["scripts"] == 4 and answer["injected"] == 0
+    assert any("waits for </script><script>alert(1)</script>" in text for text in answer["drawn"])
+
+
+def test_a_search_marks_what_it_finds_and_enter_goes_there(answers):
+    seen = answers["search"]
+    assert seen["found"] == "3 found, 1 different name; Enter goes to the next"
+    assert seen["marked"] == 3 and seen["traces"] == len(answers["zoom"]["names"])
+    start, length = seen["span"]
+    assert seen["range"][0] < start and start + length < seen["range"][1]
+    assert seen["first"] == "1 of 3: conv7.weight" and seen["second"] == "2 of 3: conv7.weight"
+    assert seen["nothing"] == "nothing of this name"
+
+
+SWEEP = """(() => {
+  const box = document.querySelector("[data-filter]"), input = box.querySelector("input");
+  const rows = () => [...box.querySelectorAll("tbody tr")].filter((row) => row.getClientRects().length);
+  const button = (name) => [...box.querySelectorAll("th button")].find((b) => b.textContent === name);
+  const seen = {all: rows().length};
+  input.value = "RING 10 gbit";
+  input.dispatchEvent(new Event("input"));
+  seen.some = rows().map((row) => row.cells[0].textContent.trim());
+  seen.said = box.querySelector("output").textContent;
+  button("workers").click();
+  button("workers").click();
+  seen.sorted = rows().map((row) => Number(row.cells[2].dataset.sort));
+  const div = document.querySelector(".plot.panels");
+  Plotly.relayout(div, {"xaxis.range": [0.7, 0.8]});
+  seen.zoomed = div.layout.xaxis.range;
+  seen.lines = div.querySelectorAll(".scatterlayer .trace").length;
+  seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  return seen;
+})()"""
+
+
+@pytest.mark.parametrize("width", [1280, 600])
+def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width):
+    write_report(tmp_path / "sweep.html", Report(sweep=tuple(sweep_rows())))
+    assert browse(tmp_path / "sweep.html", tmp_path / "profile", width)[1] == []
+    seen = ask(tmp_path / "sweep.html", SWEEP, tmp_path / "profile", width)
+    assert seen["all"] == 8 and seen["some"] == ["ring", "ring"] and seen["said"] == "2 of 8"
+    assert seen["sorted"] == [8, 4] and seen["zoomed"] == [0.7, 0.8] and seen["lines"] == 4
+    assert seen["wide"] <= 0

@@ -1,0 +1,73 @@
+"""The plots and the table of a sweep, and the sentences of a report."""
+
+import msgspec
+import pytest
+from support.report_samples import EVIL, sweep_rows
+
+from legato.report.html import render
+from legato.report.model import Report
+from legato.report.sweep_section import sweep_sections
+from legato.report.sweeps import draw_sweep, sweep_headline, varying
+
+
+def points(figure):
+    return {(t["name"], t["xaxis"]): list(zip(t["x"], t["y"], strict=True)) for t in figure["data"]}
+
+
+def test_a_line_a_fabric_and_a_panel_a_bandwidth():
+    found = sweep_rows()
+    assert varying(found) == ["workers", "bandwidth_bps"]
+    figure = draw_sweep(found, "workers", "speedup")
+    assert points(figure) == {
+        ("parameter-server", "x"): [(4, 1), (8, 1)],
+        ("ring", "x"): [(4, 4), (8, 8)],
+        ("parameter-server", "x2"): [(4, 1), (8, 1)],
+        ("ring", "x2"): [(4, 4), (8, 8)],
+    }
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["1 Gbit", "10 Gbit"]
+    assert [trace["showlegend"] for trace in figure["data"]] == [True, True, False, False]
+    assert points(draw_sweep(found, "bandwidth_bps", "iteration_s"))["ring", "x2"] == [(1e9, 1000), (1e10, 100)]
+
+
+def test_without_an_axis_there_are_bars():
+    (trace,) = draw_sweep(sweep_rows(workers=(4,), links=(1e9,)), "", "iteration_s")["data"]
+    assert trace["type"] == "bar" and trace["x"] == ["parameter-server", "ring"] and trace["y"] == [4000, 1000]
+
+
+def test_many_panels_become_nine():
+    figure = draw_sweep(sweep_rows(links=tuple(1e9 * k for k in range(1, 30))), "workers", "iteration_s")
+    texts = [note["text"] for note in figure["layout"]["annotations"]]
+    assert len(texts) == 9 and (texts[0], texts[-1]) == ("1 Gbit", "29 Gbit")
+
+
+def test_the_headline_says_what_is_fastest_and_where():
+    assert "".join(text for text, _ in sweep_headline(sweep_rows())) == (
+        "ring is the fastest everywhere, up to 8× faster than parameter-server."
+    )
+    failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error="no") for row in sweep_rows()]
+    assert sweep_headline(failed) == [("No cell gave a result.", False)]
+
+
+@pytest.mark.parametrize("one_is_wrong", [False, True])
+def test_a_section_has_four_plots_and_all_sweep_rows(one_is_wrong):
+    found = sweep_rows()
+    if one_is_wrong:
+        found[1] = msgspec.structs.replace(found[1], iteration_s=None, speedup=None, error="does not fit")
+    figures = {}
+    (part,) = sweep_sections(found, figures)
+    assert len(figures) == 4 == len(part["figures"])
+    assert len(part["table"]["rows"]) == 8
+    assert (part["table"]["rows"][1]["cells"][1]["text"] == "does not fit") == one_is_wrong
+    assert ("1 failed" in part["facts"]) == one_is_wrong
+
+
+def test_failed_sweeps_and_strange_names_are_pages_too():
+    failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error=EVIL) for row in sweep_rows(name=EVIL)]
+    page = render(Report(sweep=tuple(failed)))
+    assert EVIL not in page and "No cell gave a result." in page
+
+
+def test_what_is_as_fast_as_the_fastest_counts():
+    """`ring` takes as long as `tree` on half of the machines, and less on the others."""
+    found = sweep_rows(fabrics=("tree", "ring"), workers=(1, 4))
+    assert sweep_headline(found)[:2] == [("ring", True), (" is the fastest everywhere", False)]

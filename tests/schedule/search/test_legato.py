@@ -1,0 +1,191 @@
+"""Our own scheduler: exact steps, never worse than any other, never better than the bound."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.strategies import clusters, workloads
+
+import legato
+from legato.core.cluster import Cluster
+from legato.core.layout import apart
+from legato.core.plan import check_messages, check_plan
+from legato.core.workload import Op, Tensor, Workload
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.basics.compose import runs
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.search.fill import ALIGNMENT, refill
+from legato.schedule.search.halves import halves
+from legato.schedule.search.merge_deadlines import group
+from legato.schedule.search.optimizer_ops import busy_order
+from legato.simulator.collective import iteration_time
+
+PIECES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+def lateness(messages, ready, tail, nbytes, alpha):
+    now = late = 0
+    for start, stop in messages:
+        now = max(now, *ready[start:stop]) + alpha + sum(nbytes[start:stop])
+        late = max(late, now + max(tail[start:stop]))
+    return late
+
+
+@given(PIECES, st.integers(0, 6))
+def test_grouping_is_exact_for_its_order(pieces, alpha):
+    """Against all 2^(n-1) ways to merge neighbours."""
+    ready, tail, nbytes = map(list, zip(*pieces, strict=True))
+    found = group(ready, tail, nbytes, lambda n: alpha + n, at_least_s=0.0, at_most_s=np.inf, precision=1e-6)
+    n = len(pieces)
+    best = min(
+        lateness(list(itertools.pairwise((0, *cuts, n))), ready, tail, nbytes, alpha)
+        for k in range(n)
+        for cuts in itertools.combinations(range(1, n), k)
+    )
+    assert found.seconds == pytest.approx(best, rel=1e-5)
+    assert lateness(found.messages, ready, tail, nbytes, alpha) == pytest.approx(found.seconds)
+
+
+def test_grouping_says_when_there_is_nothing_to_win():
+    assert group([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.0) is None
+    assert group([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.1).seconds == 6.0
+
+
+def random_sizes(units, rng):
+    sizes, left = [], sum(units)
+    while left:
+        sizes.append(rng.randint(1, left))
+        left -= sizes[-1]
+    return sizes
+
+
+@given(PIECES, st.integers(0, 6), st.randoms(use_true_random=False))
+def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
+    """Against dealing the units out at random: nothing that keeps sizes is less late."""
+    ready, tail, units = map(list, zip(*pieces, strict=True))
+    nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
+    cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
+    found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost)
+    assert [sum(p.nbytes for p in m) for m in found.messages] == [ALIGNMENT * n for n in sizes]
+    for _ in range(20):
+        unsent = [t for t, n in enumerate(units) for _ in range(n)]
+        now = late = sent = 0
+        for size in sizes:
+            sent += size
+            start = max(now, sorted(ready[t] for t in (t for t, n in enumerate(units) for _ in range(n)))[sent - 1])
+            possible = [t for t in unsent if ready[t] <= start]
+            dealt = rng.sample(possible, size)
+            for t in dealt:
+                unsent.remove(t)
+            now = start + alpha + size
+            late = max(late, now + max(tail[t] for t in dealt))
+        assert found.seconds <= late + 1e-9
+
+
+@given(PIECES, st.integers(0, 6), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
+    """Everything is sent once and lies together, what is small is not cut, and the lateness is what is said."""
+    ready, tail, units = map(list, zip(*pieces, strict=True))
+    nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
+    cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
+    whole_below = ALIGNMENT * units_whole
+    found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost, whole_below=whole_below)
+    names = {str(t): n for t, n in enumerate(nbytes)}
+    messages = [
+        legato.Message(tuple(legato.Slice(str(p.tensor), p.start, p.start + p.nbytes) for p in m))
+        for m in found.messages
+    ]
+    check_messages(legato.Plan("x", tuple(messages)), names)
+    assert apart(messages, names, 2) == []
+    assert all(p.nbytes == nbytes[p.tensor] for m in found.messages for p in m if nbytes[p.tensor] < whole_below)
+    now = late = 0
+    for message in found.messages:
+        now = max(now, *(ready[p.tensor] for p in message)) + cost(sum(p.nbytes for p in message))
+        late = max(late, now + max(tail[p.tensor] for p in message))
+    assert found.seconds >= late - 1e-9
+
+
+@settings(max_examples=60)
+@given(workloads(), clusters(), st.booleans(), st.sampled_from([0.0, 0.0, 0.125]))
+def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster, any_order, unpack_s_per_byte):
+    """By default, than any other that can be run as predicted; and then it can be run as predicted itself."""
+    cluster = replace(cluster, unpack_s_per_byte=unpack_s_per_byte)
+    plan = schedule("legato", workload, cluster, rounds=20, any_order=any_order)
+    assert any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))
+    check_plan(plan, workload)
+    ours = iteration_time(workload, plan, cluster)
+    assert ours >= lower_bound(workload, cluster, order="any").seconds * (1 - 1e-9)
+    for name in set(SCHEDULERS) - {"legato"}:
+        other = schedule(name, workload, cluster)
+        if any_order or (kind_of(other, workload)[0] == "captured" and runs(other)):
+            assert ours <= iteration_time(workload, other, cluster) * (1 + 1e-12), name
+    assert plan.scheduler == "legato" and plan.workload_id == legato.identity(workload)
+
+
+@given(workloads(), st.randoms(use_true_random=False))
+def test_a_busy_order_is_an_order_and_never_slower(workload, rng):
+    arrival = [rng.uniform(0, 3) for _ in workload.tensors]
+    order = busy_order(workload, arrival)
+    plan = legato.Plan("x", (legato.Message(tuple(legato.Slice(t.name, 0, t.nbytes) for t in workload.tensors)),), True)
+    check_plan(replace(plan, op_order=order), workload)
+
+
+@given(workloads(max_tensors=4, optimizer=False), clusters(max_collectives=1))
+def test_halves_are_the_best_of_all_plans_that_scatter_first(workload, cluster):
+    """Against every way to merge neighbours at either end."""
+    known = heads_tails(workload, "one", "captured")
+    name, cost = cluster.default_collective, cluster.cost()
+    plan = halves(workload, cluster, known.head_s, known.tail_s, name)
+    check_plan(plan, workload)
+    ends = []
+    for near in (known.head_s, known.tail_s):
+        order = sorted(range(len(near)), key=near.__getitem__)
+        n, finishes = len(order), []
+        for k in range(n):
+            for cuts in itertools.combinations(range(1, n), k):
+                now = 0.0
+                for start, stop in itertools.pairwise((0, *cuts, n)):
+                    group_bytes = sum(workload.tensors[t].nbytes for t in order[start:stop])
+                    now = max(now, near[order[stop - 1]]) + cost.cost(group_bytes) / 2
+                finishes.append(now)
+        ends.append(min(finishes))
+    assert iteration_time(workload, plan, cluster) == pytest.approx(max(sum(ends), workload.compute_s))
+
+
+def test_a_message_takes_the_depth_that_is_cheapest_for_it():
+    ops = (Op("f", "forward", 1.0), Op("b", "backward", 1.0))
+    workload = Workload("one", ops, (Tensor("w", 2**20, 1, (0,)),))
+    measured = Cluster(4, {"ring": legato.LinearCost(0.1, 1e-6)}, depths={"ring": {4: legato.LinearCost(0.2, 5e-7)}})
+    derived = Cluster.derive(4, 1e9, 1e-5, reduce_s_per_byte=4e-9, collectives=["ring"])
+    for cluster in (measured, derived):
+        plan = schedule("legato", workload, cluster)
+        assert {message.depth for message in plan.messages} != {1}
+        whole = replace(plan, messages=tuple(replace(message, depth=1) for message in plan.messages))
+        assert iteration_time(workload, plan, cluster) < iteration_time(workload, whole, cluster)
+
+
+def test_the_same_seed_gives_the_same_plan():
+    ops = [Op(f"f{i}", "forward", 0.01, (i - 1,) if i else ()) for i in range(12)]
+    ops += [Op(f"b{i}", "backward", 0.02, (11 + i,)) for i in range(12)]
+    tensors = tuple(Tensor(f"t{i}", 4096 * (7 * i % 12 + 1) ** 3, 12 + i, (11 - i,)) for i in range(12))
+    workload, cluster = Workload("chain", tuple(ops), tensors), Cluster.derive(8, 1e9, 1e-3)
+    plans = [schedule("legato", workload, cluster, budget_s=60, gap=0.0, seed=5) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_updates_run_while_the_forward_pass_waits():
+    """Two tensors; the first layer's comes last. The other's update fits into the wait for it."""
+    ops = (
+        Op("f0", "forward", 1.0), Op("f1", "forward", 1.0, (0,)),
+        Op("b1", "backward", 1.0, (1,)), Op("b0", "backward", 1.0, (2,)),
+        Op("u1", "optimizer", 2.0), Op("u0", "optimizer", 0.0),
+    )  # fmt: skip
+    workload = Workload("two", ops, (Tensor("w1", 16, 2, (1, 4)), Tensor("w0", 16 * 3, 3, (0, 5))))
+    cluster = Cluster(2, {"c": legato.LinearCost(0.0, 1 / 16)})
+    plan = schedule("legato", workload, cluster)
+    # w1 travels from 1 to 2, w0 from 2 to 5; u1 runs from 2 to 4, u0 at 5, the forward pass until 7.
+    assert iteration_time(workload, plan, cluster) == pytest.approx(7.0)

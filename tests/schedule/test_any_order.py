@@ -1,0 +1,144 @@
+"""Tiny cases in which the computation may be reordered, against the true optimum, found by CP-SAT.
+
+As in `test_oracle.py`, over every merging, cutting and order of messages; and over every order of the ops
+on one stream that their dependencies allow. The bound for any order never beats it, nor is it beaten by `legato`.
+
+`PYTHONPATH=tests python tests/schedule/test_any_order.py 100` prints how far both are from it in as many random cases.
+"""
+
+import collections
+import random
+import sys
+
+import pytest
+from msgspec.structs import replace
+from support.optimum import UNIT, Optimum
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
+from legato.core.plan import check_plan
+from legato.core.workload import Op, Tensor, Workload
+from legato.schedule import schedule
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import Bound, Certificate, lower_bound
+from legato.simulator.collective import iteration_time
+from legato.simulator.period import Period
+
+#: How many random cases the test solves.
+CASES = 12
+
+
+def case(seed):
+    """Two or three layers: gradients of inputs form a chain, and those of weights hang on it, as in real networks."""
+    draw = random.Random(seed)
+    layers = draw.randint(2, 3)
+    ops = [Op(f"f{i}", "forward", draw.randint(0, 4), (i - 1,) if i else ()) for i in range(layers)]
+    tensors, above = [], layers - 1
+    for i in reversed(range(layers)):
+        ops.append(Op(f"w{i}", "backward", draw.randint(0, 4), (above,)))
+        tensors.append(Tensor(f"t{i}", UNIT * draw.randint(1, 2), len(ops) - 1, (i,)))
+        if i:
+            ops.append(Op(f"b{i}", "backward", draw.randint(0, 4), (above,)))
+            above = len(ops) - 1
+    cluster = Cluster(2, {"c": LinearCost(draw.randint(1, 8), draw.randint(1, 2) / UNIT)})
+    return Workload(f"case{seed}", tuple(ops), tuple(tensors)), cluster
+
+
+class AnyOrder(Optimum):
+    """The best iteration over all orders of the ops; times are half seconds, as there."""
+
+    def computation(self):
+        """When ops run: one at a time, after those they depend on. Their ends are when gradients are ready."""
+        model, ops = self.model, self.workload.ops
+        lengths = [int(2 * op.duration_s) for op in ops]
+        self.begin = [model.new_int_var(0, 2**20, "") for _ in ops]
+        model.add_no_overlap(
+            model.new_interval_var(start, length, start + length, "")
+            for start, length in zip(self.begin, lengths, strict=True)
+        )
+        for i, op in enumerate(ops):
+            model.add(self.period >= self.begin[i] + lengths[i])
+            for dep in op.deps:
+                if op.phase == "forward" or ops[dep].phase != "forward":
+                    model.add(self.begin[i] >= self.begin[dep] + lengths[dep])
+        self.ready = [self.begin[t.ready_after] + lengths[t.ready_after] for t in self.workload.tensors]
+        known = heads_tails(self.workload, "one", "any")
+        return int(2 * (min(known.head_s) + min(known.tail_s)))
+
+    def arrives(self, t, end, holds):
+        self.model.add(self.period >= end).only_enforce_if(holds)
+        for reader in self.workload.tensors[t].readers:
+            self.model.add(self.begin[reader] >= end).only_enforce_if(holds)
+
+    def plan_of(self, sends):
+        ops, topological = self.workload.ops, Period(self.workload).topological
+        begin = [self.solver.value(start) for start in self.begin]
+        # Of those that begin together, all but the last take no time.
+        order = sorted(range(len(ops)), key=lambda i: (begin[i], ops[i].duration_s, topological.index(i)))
+        return replace(super().plan_of(sends), op_order=tuple(order))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves too", "all-reduces only"])
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_bound_for_any_order_is_below_the_optimum(seed, whole):
+    workload, cluster = case(seed)
+    best = AnyOrder(workload, cluster, whole)
+    check_plan(best.plan, workload)
+    assert iteration_time(workload, best.plan, cluster) == best.seconds
+    bound = lower_bound(workload, cluster, order="any", whole=whole)
+    verify_bound(bound, workload, cluster, order="any", whole=whole)
+    assert best.seconds >= bound.seconds * (1 - 1e-12)
+    ours = schedule("legato", workload, cluster, any_order=True)
+    if not whole or {message.kind for message in ours.messages} == {"all_reduce"}:
+        assert iteration_time(workload, ours, cluster) >= best.seconds * (1 - 1e-12)
+
+
+# Backward: op 2, then those that make the gradients a (1 s) and b (3 s), which do not need one another.
+FORK = Workload(
+    "fork",
+    (
+        Op("f0", "forward", 2.0),
+        Op("f1", "forward", 1.0, (0,)),
+        Op("b", "backward", 1.0, (1,)),
+        Op("wa", "backward", 1.0, (2,)),
+        Op("wb", "backward", 3.0, (2,)),
+    ),
+    (Tensor("a", 1, 3, (0,)), Tensor("b", 1, 4, (1,))),
+)
+FORKED = Cluster(2, {"c": LinearCost(4.0, 1.0)})
+
+
+def test_what_is_not_computed_in_time_needs_a_message_of_its_own():
+    """Either a waits for b, and both arrive at 5 + 6, 3 s before the end; or a arrives at 2 + 5, and b 5 s later."""
+    bound = lower_bound(FORK, FORKED, order="any", whole=True)
+    assert bound.seconds == pytest.approx(13) and bound.certificate.case == "last"
+    assert verify_bound(bound, FORK, FORKED, order="any", whole=True) == 13
+    assert iteration_time(FORK, schedule("legato", FORK, FORKED, any_order=True), FORKED) == 13
+
+
+@pytest.mark.parametrize(("order", "tensors"), [("captured", (0,)), ("any", (0, 1))])
+def test_a_last_message_proves_nothing_of_a_kept_order_nor_of_several_tensors(order, tensors):
+    with pytest.raises(InputError, match="case 'last' with"):
+        verify_bound(Bound(13.0, Certificate("last", tensors, 2.0, 5.0, 6.0)), FORK, FORKED, order=order)
+
+
+def survey(count):
+    """How far from the optimum the bounds and `legato` are, and how far apart bound and `legato`."""
+    gaps = collections.defaultdict(list)
+    for seed in range(count):
+        workload, cluster = case(seed)
+        best, only = (AnyOrder(workload, cluster, whole).seconds for whole in (False, True))
+        bound, sums = (lower_bound(workload, cluster, order="any", whole=whole).seconds for whole in (False, True))
+        ours = iteration_time(workload, schedule("legato", workload, cluster, any_order=True), cluster)
+        gaps["bound"].append(1 - bound / best)
+        gaps["bound, all-reduces"].append(1 - sums / only)
+        gaps["legato"].append(ours / best - 1)
+        gaps["legato over the bound"].append(ours / bound - 1)
+    print(f"{f'{count} cases':24}{'none':>7}{'mean':>8}{'worst':>8}   off")
+    for name, off in gaps.items():
+        print(f"{name:24}{sum(gap < 1e-7 for gap in off) / count:7.0%}{sum(off) / count:8.1%}{max(off):8.1%}")
+
+
+if __name__ == "__main__":
+    survey(int(sys.argv[1]) if len(sys.argv) > 1 else 100)

@@ -1,0 +1,74 @@
+"""Costs with a floor: what stays true of bounds and schedulers, and what is found by brute force."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import durations, workloads
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.bound.check import verify_bound
+from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.published.caramel import threshold_bytes
+from legato.schedule.published.merge_optimal import merge_neighbours
+from legato.simulator.collective import iteration_time
+
+bent = st.builds(
+    LinearCost,
+    st.integers(0, 8).map(lambda n: n / 4),
+    st.integers(0, 8).map(lambda n: n / 4),
+    st.integers(1, 48).map(lambda n: n / 4),
+)
+
+
+@settings(max_examples=25)
+@given(workloads(), st.lists(bent, min_size=1, max_size=2))
+def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
+    cluster = Cluster(4, {f"c{k}": cost for k, cost in enumerate(costs)})
+    times = {}
+    for name in SCHEDULERS:
+        plan = schedule(name, workload, cluster)
+        order, whole = kind_of(plan, workload)
+        bound = lower_bound(workload, cluster, order=order, whole=whole)
+        verify_bound(bound, workload, cluster, order=order, whole=whole)
+        times[name] = iteration_time(workload, plan, cluster)
+        assert times[name] >= bound.seconds * (1 - 1e-12)
+    runnable = {name: seconds for name, seconds in times.items() if name != "caramel"}
+    assert times["legato"] <= min(runnable.values()) * (1 + 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=7), bent)
+def test_neighbours_are_merged_as_well_as_can_be(rows, cost):
+    ready = list(itertools.accumulate(seconds for seconds, _ in rows))
+    nbytes = [size for _, size in rows]
+
+    def finish(groups):
+        end = 0.0
+        for start, stop in groups:
+            end = max(end, ready[stop - 1]) + cost.cost(sum(nbytes[start:stop]))
+        return end
+
+    def partitions():
+        for cuts in itertools.product([False, True], repeat=len(rows) - 1):
+            edges = [0, *(k + 1 for k, cut in enumerate(cuts) if cut), len(rows)]
+            yield list(itertools.pairwise(edges))
+
+    best, groups = merge_neighbours(ready, nbytes, cost)
+    assert best == min(map(finish, partitions()))
+    assert finish(groups) == best
+
+
+@given(bent)
+def test_caramel_s_threshold_is_where_its_rule_says(cost):
+    def rule(x):
+        return cost.cost(2 * x) / (2 * cost.cost(x))
+
+    threshold = threshold_bytes(cost)
+    if cost.beta_s_per_byte == 0:
+        assert threshold == float("inf")
+    else:
+        assert rule(threshold) == pytest.approx(0.8)
+        assert rule(threshold * 1.01) > 0.8 > rule(threshold * 0.99)

@@ -1,0 +1,233 @@
+"""Whole iterations: the paper's toy, the planners' simulator, and what staggering, barriers and stragglers do."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import plans, workloads
+
+from legato.core.cluster import Cluster
+from legato.core.errors import PlanError
+from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Op, Tensor, Workload
+from legato.simulator.collective import simulate
+from legato.simulator.flow import FABRICS, Network, fabric, plain_plan, simulate_flow
+
+
+def toy(forward_s=0.0, nbytes=3):
+    """Three ops that take 3 s each backward, and three tensors that take 3 s each to send at a byte a second."""
+    ops = [Op(f"f{i}", "forward", forward_s * (i == 2)) for i in range(3)] + [
+        Op(f"b{i}", "backward", 3.0) for i in range(3)
+    ]
+    tensors = [Tensor(f"w{2 - i}", nbytes, 3 + i, (2 - i,)) for i in range(3)]
+    return Workload("toy", tuple(ops), tuple(tensors))
+
+
+TWO = Network(workers=2, bandwidth_bps=8.0)
+
+
+@pytest.mark.parametrize(
+    "aggregation, late_s, expected_s",
+    [(None, 0, 21), ("cut-through", 0, 12), (None, 3, 21), ("cut-through", 3, 15), ("store-and-forward", 0, 15)],
+)
+def test_the_toy_of_figure_2(aggregation, late_s, expected_s):
+    """Network Operator Edition, 8.1.1: aggregating takes 21 s, and 12 s with in-network aggregation; staggered, 21 s
+    and 15 s. Multicast starts both workers at once; then one computes longer before it goes backward."""
+    late = toy(forward_s=late_s)
+    chosen = fabric("multicast", aggregation=aggregation)
+    found = simulate_flow([toy(), late], None, chosen, TWO)
+    assert found.staggering_s == pytest.approx(late_s)
+    assert found.backward_to_aggregated_s == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_distribution_in_turn_staggers_the_toy_by_itself():
+    """The second worker gets the last parameter 3 s after the first one does: Fig. 2 without anybody's help."""
+    found = simulate_flow(toy(), None, fabric("parameter-server", aggregation="cut-through"), TWO)
+    assert found.staggering_s == pytest.approx(3.0) and found.backward_to_aggregated_s == pytest.approx(15.0)
+    assert found.aggregation_s == pytest.approx(12.0)  # from the first gradient on
+
+
+@st.composite
+def planned(draw, halves):
+    job = draw(workloads())
+    cluster = Cluster.derive(4, 8.0, draw(st.integers(0, 8)) / 4, collectives=["ring"])
+    plan = draw(plans(job, cluster, halves=halves))
+    return job, plan, cluster.latency_s
+
+
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "shuffle"])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_one_message_at_a_time_is_the_planners_simulator(name, data):
+    """Any cut, merge, order and kind of messages, on identical workers, at a byte a second."""
+    job, plan, latency_s = data.draw(planned(halves=True))
+    cluster = Cluster.derive(4, 8.0, latency_s, collectives=[name])
+    plan = _on(plan, name)
+    expected = simulate(job, plan, cluster).iteration_s
+    network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s)
+    found = simulate_flow(job, plan, fabric(name, in_flight=1), network)
+    assert found.iteration_s == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def _on(plan, collective):
+    """The same plan with all messages on one collective."""
+    messages = [Message(m.slices, kind=m.kind, collective=collective) for m in plan.messages]
+    return Plan(plan.scheduler, tuple(messages), plan.forward_overlap, plan.op_order)
+
+
+@pytest.mark.parametrize("name", FABRICS)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_any_plan_runs_on_any_fabric(name, data):
+    """Every byte is summed after its gradient is there on all workers, and received after it is summed."""
+    job, plan, latency_s = data.draw(planned(halves=True))
+    options = data.draw(st.sampled_from(OPTIONS[bool(FABRICS[name].servers)]))
+    if name == "hierarchical":
+        options = {**options, "group": 2}
+    network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s, jitter=data.draw(st.sampled_from([0.0, 0.5])))
+    found = simulate_flow(job, plan, fabric(name, **options), network, iterations=2)
+    assert (found.aggregated_s >= found.gradient_s.max(axis=1)).all()
+    if found.servers:
+        assert (found.received_s[1:] >= found.aggregated_s[:-1, None, :]).all()
+    else:
+        assert (found.received_s >= found.gradient_s.max(axis=1, keepdims=True)).all()
+    assert (np.diff(found.end_s) > -1e-12).all()
+
+
+OPTIONS = {
+    True: [
+        {},
+        {"servers": 3},
+        {"servers": 2, "placement": "equal"},
+        {"distribution": "block"},
+        {"barrier": False},
+        {"message_bytes": 2},
+    ],
+    False: [{}, {"in_flight": 2}, {"message_bytes": 3}],
+}
+
+
+def chain(layers=6, nbytes=1000, forward_s=6.0, backward_s=12.0):
+    ops = [Op(f"f{i}", "forward", forward_s / layers, (i - 1,) if i else ()) for i in range(layers)]
+    ops += [Op(f"b{i}", "backward", backward_s / layers, (layers + i - 1,)) for i in range(layers)]
+    tensors = [Tensor(f"w{layers - 1 - i}", nbytes, layers + i, (layers - 1 - i,)) for i in range(layers)]
+    return Workload("chain", tuple(ops), tuple(tensors))
+
+
+KILOBYTE_A_SECOND = 8000.0
+
+
+def test_multicast_ends_staggering_and_incast_follows():
+    net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
+    plain, multicast = (simulate_flow(chain(), None, name, net) for name in ("parameter-server", "multicast"))
+    # Worker 7 gets the last parameter when worker 0 has had it for 7 sends, and runs one forward op more.
+    assert plain.staggering_s == pytest.approx(7.0) and multicast.staggering_s == 0
+    assert plain.straggler_effect == pytest.approx(7.0 / plain.iteration_s)
+    assert multicast.iteration_s < plain.iteration_s
+
+
+def test_block_distribution_staggers_most():
+    net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
+    in_turn, block = (
+        simulate_flow(chain(), None, fabric("parameter-server", distribution=d), net) for d in ("round-robin", "block")
+    )
+    assert block.staggering_s == pytest.approx(7 * 6.0) and in_turn.staggering_s == pytest.approx(7.0)
+    assert in_turn.distribution_s == block.distribution_s == pytest.approx(8 * 6.0)
+
+
+def test_without_the_barrier_aggregation_and_distribution_overlap():
+    """The last layer's gradient comes first, so its parameter goes out while the first layer's is still computed."""
+    job = chain(nbytes=3000)
+    net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
+    with_barrier, without = (
+        simulate_flow(job, None, fabric("multicast+aggregation", barrier=barrier), net, iterations=3)
+        for barrier in (True, False)
+    )
+    assert without.iteration_s < with_barrier.iteration_s
+    first = [tensor.name for tensor in job.tensors].index("w0")
+    two_periods = without.aggregated_s[2, first] - without.aggregated_s[0, first]
+    assert two_periods == pytest.approx(2 * without.iteration_s, rel=1e-6)
+
+
+def test_with_a_barrier_every_iteration_is_the_same():
+    net = Network(workers=5, bandwidth_bps=KILOBYTE_A_SECOND)
+    found = simulate_flow(chain(), None, "parameter-server", net, iterations=3)
+    assert np.diff(found.end_s) == pytest.approx([found.end_s[0]] * 2)
+
+
+def test_one_slow_worker_holds_up_all():
+    slow = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, compute_scale=(1, 1, 1, 2))
+    found = simulate_flow(chain(), None, "ring", slow, iterations=1)
+    assert found.straggler_effect == pytest.approx(12.0 / found.iteration_s)
+    assert found.utilization == pytest.approx(18.0 / found.iteration_s)
+    assert found.received_s.min() >= 4.0 and found.received_s.max() >= 24.0
+    assert found.backward_end_s[0].tolist() == pytest.approx([12, 12, 12, 24])
+
+
+def test_jitter_comes_from_the_seed():
+    nets = [Network(workers=4, bandwidth_bps=1e6, jitter=0.2, seed=seed) for seed in (1, 1, 2)]
+    one, again, other = (simulate_flow(chain(), None, "ring", net).iteration_s for net in nets)
+    assert one == again != other
+
+
+def test_the_order_of_pulls_is_the_plans():
+    """TicTac: parameters in the order in which the forward pass reads them, or the worst one."""
+    job, net = chain(), Network(workers=1, bandwidth_bps=KILOBYTE_A_SECOND)
+    good = plain_plan(job, "parameter-server")
+    pulls = [m for m in good.messages if m.kind == "pull"]
+    bad = Plan("bad", (*(m for m in good.messages if m.kind == "push"), *reversed(pulls)), forward_overlap=True)
+    in_order, against = (simulate_flow(job, plan, "parameter-server", net) for plan in (good, bad))
+    # Forward ends a layer after the last parameter; against the order it only begins then. Backward and the last push.
+    assert in_order.iteration_s == pytest.approx(6 + 1 + 12 + 1)
+    assert against.iteration_s == pytest.approx(6 + 6 + 12 + 1)
+
+
+def test_messages_in_pieces_keep_servers_and_links_busy():
+    """A ring of whole parameters gains from pieces; so does store-and-forward aggregation (9.2)."""
+    job = chain(layers=1, nbytes=6000)
+    for name in ("ring-whole", "multicast+aggregation"):
+        net = Network(workers=6, bandwidth_bps=KILOBYTE_A_SECOND)
+        whole, pieces = (simulate_flow(job, None, fabric(name, message_bytes=b), net).iteration_s for b in (None, 1000))
+        assert pieces < whole
+
+
+def test_a_depth_is_as_many_pieces():
+    job, net = chain(layers=1, nbytes=6000), Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, cut_through=False)
+    deep = Plan("deep", (Message((Slice("w0", 0, 6000),), depth=6),))
+    assert simulate_flow(job, deep, "tree", net).iteration_s == pytest.approx(
+        simulate_flow(job, None, fabric("tree", message_bytes=1000), net).iteration_s
+    )
+
+
+def test_placement_can_be_given():
+    """All on one of two servers is one server; spread, both links work."""
+    job, net = chain(), Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
+    one = simulate_flow(job, None, "multicast", net).iteration_s
+    lump = dict.fromkeys([tensor.name for tensor in job.tensors], 1)
+    assert simulate_flow(job, None, fabric("multicast", servers=2, placement=lump), net).iteration_s == one
+    assert simulate_flow(job, None, fabric("multicast", servers=2), net).iteration_s < one
+
+
+def test_a_plan_that_waits_for_itself_is_refused():
+    job = chain(layers=2)
+    whole = [(Slice(t.name, 0, t.nbytes),) for t in job.tensors]
+    circle = Plan("circle", tuple(Message(s, kind=k) for k in ("all_gather", "reduce_scatter") for s in whole))
+    with pytest.raises(PlanError, match="waits for itself"):
+        simulate_flow(job, circle, "ring", Network(workers=2, bandwidth_bps=1e6))
+
+
+def test_the_timeline_has_the_results_metrics():
+    net = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, latency_s=0.01)
+    for name in FABRICS:
+        options = {"group": 2} if name == "hierarchical" else {}
+        found = simulate_flow(chain(), None, fabric(name, **options), net, symmetry=False)
+        timeline = found.timeline()
+        assert {span.worker for span in timeline.spans} == {0, 1, 2, 3}
+        assert timeline.iteration_s == found.iteration_s
+        assert timeline.computation_s == pytest.approx(found.computation_s)
+        assert timeline.overlap == pytest.approx(found.overlap, abs=1e-9), name
+        lanes = {span.lane for span in found.timeline([2], links=True).spans if span.worker == 2}
+        assert lanes == {"compute", "network", "out", "in"}
+        assert timeline.utilization == pytest.approx(found.utilization)
+        bare = simulate_flow(chain(), None, fabric(name, **options), net, symmetry=False, keep_transfers=False)
+        assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)

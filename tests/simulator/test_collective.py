@@ -1,0 +1,256 @@
+"""The one pass of the simulator: by hand, and against an event loop that knows nothing of it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.strategies import clusters, op_orders, plans, workloads
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError, PlanError
+from legato.core.layout import apart
+from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Op, Tensor, Workload
+from legato.simulator.collective import iteration_time, simulate
+
+# Two layers. Backward of the second (1 s) and of the first (2 s), an update each (1 s), forward of each (3 s, 4 s).
+TWO = Workload(
+    "two",
+    (
+        Op("f1", "forward", 3.0),
+        Op("f2", "forward", 4.0, (0,)),
+        Op("b2", "backward", 1.0, (1,)),
+        Op("b1", "backward", 2.0, (0, 2)),
+        Op("u1", "optimizer", 1.0, (3,)),
+        Op("u2", "optimizer", 1.0, (2,)),
+    ),
+    (Tensor("w2", 40, 2, (1, 5)), Tensor("w1", 20, 3, (0, 4))),
+)
+NETWORK = Cluster(4, {"slow": LinearCost(1.0, 0.25), "free": LinearCost(0.0, 0.0)})
+
+
+def whole(*names, kind="all_reduce", collective=None):
+    sizes = {t.name: t.nbytes for t in TWO.tensors}
+    return Message(tuple(Slice(name, 0, sizes[name]) for name in names), kind, collective)
+
+
+def lanes(timeline):
+    spans = {"compute": [], "network": []}
+    for span in timeline.spans:
+        assert span.worker == 0
+        spans[span.lane].append((span.name, span.start_s, span.end_s))
+    return spans["compute"], spans["network"]
+
+
+def test_without_forward_overlap_everything_waits_for_the_last_message():
+    timeline = simulate(TWO, Plan("fifo", (whole("w2"), whole("w1"))), NETWORK, lower_bound_s=9.0)
+    compute, network = lanes(timeline)
+    assert network == [("w2", 1, 12), ("w1", 12, 18)]
+    assert compute == [("b2", 0, 1), ("b1", 1, 3), ("u1", 18, 19), ("f1", 19, 22), ("u2", 22, 23), ("f2", 23, 27)]
+    assert (timeline.name, timeline.source, timeline.iteration_s, timeline.lower_bound_s) == (
+        "fifo",
+        "predicted",
+        27,
+        9,
+    )
+    assert (timeline.communication_s, timeline.computation_s) == (17, 12)
+    assert {s.kind for s in timeline.spans if s.lane == "compute"} == {"forward", "backward", "optimizer"}
+    assert {s.kind for s in timeline.spans if s.lane == "network"} == {"message"}
+
+
+def test_the_last_message_is_unpacked_before_the_forward_pass():
+    slow = Cluster(4, NETWORK.collectives, unpack_s_per_byte=0.1)
+    fifo = Plan("fifo", (whole("w2"), whole("w1")))
+    compute, network = lanes(simulate(TWO, fifo, slow))
+    assert network == [("w2", 1, 12), ("w1", 12, 18)]
+    assert compute[2] == ("u1", 20, 21)
+    assert iteration_time(TWO, fifo, slow) == 29
+    in_place = Plan("in place", fifo.messages, forward_overlap=True)
+    assert iteration_time(TWO, in_place, slow) == iteration_time(TWO, in_place, NETWORK)
+
+
+def test_a_gradient_in_pieces_is_put_together_by_the_first_op_that_reads_it():
+    slow = Cluster(4, NETWORK.collectives, unpack_s_per_byte=0.1)
+    pieces = [Message((Slice("w1", *cut),), collective="free") for cut in ((0, 8), (8, 16), (16, 20))]
+    chained = Plan("chained", (whole("w2"), *pieces), forward_overlap=True)
+    assert iteration_time(TWO, chained, slow) == iteration_time(TWO, chained, NETWORK)
+    with_w2 = Message((Slice("w1", 8, 16), *whole("w2").slices))  # in the middle of what is in no other message
+    plan = Plan("scattered", (pieces[0], with_w2, pieces[2]), forward_overlap=True)
+    compute, network = lanes(simulate(TWO, plan, slow))
+    assert network == [("w1 +1", 3, 16)]
+    assert compute[2:] == [("u1", 18, 19), ("f1", 19, 22), ("u2", 22, 23), ("f2", 23, 27)]
+
+
+def test_with_forward_overlap_an_op_waits_for_what_it_reads():
+    plan = Plan("priority", (whole("w1"), whole("w2")), forward_overlap=True)
+    compute, network = lanes(simulate(TWO, plan, NETWORK))
+    assert network == [("w1", 3, 9), ("w2", 9, 20)]
+    assert compute == [("b2", 0, 1), ("b1", 1, 3), ("u1", 9, 10), ("f1", 10, 13), ("u2", 20, 21), ("f2", 21, 25)]
+
+
+def test_a_message_of_two_waits_for_both():
+    compute, network = lanes(simulate(TWO, Plan("single", (whole("w2", "w1"),), forward_overlap=True), NETWORK))
+    assert network == [("w2 +1", 3, 19)]
+    assert compute[2:] == [("u1", 19, 20), ("f1", 20, 23), ("u2", 23, 24), ("f2", 24, 28)]
+
+
+def test_an_update_may_run_between_backward_ops():
+    plan = Plan("early", (whole("w2", collective="free"), whole("w1")), True, (2, 5, 3, 4, 0, 1))
+    compute, network = lanes(simulate(TWO, plan, NETWORK))
+    assert compute == [("b2", 0, 1), ("u2", 1, 2), ("b1", 2, 4), ("u1", 10, 11), ("f1", 11, 14), ("f2", 14, 18)]
+    assert network == [("w1", 4, 10)]  # the free one takes no time and has no span
+
+
+def test_unlimited_compute_starts_an_op_as_soon_as_what_it_needs_is_there():
+    branches = Workload(
+        "branches",
+        (
+            Op("f", "forward", 2.0),
+            Op("x", "backward", 4.0),
+            Op("y", "backward", 1.0),
+            Op("u", "optimizer", 1.0),
+            Op("v", "optimizer", 5.0, (2,)),
+        ),
+        (Tensor("a", 4, 1, (0, 3)), Tensor("b", 8, 2)),
+    )
+    plan = Plan("p", (Message((Slice("b", 0, 8),)), Message((Slice("a", 0, 4),))), forward_overlap=True)
+    compute, network = lanes(simulate(branches, plan, NETWORK, compute="unlimited"))
+    assert network == [("b", 1, 4), ("a", 4, 6)]
+    assert sorted(compute) == [("f", 7, 9), ("u", 6, 7), ("v", 1, 6), ("x", 0, 4), ("y", 0, 1)]
+
+
+def test_the_period_lasts_until_the_last_message_even_if_nothing_reads_it():
+    work = Workload("w", (Op("f", "forward", 1.0), Op("b", "backward", 1.0)), (Tensor("t", 8, 1),))
+    plan = Plan("p", (Message((Slice("t", 0, 8),)),), forward_overlap=True)
+    timeline = simulate(work, plan, NETWORK)
+    assert lanes(timeline) == ([("b", 0, 1), ("f", 1, 2)], [("t", 1, 4)]) and timeline.iteration_s == 4
+
+
+def test_each_half_takes_half():
+    halves = (whole("w2", "w1", kind="reduce_scatter"), whole("w1", kind="all_gather"), whole("w2", kind="all_gather"))
+    _, network = lanes(simulate(TWO, Plan("halves", halves, forward_overlap=True), NETWORK))
+    assert network == [("w2 +1", 3, 11), ("w1", 11, 14), ("w2", 14, 19.5)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        (Plan("p", (whole("w2"),)), "'w1': byte 0 is sent never"),
+        (Plan("p", (whole("w2", collective="slwo"), whole("w1"))), r"messages\[0\].collective: .* did you mean 'slow'"),
+        (
+            Plan("p", (whole("w1", "w2", kind="all_gather"), whole("w1", "w2", kind="reduce_scatter"))),
+            r"messages\[0\]: all_gather of 'w1' before the last reduce_scatter of it",
+        ),
+        (
+            Plan("p", (whole("w2"), whole("w1", kind="pull"), whole("w1", kind="push"))),
+            r"messages\[1\]: pull of 'w1' before the last push of it",
+        ),
+        (
+            Plan("p", (whole("w1"), whole("w2")), True, (2, 5, 3, 4, 0, 1)),
+            r"messages\[0\] waits for 'w1' from op 3 \('b1'\), which op_order puts behind op 5 \('u2'\)",
+        ),
+        (Plan("p", (whole("w2"), whole("w1")), False, (2, 5, 3, 4, 0, 1)), r"messages\[1\] waits for 'w1'"),
+        (Plan("p", (whole("w2", "w1"),), True, (3, 2, 5, 4, 0, 1)), "op 3 runs before op 2"),
+    ],
+)
+def test_what_cannot_be_executed_is_an_error(plan, error):
+    for run in (simulate, iteration_time):
+        with pytest.raises(PlanError, match=error):
+            run(TWO, plan, NETWORK)
+
+
+def test_unlimited_compute_never_waits_for_the_stream():
+    plan = Plan("p", (whole("w1"), whole("w2")), True, (2, 5, 3, 4, 0, 1))
+    assert iteration_time(TWO, plan, NETWORK, compute="unlimited") == 25
+
+
+def test_an_unknown_compute_setting():
+    with pytest.raises(InputError, match="unknown compute setting 'two'"):
+        simulate(TWO, Plan("p", (whole("w2", "w1"),)), NETWORK, compute="two")
+
+
+def _by_phase(workload):
+    return [i for phase in ("backward", "optimizer", "forward") for i in workload.phase_ops(phase)]
+
+
+def event_loop(workload, plan, cluster, compute):
+    """(start of every op, start of every message), or None for a plan that waits for itself: by events in time."""
+    ops, order = workload.ops, plan.op_order or workload.iteration_order()
+    names = {t.name: t for t in workload.tensors}
+    gather = [0.0] * len(ops)
+    for name in apart(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
+        if readers := set(names[name].readers):
+            first = next(i for i in (order if compute == "one" else _by_phase(workload)) if i in readers)
+            gather[first] += cluster.unpack_s_per_byte * names[name].nbytes
+    halves = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 2, "push": 2, "pull": 2}
+    op_start, message_start, running, now = {}, {}, [], 0.0
+    done_ops, done_messages = set(), set()
+
+    def arrived(tensor):
+        return all(
+            m in done_messages
+            for m, message in enumerate(plan.messages)
+            if tensor.name in {piece.tensor for piece in message.slices}
+        )
+
+    def op_can_start(i):
+        op, read = ops[i], [t for t in workload.tensors if i in t.readers]
+        if compute == "one":
+            done = [j for j in order if j in done_ops]
+            if order[len(done)] != i or len(op_start) != len(done):
+                return False
+        needed = [d for d in op.deps if op.phase == "forward" or ops[d].phase != "forward"]
+        if op.phase == "forward":
+            needed += [u for t in read for u in t.readers if ops[u].phase == "optimizer"]
+        if not set(needed) <= done_ops or op.phase == "backward":
+            return set(needed) <= done_ops
+        return all(map(arrived, read)) if plan.forward_overlap else len(done_messages) == len(plan.messages)
+
+    while len(done_ops) < len(ops) or len(done_messages) < len(plan.messages):
+        started = False
+        for i in range(len(ops)):
+            if i not in op_start and op_can_start(i):
+                op_start[i], started = now + gather[i], True
+                running.append((now + gather[i] + ops[i].duration_s, "op", i))
+                if compute == "one":
+                    break
+        m = len(message_start)
+        if m < len(plan.messages) and m == len(done_messages):
+            message = plan.messages[m]
+            if all(names[piece.tensor].ready_after in done_ops for piece in message.slices):
+                message_start[m], started = now, True
+                seconds = cluster.cost(message.collective).cost(message.nbytes) / halves[message.kind]
+                running.append((now + seconds, "message", m))
+        if not started and not running:
+            return None
+        if not started or min(running)[0] == now:
+            running.sort()
+            now, what, k = running.pop(0)
+            (done_ops if what == "op" else done_messages).add(k)
+    return op_start, message_start, now
+
+
+@settings(max_examples=300)
+@given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
+def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
+    plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))
+    if plan.forward_overlap:
+        cluster = replace(cluster, unpack_s_per_byte=data.draw(st.sampled_from([0.0, 0.25])))
+    expected = event_loop(workload, plan, cluster, compute)
+    if expected is None:
+        assert reorder and compute == "one"  # backward first never waits for itself
+        with pytest.raises(PlanError, match="waits for"):
+            iteration_time(workload, plan, cluster, compute=compute)
+        return
+    op_start, message_start, end = expected
+    timeline = simulate(workload, plan, cluster, compute=compute)
+    assert timeline.iteration_s == iteration_time(workload, plan, cluster, compute=compute) == end
+    compute_spans, network_spans = lanes(timeline)
+    assert sorted(compute_spans) == sorted(
+        (op.name, op_start[i], op_start[i] + op.duration_s) for i, op in enumerate(workload.ops) if op.duration_s
+    )
+    assert [start for _, start, _ in network_spans] == [
+        message_start[m]
+        for m, message in enumerate(plan.messages)
+        if cluster.cost(message.collective).cost(message.nbytes)
+    ]

@@ -1,0 +1,93 @@
+"""Plans that are really carried out, between hosts and over loopback, and what the commands say of them."""
+
+import json
+import sys
+
+import pytest
+from support.rehearsing import legato, needs_hosts, run, workload
+
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.timeline import Timeline
+from legato.schedule import SCHEDULERS
+from legato.testbed.rehearsal import BUCKETS, Task, rehearse, select
+
+KEYS = {"scheduler", "measured_s", "predicted_s", "error", "speedup_over_ddp", "lower_bound_s", "num_messages"}
+
+
+@needs_hosts
+@pytest.mark.processes
+def test_plans_between_hosts(tmp_path, chain):
+    done = legato(
+        "rehearse", chain, "--hosts", 2, "--bandwidth", "1Gbit", "--iterations", 2, "--json",
+        "--scheduler", f"{BUCKETS},fifo,legato", "-o", tmp_path / "found",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["scheduler"] for row in rows] == ["ddp", BUCKETS, "fifo", "legato"]
+    assert all(set(row) == KEYS for row in rows)
+    compute_s = workload().compute_s
+    for row in rows:
+        assert row["measured_s"] >= 0.999 * compute_s  # the device takes its time ...
+        assert row["predicted_s"] >= row["lower_bound_s"] >= 0.999 * compute_s
+        assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
+        for kind in ("predicted", "measured"):
+            timeline = files.read(tmp_path / "found" / f"{row['scheduler']}.{kind}.json", Timeline)
+            messages = [span for span in timeline.spans if span.kind == "message"]
+            assert sum(span.nbytes for span in messages) >= workload().nbytes  # ... and the bytes are really sent
+    assert rows[0]["speedup_over_ddp"] == 1
+    report = legato("report", *(tmp_path / "found").glob("*.measured.json"), "-o", tmp_path / "report.html")
+    assert report.returncode == 0, report.stderr
+
+
+@pytest.mark.processes
+def test_a_cluster_verified_under_torchrun(chain):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [sys.executable, "-m", "legato.cli", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
+    done = run([*torchrun, *command, "--scheduler", "p3,legato", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert [row["scheduler"] for row in json.loads(done.stdout)] == ["ddp", "p3", "legato"]
+
+
+def test_ddp_is_always_measured_and_first():
+    assert select(["legato"]) == ("ddp", "legato")
+    assert select(["fifo", "ddp", "fifo"]) == ("ddp", "fifo")
+    assert set(select(["all"])) == {*SCHEDULERS, BUCKETS}
+    assert select(["all"])[0] == "ddp"
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("schedulers", ("ddp", "nonesuch"), "nonesuch"),
+        ("schedulers", ("ddp", "ddp"), "twice"),
+        ("iterations", 0, "expected at least 1"),
+        ("ratio", 0.0, "expected 1e-6 to 1e6"),
+        ("ratio", float("nan"), "expected 1e-6 to 1e6"),
+    ],
+)
+def test_tasks_that_make_no_sense(field, value, said):
+    with pytest.raises(InputError, match=said):
+        Task(**{"workload": workload(), "schedulers": ("ddp",), field: value})
+
+
+def test_one_host_has_nothing_to_exchange():
+    with pytest.raises(InputError, match="1 hosts: there is nothing to exchange"):
+        rehearse(Task(workload(), ("ddp",)), 1, 1e9, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["rehearse", "nowhere.json"], "nowhere.json"),
+        (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
+        (["rehearse", "W", "--bandwidth", "fast"], "fast"),
+        (["rehearse", "W", "--hosts", "1"], "nothing to exchange"),
+        (["verify", "W"], "under torchrun"),
+    ],
+)
+def test_bad_input_is_one_line(chain, arguments, said):
+    done = legato(*[chain if word == "W" else word for word in arguments])
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
