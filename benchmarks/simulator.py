@@ -59,7 +59,7 @@ def hot_loop(name: str, workers: int, symmetry: bool = True) -> dict[str, Any]:
     """The engine alone."""
     job: Workload = model(MODEL)
     unrolled = compile_flow(job, None, fabric(name), network(workers), symmetry=symmetry)
-    services = unrolled.graph.freeze(unrolled.wiring.num_links)
+    services = unrolled.graph.freeze(unrolled.topology.num_links)
     best = float("inf")
     for _ in range(5):
         records = services.records.copy()

@@ -97,7 +97,7 @@ def _list(json: bool) -> None:
 
     rows: list[dict[str, Any]] = []
     for name in zoo.MODELS:
-        model = zoo.network(name)
+        model = zoo.model(name)
         rows.append(
             {
                 "name": name,

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 
-__all__ = ["Layout", "apart", "chains", "lay_out"]
+__all__ = ["BufferLayout", "buffer_layout", "chains", "scattered_tensors"]
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """A message's slices in their order in memory; numbers are elements from the start of its buffer."""
 
     slices: tuple[Slice, ...]
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     leaves: tuple[str, int] | None  # ... and with which the next buffer should begin
 
 
-def lay_out(message: Message, sizes: Mapping[str, int], element_size: int, multiple: int = 1) -> Layout:
+def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int, multiple: int = 1) -> BufferLayout:
     """The layout of a message of elements of `element_size` bytes; `sizes` are whole tensors, in bytes.
 
     The buffer has a multiple of so many elements.
@@ -50,7 +50,7 @@ def lay_out(message: Message, sizes: Mapping[str, int], element_size: int, multi
     if not goes_on:
         at = _place_flags(slices, flags, at)
     elements = -(-at // multiple) * multiple
-    return Layout(
+    return BufferLayout(
         tuple(slices),
         tuple(starts),
         flags,
@@ -68,7 +68,7 @@ def _place_flags(slices: Sequence[Slice], flags: dict[str, int], at: int) -> int
     return at
 
 
-def chains(layouts: Sequence[Layout]) -> list[list[int]]:
+def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
     """All layouts by index, those next to one another that fit together: each list is one piece of memory."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
@@ -87,7 +87,7 @@ def chains(layouts: Sequence[Layout]) -> list[list[int]]:
     return chains
 
 
-def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
+def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
     """The tensors that are cut and do not lie in one piece of memory: their gradients have to be put together.
 
     `sizes` are whole tensors, in bytes; halves of all-reduces have equally many elements for each of the ranks.
@@ -98,7 +98,8 @@ def apart(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> 
         return []
     element_size = math.gcd(4, *(byte for cut in cuts for byte in (cut.start, cut.stop)))
     layouts = [
-        lay_out(message, sizes, element_size, ranks if message.kind == "reduce_scatter" else 1) for message in owning
+        buffer_layout(message, sizes, element_size, ranks if message.kind == "reduce_scatter" else 1)
+        for message in owning
     ]
     places: dict[str, list[tuple[int, int, int]]] = {cut.tensor: [] for cut in cuts}  # (first byte, memory, where)
     for memory, chain in enumerate(chains(layouts)):

@@ -53,6 +53,7 @@ class Workload(
     forbid_unknown_fields=True,
     tag_field="format",
     tag="legato.workload/1",
+    dict=True,  # what is computed from a workload can be kept with it (`legato.simulator.period`)
 ):
     """One training iteration on one worker.
 

@@ -93,7 +93,7 @@ def _models() -> Part:
     """Section 6: the five models."""
     cells = []
     for model, (count, mib) in MODELS.items():
-        network = zoo.network(model)
+        network = zoo.model(model)
         cells.append(Cell("Section 6", model, "parameters", count, len(network.trainable)))
         cells.append(Cell("Section 6", model, "size (MiB)", mib, network.nbytes / 2**20))
     return Part(tuple(cells))

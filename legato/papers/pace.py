@@ -84,7 +84,7 @@ def _gain(model: str, workers: int, gbps: float, over: str) -> float:
 def _models() -> Part:
     cells = []
     for model, (millions, operators) in _TABLE_2.items():
-        network = zoo.network(model)
+        network = zoo.model(model)
         cells.append(Cell("Table 2", _LABELS[model], "parameters (million)", millions, network.parameters / 1e6))
         cells.append(Cell("Table 2", _LABELS[model], "all-reduce operators", operators, len(network.trainable)))
     return Part(tuple(cells))

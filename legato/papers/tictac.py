@@ -56,7 +56,7 @@ _KINDS = ("training", "inference")
 
 @cache
 def _job(model: str, batch: float) -> Workload:
-    return zoo.workload(model, device="k80", batch_size=round(zoo.network(model).batch_size * batch))
+    return zoo.workload(model, device="k80", batch_size=round(zoo.model(model).batch_size * batch))
 
 
 @cache
@@ -106,7 +106,7 @@ def _gain(kind: str, model: str, batch: float, workers: int, servers: int, sched
 def _models() -> Part:
     cells = []
     for model, (count, mib, batch, _) in _TABLE_1.items():
-        network = zoo.network(model)
+        network = zoo.model(model)
         cells.append(Cell("Table 1", model, "#Par", count, len(network.trainable)))
         cells.append(Cell("Table 1", model, "Total Par Size (MiB)", mib, network.nbytes / 2**20))
         cells.append(Cell("Table 1", model, "Batch Size", batch, network.batch_size))

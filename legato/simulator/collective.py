@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, PlanError
-from legato.core.layout import apart
+from legato.core.layout import scattered_tensors
 from legato.core.plan import Message, Plan, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
@@ -40,8 +40,8 @@ _UNKNOWN = -1.0
 _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 
 
-class _Wire(NamedTuple):
-    """A message as the network sees it."""
+class _Priced(NamedTuple):
+    """A message's tensors, and the seconds that it keeps the network busy."""
 
     tensors: list[int]
     cost_s: float
@@ -62,9 +62,9 @@ def simulate(
     `lower_bound_s` is passed on to the Timeline. Raises `PlanError` when the
     plan does not fit the workload or cluster, or would wait for itself.
     """
-    period = Period(workload)
-    wires = _prepare(period, plan, cluster, compute)
-    done = _Pass(period, plan, wires, compute, cluster)
+    period = Period.of(workload)
+    priced = _prepare(period, plan, cluster, compute)
+    done = _Run(period, plan, priced, compute, cluster)
     done.run()
     spans = [
         Span(0, "compute", op.name, start, end, op.phase)
@@ -72,9 +72,9 @@ def simulate(
         if start < end
     ]
     spans += [
-        Span(0, "network", _label(message), start, start + wire.cost_s, "message", message.nbytes)
-        for message, wire, start in zip(plan.messages, wires, done.message_start, strict=True)
-        if wire.cost_s > 0
+        Span(0, "network", _label(message), start, start + sent.cost_s, "message", message.nbytes)
+        for message, sent, start in zip(plan.messages, priced, done.message_start, strict=True)
+        if sent.cost_s > 0
     ]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     return Timeline(plan.scheduler, "predicted", done.iteration_s, tuple(spans), lower_bound_s)
@@ -89,10 +89,10 @@ def iteration_times(
     workload: Workload, plans: Iterable[Plan], cluster: Cluster, *, compute: Compute = "one"
 ) -> list[float]:
     """`iteration_time` of several plans, which share what is known of the workload."""
-    period = Period(workload)
+    period = Period.of(workload)
     times = []
     for plan in plans:
-        done = _Pass(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
+        done = _Run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
         done.run()
         times.append(done.iteration_s)
     return times
@@ -103,11 +103,11 @@ def _label(message: Message) -> str:
     return f"{first} +{more}" if more else first
 
 
-def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Wire]:
+def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Priced]:
     """The plan's messages with their costs, after all checks that need no clock."""
     check_compute(compute)
     check_plan(plan, period.workload)
-    wires = []
+    priced = []
     unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
     for message in plan.messages:
         for piece in message.slices:
@@ -124,11 +124,11 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
                 raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
         whole = message.kind == "all_reduce"
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
-        wires.append(_Wire(tensors, seconds if whole else seconds / 2))
-    return wires
+        priced.append(_Priced(tensors, seconds if whole else seconds / 2))
+    return priced
 
 
-class _Pass:
+class _Run:
     """The one pass that all results come from.
 
     Two cursors, one over the ops in execution order and one over the messages,
@@ -137,8 +137,8 @@ class _Pass:
     can move, the plan waits for itself.
     """
 
-    def __init__(self, period: Period, plan: Plan, wires: list[_Wire], compute: Compute, cluster: Cluster) -> None:
-        self.period, self.plan, self.wires = period, plan, wires
+    def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
+        self.period, self.plan, self.messages = period, plan, priced
         self.one_stream = compute == "one"
         self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
         self.backward = [op.phase == "backward" for op in period.workload.ops]
@@ -147,8 +147,8 @@ class _Pass:
         self.message_start: list[float] = []
         self.arrival = [0.0] * len(period.ready_op)  # of the last byte that is in
         self.missing = [0] * len(period.ready_op)  # messages still to come
-        for wire in wires:
-            for t in wire.tensors:
+        for message in priced:
+            for t in message.tensors:
                 self.missing[t] += 1
         self.stream = self.network = 0.0  # free from here on
         self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * cluster.unpack_s_per_byte
@@ -162,7 +162,7 @@ class _Pass:
             return {}
         place = {op: k for k, op in enumerate(self.order)}
         gather_s: dict[int, float] = {}
-        for name in apart(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
+        for name in scattered_tensors(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
             tensor = tensors[self.period.tensor_id[name]]
             if tensor.readers:
                 first = min(tensor.readers, key=place.__getitem__)
@@ -175,7 +175,7 @@ class _Pass:
 
     def run(self) -> None:
         """Fill in every time. Raises `PlanError` when that is impossible."""
-        while self.computed < len(self.order) or len(self.message_start) < len(self.wires):
+        while self.computed < len(self.order) or len(self.message_start) < len(self.messages):
             before = self.computed + len(self.message_start)
             self.compute()
             self.send()
@@ -185,7 +185,7 @@ class _Pass:
     def compute(self) -> None:
         """Run ops, up to the first that waits for a message that is not sent yet."""
         reads, waits, duration = self.period.reads, self.period.waits, self.period.duration_s
-        op_end, all_sent = self.op_end, len(self.message_start) == len(self.wires)
+        op_end, all_sent = self.op_end, len(self.message_start) == len(self.messages)
         while self.computed < len(self.order):
             i = self.order[self.computed]
             start = self.stream if self.one_stream else 0.0
@@ -209,22 +209,22 @@ class _Pass:
     def send(self) -> None:
         """Send messages, up to the first that waits for an op that is not run yet."""
         ready_op, op_end = self.period.ready_op, self.op_end
-        while len(self.message_start) < len(self.wires):
-            wire = self.wires[len(self.message_start)]
-            ready = [op_end[ready_op[t]] for t in wire.tensors]
+        while len(self.message_start) < len(self.messages):
+            message = self.messages[len(self.message_start)]
+            ready = [op_end[ready_op[t]] for t in message.tensors]
             if min(ready) == _UNKNOWN:
                 return
             start = max(self.network, max(ready))
             self.message_start.append(start)
-            self.network = start + wire.cost_s
-            for t in wire.tensors:
+            self.network = start + message.cost_s
+            for t in message.tensors:
                 self.arrival[t] = self.network
                 self.missing[t] -= 1
 
     def deadlock(self) -> str:
         """Why neither cursor can move: the next message waits for an op behind the next op, and that for a message."""
         ops, sent, stuck = self.period.workload.ops, len(self.message_start), self.order[self.computed]
-        late = next(t for t in self.wires[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
+        late = next(t for t in self.messages[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
         tensor = self.period.workload.tensors[late]
         return (
             f"messages[{sent}] waits for {tensor.name!r} from op {tensor.ready_after} "

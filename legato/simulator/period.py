@@ -10,7 +10,7 @@ graph without cycles, the same for every plan.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from legato.core.errors import unknown_name
 from legato.core.workload import Phase, Workload
@@ -39,6 +39,15 @@ class Period:
     """
 
     __slots__ = ("captured", "duration_s", "reads", "ready_op", "tensor_id", "topological", "waits", "workload")
+
+    @classmethod
+    def of(cls, workload: Workload) -> Period:
+        """The period of a workload, computed once: it is kept with the workload, which never changes."""
+        kept: dict[str, Any] = workload.__dict__
+        if "period" not in kept:
+            kept["period"] = cls(workload)
+        period: Period = kept["period"]
+        return period
 
     def __init__(self, workload: Workload) -> None:
         ops = workload.ops

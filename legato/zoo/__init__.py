@@ -42,9 +42,9 @@ from collections.abc import Callable
 from legato.core.errors import unknown_name
 from legato.core.workload import Workload
 from legato.zoo import alexnet, bert, gpt2, inception_v1, inception_v2, inception_v3, resnet, seq2seq, transformer, vgg
+from legato.zoo.builder import Layer, Model, Variable
 from legato.zoo.device import DEVICES, Device, device_named
 from legato.zoo.lower import lower
-from legato.zoo.network import Layer, Network, Variable
 from legato.zoo.synthetic import add_modules, scale_compute
 
 __all__ = [
@@ -53,18 +53,18 @@ __all__ = [
     "MODELS",
     "Device",
     "Layer",
-    "Network",
+    "Model",
     "Variable",
     "add_modules",
     "device_named",
-    "network",
+    "model",
     "scale_compute",
     "variables",
     "workload",
 ]
 
 #: Every model by its name.
-MODELS: dict[str, Callable[[], Network]] = {
+MODELS: dict[str, Callable[[], Model]] = {
     "alexnet-v2": alexnet.alexnet_v2,
     "inception-v1": inception_v1.inception_v1,
     "inception-v2": inception_v2.inception_v2,
@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], Network]] = {
 DEFAULT_DEVICE = "v100"
 
 
-def network(name: str) -> Network:
+def model(name: str) -> Model:
     """A model's layers and variables. Raises `InputError` with the nearest names when there is no such model."""
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
@@ -106,9 +106,9 @@ def variables(name: str) -> tuple[Variable, ...]:
     """All variables in the order of their creation, those that are not trained included.
 
     TensorFlow places variables on parameter servers by round robin in this
-    order (Network Operator Edition, Table 7). Raises `InputError` as `network` does.
+    order (Network Operator Edition, Table 7). Raises `InputError` as `model` does.
     """
-    return network(name).variables
+    return model(name).variables
 
 
 def workload(
@@ -128,4 +128,4 @@ def workload(
     device gives. Raises `InputError` on unknown names and on what is not above zero.
     """
     machine = device_named(device) if isinstance(device, str) else device
-    return lower(network(name), machine, batch_size=batch_size, forward_s=forward_s, backward_s=backward_s)
+    return lower(model(name), machine, batch_size=batch_size, forward_s=forward_s, backward_s=backward_s)

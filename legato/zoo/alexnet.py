@@ -5,14 +5,13 @@ One tower, biases, no normalization; the fully connected layers see 5 x 5 x 256.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, flatten
+from legato.zoo.builder import Builder, Model, Value, flatten
 from legato.zoo.image import Padding, activation, conv, dense, loss, pool
-from legato.zoo.network import Network
 
 __all__ = ["alexnet_v2"]
 
 
-def alexnet_v2() -> Network:
+def alexnet_v2() -> Model:
     """16 variables, 191.89 MiB; batch 512 (TicTac, Table 1)."""
     net = Builder("alexnet-v2", 512)
     x = net.input(224, 224, 3)

@@ -8,9 +8,8 @@ words, as in nine tenths of the paper's pre-training (appendix A.2).
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, reshape
+from legato.zoo.builder import Builder, Model, Value, reshape
 from legato.zoo.image import activation, add, dense, loss
-from legato.zoo.network import Network
 from legato.zoo.sequence import attention, embedding, layer_norm
 
 __all__ = ["bert_base"]
@@ -19,7 +18,7 @@ _LAYERS, _WIDTH, _INNER, _HEADS, _VOCABULARY = 12, 768, 3072, 12, 30_522
 _POSITIONS, _LENGTH, _BATCH = 512, 128, 32
 
 
-def bert_base() -> Network:
+def bert_base() -> Model:
     """206 tensors, 110,106,428 parameters; 32 sequences of 128 words a batch."""
     net = Builder("bert-base", _BATCH)
     words = net.variable("word_embeddings", _VOCABULARY, _WIDTH)

@@ -8,9 +8,8 @@ widths do not give.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, reshape
+from legato.zoo.builder import Builder, Model, Value, reshape
 from legato.zoo.image import activation, add, dense, loss
-from legato.zoo.network import Network
 from legato.zoo.sequence import attention, embedding, layer_norm
 
 __all__ = ["gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"]
@@ -18,27 +17,27 @@ __all__ = ["gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"]
 _VOCABULARY, _LENGTH = 50_257, 1024
 
 
-def gpt2() -> Network:
+def gpt2() -> Model:
     """148 tensors, 124,439,808 parameters; 8 sequences a batch."""
     return _gpt2("gpt2", 12, 768, 12, 8)
 
 
-def gpt2_medium() -> Network:
+def gpt2_medium() -> Model:
     """292 tensors, 354,823,168 parameters; 4 sequences a batch."""
     return _gpt2("gpt2-medium", 24, 1024, 16, 4)
 
 
-def gpt2_large() -> Network:
+def gpt2_large() -> Model:
     """436 tensors, 774,030,080 parameters; 4 sequences a batch."""
     return _gpt2("gpt2-large", 36, 1280, 20, 4)
 
 
-def gpt2_xl() -> Network:
+def gpt2_xl() -> Model:
     """580 tensors, 1,557,611,200 parameters; 2 sequences a batch."""
     return _gpt2("gpt2-xl", 48, 1600, 25, 2)
 
 
-def _gpt2(name: str, layers: int, width: int, heads: int, batch_size: int) -> Network:
+def _gpt2(name: str, layers: int, width: int, heads: int, batch_size: int) -> Model:
     net = Builder(name, batch_size)
     tokens = net.input(_LENGTH)
     words = net.variable("wte", _VOCABULARY, width)

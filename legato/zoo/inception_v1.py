@@ -9,7 +9,7 @@ only, no auxiliary classifiers, and 3 x 3 where the paper has 5 x 5.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, flatten
+from legato.zoo.builder import Builder, Model, Value, flatten
 from legato.zoo.image import (
     Padding,
     activation,
@@ -22,7 +22,6 @@ from legato.zoo.image import (
     pool,
 )
 from legato.zoo.inception import Branch, Conv, Pool, Unit, module
-from legato.zoo.network import Network
 
 __all__ = ["googlenet", "inception_v1"]
 
@@ -40,7 +39,7 @@ _MODULES = {
 }
 
 
-def inception_v1() -> Network:
+def inception_v1() -> Model:
     """116 variables, 25.24 MiB; batch 128 (TicTac, Table 1)."""
     net = Builder("inception-v1", 128)
     x = pool(conv_norm(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)
@@ -52,7 +51,7 @@ def inception_v1() -> Network:
     return net.build()
 
 
-def googlenet() -> Network:
+def googlenet() -> Model:
     """128 variables, about 13 million parameters; batch 64 (MG-WFBP, section VI)."""
     net = Builder("googlenet", 64)
     x = pool(_conv_relu(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)

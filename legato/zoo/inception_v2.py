@@ -6,10 +6,9 @@ The first layer is a separable convolution: 7 x 7 on every channel into 8, then
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder
+from legato.zoo.builder import Builder, Model
 from legato.zoo.image import activation, batch_norm, conv, conv_norm, dense, depthwise, global_pool, loss, pool
 from legato.zoo.inception import Branch, Conv, Pool, module
-from legato.zoo.network import Network
 
 __all__ = ["inception_v2"]
 
@@ -28,7 +27,7 @@ _MODULES = {
 _REDUCTIONS = {"3c": (128, 160, 64, 96), "4e": (128, 192, 192, 256)}
 
 
-def inception_v2() -> Network:
+def inception_v2() -> Model:
     """141 variables, 42.64 MiB; batch 128 (TicTac, Table 1)."""
     net = Builder("inception-v2", 128)
     x = depthwise(net.input(224, 224, 3), "conv1", 8, 7, 2)

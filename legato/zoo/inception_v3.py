@@ -10,15 +10,14 @@ module; its 1001 classes are 1000 here, which changes no printed digit of Table
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, flatten
+from legato.zoo.builder import Builder, Model, Value, flatten
 from legato.zoo.image import conv_norm, dense, global_pool, loss, pool
 from legato.zoo.inception import Branch, Conv, Fork, Pool, module
-from legato.zoo.network import Network
 
 __all__ = ["inception_v3"]
 
 
-def inception_v3() -> Network:
+def inception_v3() -> Model:
     """196 variables, 103.54 MiB; batch 32 (TicTac, Table 1)."""
     net = Builder("inception-v3", 32)
     x = conv_norm(net.input(299, 299, 3), "conv0", 32, 3, 2, "valid")

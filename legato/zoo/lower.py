@@ -1,4 +1,4 @@
-"""A network becomes a workload: forward and backward ops with their times, and a tensor a trained variable.
+"""A model becomes a workload: forward and backward ops with their times, and a tensor a trained variable.
 
 The backward pass mirrors the forward pass. Where a value is read by several
 layers, an op adds their gradients up; where a variable is (tied weights), an op
@@ -15,37 +15,37 @@ import math
 
 from legato.core.errors import InputError
 from legato.core.workload import Op, Phase, Tensor, Workload
+from legato.zoo.builder import FLOAT_BYTES, Layer, Model
 from legato.zoo.device import Device
-from legato.zoo.network import FLOAT_BYTES, Layer, Network
 
 __all__ = ["lower"]
 
 
 def lower(
-    network: Network,
+    model: Model,
     device: Device,
     *,
     batch_size: int | None = None,
     forward_s: float | None = None,
     backward_s: float | None = None,
 ) -> Workload:
-    """One training iteration of a network on a device.
+    """One training iteration of a model on a device.
 
-    `batch_size` is the network's own by default. `forward_s` and `backward_s`
+    `batch_size` is the model's own by default. `forward_s` and `backward_s`
     (seconds), where given, scale the ops of that pass to this total. Raises
     `InputError` on a batch or a total that is not above zero.
     """
-    batch = network.batch_size if batch_size is None else batch_size
+    batch = model.batch_size if batch_size is None else batch_size
     if batch < 1:
         raise InputError(f"batch_size: {batch} (expected at least 1)")
     for field, total in (("forward_s", forward_s), ("backward_s", backward_s)):
         if total is not None and not (math.isfinite(total) and total > 0):
             raise InputError(f"{field}: {total} (expected finite seconds above 0)")
-    lowering = _Lowering(network, device, batch)
+    lowering = _Lowering(model, device, batch)
     lowering.forward()
     lowering.backward()
     ops = _scaled(lowering.ops, {"forward": forward_s, "backward": backward_s})
-    return Workload(network.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=device.name)
+    return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=device.name)
 
 
 def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
@@ -63,11 +63,11 @@ def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
 class _Lowering:
     """Op i of the forward pass is layer i."""
 
-    def __init__(self, network: Network, device: Device, batch: int) -> None:
-        self.network, self.device, self.batch = network, device, batch
+    def __init__(self, model: Model, device: Device, batch: int) -> None:
+        self.model, self.device, self.batch = model, device, batch
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
-        layers = network.layers
+        layers = model.layers
         self.readers: dict[int, list[int]] = {}
         for i, layer in enumerate(layers):
             for v in layer.variables:
@@ -79,18 +79,18 @@ class _Lowering:
         self.partial: dict[int, list[int]] = {}  # ops that yield (a part of) a variable's gradient
 
     def forward(self) -> None:
-        for layer in self.network.layers:
+        for layer in self.model.layers:
             rows_only = layer.gradient == "weights"
             values = self.batch * layer.moved + (0 if rows_only else self._weights(layer))
             self._op(layer.name, "forward", self.batch * layer.flops, values, layer.inputs)
 
     def backward(self) -> None:
-        for i in range(len(self.network.layers) - 1, -1, -1):
+        for i in range(len(self.model.layers) - 1, -1, -1):
             if self.trained[i]:
                 self._differentiate(i)
 
     def _differentiate(self, i: int) -> None:
-        layer, after = self.network.layers[i], self._output_gradient(i)
+        layer, after = self.model.layers[i], self._output_gradient(i)
         inputs = [j for j in layer.inputs if self.trained[j]]
         if layer.gradient == "identity":
             for j in inputs:
@@ -118,13 +118,13 @@ class _Lowering:
             return i
         if len(parts) == 1:
             return parts[0]
-        layer = self.network.layers[i]
+        layer = self.model.layers[i]
         values = self.batch * layer.outputs * (len(parts) + 1)
         return self._op(f"{layer.name}/grad-sum", "backward", 0, values, parts)
 
     def _variable_gradient(self, v: int, op: int) -> None:
         """One more part of a variable's gradient; the last one makes the tensor."""
-        parts, variable = self.partial.setdefault(v, []), self.network.variables[v]
+        parts, variable = self.partial.setdefault(v, []), self.model.variables[v]
         parts.append(op)
         if len(parts) < len(self.readers[v]):
             return
@@ -133,7 +133,7 @@ class _Lowering:
         self.tensors.append(Tensor(variable.name, variable.nbytes, op, tuple(self.readers[v])))
 
     def _weights(self, layer: Layer) -> int:
-        return sum(self.network.variables[v].size for v in layer.variables)
+        return sum(self.model.variables[v].size for v in layer.variables)
 
     def _op(self, name: str, phase: Phase, flops: int, values: int, deps: tuple[int, ...] | list[int]) -> int:
         duration_s = self.device.time_s(flops, FLOAT_BYTES * values)

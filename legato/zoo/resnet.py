@@ -17,9 +17,8 @@ here it has none, as in the paper.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value
+from legato.zoo.builder import Builder, Model, Value
 from legato.zoo.image import activation, add, batch_norm, conv, conv_norm, dense, global_pool, loss, pool
-from legato.zoo.network import Network
 
 __all__ = [
     "resnet_v1_50",
@@ -39,17 +38,17 @@ _UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24,
 _WIDTHS = (64, 128, 256, 512)
 
 
-def resnet_v1_50() -> Network:
+def resnet_v1_50() -> Model:
     """108 variables, 97.39 MiB; batch 32 (TicTac, Table 1)."""
     return _slim_v1("resnet-v1-50", 50, 32)
 
 
-def resnet_v1_101() -> Network:
+def resnet_v1_101() -> Model:
     """210 variables, 169.74 MiB; batch 64 (TicTac, Table 1)."""
     return _slim_v1("resnet-v1-101", 101, 64)
 
 
-def resnet_v1_50_caffe() -> Network:
+def resnet_v1_50_caffe() -> Model:
     """25.5 million parameters; batch 32 (MG-WFBP, section VI)."""
     net = Builder("resnet-v1-50-caffe", 32)
     x = conv_norm(net.input(224, 224, 3), "conv1", 64, 7, 2, gamma=True)
@@ -60,37 +59,37 @@ def resnet_v1_50_caffe() -> Network:
     return _head(net, x)
 
 
-def resnet_v2_50() -> Network:
+def resnet_v2_50() -> Model:
     """125 variables, 97.45 MiB; batch 64 (TicTac, Table 1)."""
     return _slim_v2("resnet-v2-50", 50, 64)
 
 
-def resnet_v2_101() -> Network:
+def resnet_v2_101() -> Model:
     """244 variables, 169.86 MiB; batch 32 (TicTac, Table 1)."""
     return _slim_v2("resnet-v2-101", 101, 32)
 
 
-def resnet_v2_152() -> Network:
+def resnet_v2_152() -> Model:
     """363 variables, 229.5 MiB (Caramel, section 6; TicTac, section 2.2); no batch size is published: 32."""
     return _slim_v2("resnet-v2-152", 152, 32)
 
 
-def resnet_v2_200() -> Network:
+def resnet_v2_200() -> Model:
     """As the others; the only paper that has it uses `resnet-v2-200-gamma`."""
     return _slim_v2("resnet-v2-200", 200, 32)
 
 
-def resnet_v2_101_gamma() -> Network:
+def resnet_v2_101_gamma() -> Model:
     """1.42 Gb; batch 32 (Network Operator Edition, Table 2, section 8)."""
     return _slim_v2("resnet-v2-101-gamma", 101, 32, gamma=True)
 
 
-def resnet_v2_200_gamma() -> Network:
+def resnet_v2_200_gamma() -> Model:
     """2.06 Gb; batch 32 (Network Operator Edition, Tables 2 and 7, section 8)."""
     return _slim_v2("resnet-v2-200-gamma", 200, 32, gamma=True)
 
 
-def resnet_v2_50_mxnet() -> Network:
+def resnet_v2_50_mxnet() -> Model:
     """157 tensors, 25.5 million parameters; batch 32 (PACE, Table II)."""
     net = Builder("resnet-v2-50-mxnet", 32)
     x = batch_norm(net.input(224, 224, 3), "bn_data", gamma=True)
@@ -101,7 +100,7 @@ def resnet_v2_50_mxnet() -> Network:
     return _head(net, activation(batch_norm(x, "bn1", gamma=True), "relu1"))
 
 
-def _slim_v1(name: str, depth: int, batch_size: int) -> Network:
+def _slim_v1(name: str, depth: int, batch_size: int) -> Model:
     net = Builder(name, batch_size)
     x = pool(conv_norm(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)
     for stage, unit, width, last in _units(depth):
@@ -110,7 +109,7 @@ def _slim_v1(name: str, depth: int, batch_size: int) -> Network:
     return _head(net, x)
 
 
-def _slim_v2(name: str, depth: int, batch_size: int, *, gamma: bool = False) -> Network:
+def _slim_v2(name: str, depth: int, batch_size: int, *, gamma: bool = False) -> Model:
     net = Builder(name, batch_size)
     x = pool(conv(net.input(224, 224, 3), "conv1", 64, 7, 2), "pool1", 3, 2)
     for stage, unit, width, last in _units(depth):
@@ -150,6 +149,6 @@ def _unit_v2(x: Value, width: int, stride: int, *, gamma: bool, bias: bool) -> V
     return add(shortcut, conv(y, "conv3", 4 * width, 1, bias=bias), "add")
 
 
-def _head(net: Builder, x: Value) -> Network:
+def _head(net: Builder, x: Value) -> Model:
     loss(dense(global_pool(x, "pool5"), "logits", 1000))
     return net.build()

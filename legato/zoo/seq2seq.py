@@ -10,9 +10,8 @@ inferred from the number of parameters, and sentences of 32 words are assumed.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder
+from legato.zoo.builder import Builder, Model
 from legato.zoo.image import concat, dense, loss
-from legato.zoo.network import Network
 from legato.zoo.sequence import attention, embedding, lstm
 
 __all__ = ["seq2seq"]
@@ -20,7 +19,7 @@ __all__ = ["seq2seq"]
 _WIDTH, _VOCABULARY, _LENGTH, _BATCH = 512, 26_900, 32, 128
 
 
-def seq2seq() -> Network:
+def seq2seq() -> Model:
     """32 tensors, 67.2 million parameters; 128 sentences of 32 words a batch (PACE, Table II)."""
     net = Builder("seq2seq", _BATCH)
     x = embedding(net.input(_LENGTH), "source_embed_weight", _VOCABULARY, _WIDTH)

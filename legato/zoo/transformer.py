@@ -13,9 +13,8 @@ Its 63.1 million parameters are what this gives; the paper's Table 3 says 65.
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, reshape
+from legato.zoo.builder import Builder, Model, Value, reshape
 from legato.zoo.image import activation, add, dense, loss
-from legato.zoo.network import Network
 from legato.zoo.sequence import attention, embedding, layer_norm
 
 __all__ = ["transformer", "transformer_shared"]
@@ -24,17 +23,17 @@ _LAYERS, _WIDTH, _INNER, _HEADS = 6, 512, 2048, 8
 _LENGTH, _BATCH = 32, 64
 
 
-def transformer() -> Network:
+def transformer() -> Model:
     """164 tensors, 91.8 million parameters; 64 sentences of 32 words a batch (PACE, Table II)."""
     return _transformer("transformer", 31_000, shared=False)
 
 
-def transformer_shared() -> Network:
+def transformer_shared() -> Model:
     """The same with one table for source, target and output."""
     return _transformer("transformer-shared", 37_000, shared=True)
 
 
-def _transformer(name: str, vocabulary: int, *, shared: bool) -> Network:
+def _transformer(name: str, vocabulary: int, *, shared: bool) -> Model:
     net = Builder(name, _BATCH)
     table = net.variable("embed_weight", vocabulary, _WIDTH) if shared else None
     x = embedding(net.input(_LENGTH), "source_embed_weight", vocabulary, _WIDTH, weights=table)

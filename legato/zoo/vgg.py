@@ -10,33 +10,32 @@ convolution, 1001 classes, and a first fully connected layer that sees 9 x 9 x
 
 from __future__ import annotations
 
-from legato.zoo.builder import Builder, Value, flatten
+from legato.zoo.builder import Builder, Model, Value, flatten
 from legato.zoo.image import activation, conv, conv_norm, dense, loss, pool
-from legato.zoo.network import Network
 
 __all__ = ["vgg_16", "vgg_16_299", "vgg_19"]
 
 _CHANNELS = (64, 128, 256, 512, 512)
 
 
-def vgg_16() -> Network:
+def vgg_16() -> Model:
     """32 variables, 138,357,544 parameters; batch 32 (TicTac, Table 1)."""
     return _vgg("vgg-16", (2, 2, 3, 3, 3), 32)
 
 
-def vgg_19() -> Network:
+def vgg_19() -> Model:
     """38 variables, 143,667,240 parameters; batch 32 (TicTac, Table 1)."""
     return _vgg("vgg-19", (2, 2, 4, 4, 4), 32)
 
 
-def vgg_16_299() -> Network:
+def vgg_16_299() -> Model:
     """6.58 Gb, of which fc1 has 5.44; batch 32 (Network Operator Edition, Tables 2 and 7, sections 8 and 9.1)."""
     return _vgg("vgg-16-299", (2, 2, 3, 3, 3), 32, size=299, norm=True, classes=1001)
 
 
 def _vgg(
     name: str, convs: tuple[int, ...], batch_size: int, *, size: int = 224, norm: bool = False, classes: int = 1000
-) -> Network:
+) -> Model:
     net = Builder(name, batch_size)
     x = net.input(size, size, 3)
     for block, (count, channels) in enumerate(zip(convs, _CHANNELS, strict=True), start=1):

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.layout import apart, chains, lay_out
+from legato.core.layout import buffer_layout, chains, scattered_tensors
 from legato.core.plan import Message, Slice
 
 SIZES = {"a": 40, "b": 4, "c": 24}
@@ -13,7 +13,7 @@ SIZES = {"a": 40, "b": 4, "c": 24}
 
 def buffers_of(*messages, multiple=1):
     """The layouts, and the first byte of each buffer, in a memory in which chains lie far from one another."""
-    layouts = [lay_out(Message(tuple(slices)), SIZES, 4, multiple) for slices in messages]
+    layouts = [buffer_layout(Message(tuple(slices)), SIZES, 4, multiple) for slices in messages]
     begins = {}
     for k, chain in enumerate(chains(layouts)):
         at = 10_000 * k
@@ -58,7 +58,7 @@ def test_what_is_in_three_messages_with_others_between_is_apart():
     b, c = Slice("b", 0, 4), Slice("c", 0, 24)
     alone = [Message((first, c)), Message((middle,)), Message((last, b))]
     beside = [Message((first,)), Message((middle, b)), Message((last, c))]
-    assert apart(alone, SIZES, 2) == [] and apart(beside, SIZES, 2) == ["a"]
+    assert scattered_tensors(alone, SIZES, 2) == [] and scattered_tensors(beside, SIZES, 2) == ["a"]
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_nothing_overlaps(messages, multiple):
 @given(cut_up(), st.sampled_from([1, 2, 3]))
 def test_apart_is_what_has_a_gap_somewhere(messages, ranks):
     kind = "all_reduce" if ranks == 1 else "reduce_scatter"
-    found = apart([Message(tuple(slices), kind) for slices in messages], SIZES, ranks)
+    found = scattered_tensors([Message(tuple(slices), kind) for slices in messages], SIZES, ranks)
     layouts, buffers = buffers_of(*messages, multiple=ranks)
     for tensor in SIZES:
         at = place(layouts, buffers, tensor)

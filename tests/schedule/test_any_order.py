@@ -72,7 +72,7 @@ class AnyOrder(Optimum):
             self.model.add(self.begin[reader] >= end).only_enforce_if(holds)
 
     def plan_of(self, sends):
-        ops, topological = self.workload.ops, Period(self.workload).topological
+        ops, topological = self.workload.ops, Period.of(self.workload).topological
         begin = [self.solver.value(start) for start in self.begin]
         # Of those that begin together, all but the last take no time.
         order = sorted(range(len(ops)), key=lambda i: (begin[i], ops[i].duration_s, topological.index(i)))

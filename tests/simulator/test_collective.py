@@ -8,7 +8,7 @@ from support.strategies import clusters, op_orders, plans, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
-from legato.core.layout import apart
+from legato.core.layout import scattered_tensors
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.collective import iteration_time, simulate
@@ -178,7 +178,7 @@ def event_loop(workload, plan, cluster, compute):
     ops, order = workload.ops, plan.op_order or workload.iteration_order()
     names = {t.name: t for t in workload.tensors}
     gather = [0.0] * len(ops)
-    for name in apart(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
+    for name in scattered_tensors(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
         if readers := set(names[name].readers):
             first = next(i for i in (order if compute == "one" else _by_phase(workload)) if i in readers)
             gather[first] += cluster.unpack_s_per_byte * names[name].nbytes

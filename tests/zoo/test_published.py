@@ -48,39 +48,39 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", TICTAC)
 def test_tictac_table_1(name):
-    network, (count, mib, batch_size) = zoo.network(name), TICTAC[name]
+    network, (count, mib, batch_size) = zoo.model(name), TICTAC[name]
     assert (len(network.trainable), round(network.nbytes / 2**20, 2), network.batch_size) == (count, mib, batch_size)
 
 
 @pytest.mark.parametrize("name", CARAMEL)
 def test_caramel_section_6(name):
-    network = zoo.network(name)
+    network = zoo.model(name)
     assert (len(network.trainable), round(network.nbytes / 2**20, 1)) == CARAMEL[name]
 
 
 @pytest.mark.parametrize("name", PACE)
 def test_pace_table_2(name):
     """ResNet50 has 25,549,486 parameters: the paper cuts its digits, the others' are rounded either way."""
-    network, (count, millions) = zoo.network(name), PACE[name]
+    network, (count, millions) = zoo.model(name), PACE[name]
     assert len(network.trainable) == count
     assert abs(network.parameters / 1e6 - millions) < 0.0501
 
 
 def test_pace_sizes_in_the_text():
     """VGG16: the smallest tensor has 256 B (section II), the two largest 67 MB and 410 MB (section VI-C)."""
-    sizes = sorted(variable.nbytes for variable in zoo.network("vgg-16").trainable)
+    sizes = sorted(variable.nbytes for variable in zoo.model("vgg-16").trainable)
     assert sizes[0] == 256
     assert [math.floor(size / 1e6) for size in sizes[-2:]] == [67, 411]
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models(name):
-    network = zoo.network(name)
+    network = zoo.model(name)
     assert (network.parameters, len(network.trainable)) == RELEASED[name]
 
 
 def gigabits(name):
-    return zoo.network(name).nbytes * 8 / 1e9
+    return zoo.model(name).nbytes * 8 / 1e9
 
 
 def test_network_operator_edition_table_2():
@@ -88,10 +88,10 @@ def test_network_operator_edition_table_2():
     assert round(gigabits("vgg-16-299"), 2) == pytest.approx(6.58)
     assert gigabits("resnet-v2-101-gamma") == pytest.approx(1.42, rel=0.01)
     assert gigabits("resnet-v2-200-gamma") == pytest.approx(2.06, rel=0.01)
-    largest = max(zoo.network("vgg-16-299").trainable, key=lambda variable: variable.size)
+    largest = max(zoo.model("vgg-16-299").trainable, key=lambda variable: variable.size)
     assert largest.shape == (9 * 9 * 512, 4096) and round(largest.nbytes * 8 / 1e9, 2) == 5.44  # section 9.1
-    assert zoo.network("vgg-16-299").flops == pytest.approx(5.4e10, rel=0.01)
-    assert zoo.network("inception-v3").flops == pytest.approx(1.1e10, rel=0.05)
+    assert zoo.model("vgg-16-299").flops == pytest.approx(5.4e10, rel=0.01)
+    assert zoo.model("inception-v3").flops == pytest.approx(1.1e10, rel=0.05)
 
 
 #: Network Operator Edition, Table 7: the least and the most occupied server's share of the bytes. Where `second`, the
@@ -129,12 +129,12 @@ MULTIPLY_ADDS = {
 
 @pytest.mark.parametrize("name", MULTIPLY_ADDS)
 def test_multiply_adds(name):
-    assert zoo.network(name).flops / 2e9 == pytest.approx(MULTIPLY_ADDS[name], rel=0.07)
+    assert zoo.model(name).flops / 2e9 == pytest.approx(MULTIPLY_ADDS[name], rel=0.07)
 
 
 def test_forward_of_a_language_model_is_two_flops_a_parameter_and_token():
     """Kaplan et al. 2020: 2 N a token for the matrices, and the attention's 4 T d a layer."""
-    network = zoo.network("gpt2")
+    network = zoo.model("gpt2")
     matrices = network.parameters - 1024 * 768 - sum(v.size for v in network.trainable if len(v.shape) == 1)
     assert network.flops == 1024 * (2 * matrices + 12 * 4 * 1024 * 768)
 

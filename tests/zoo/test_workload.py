@@ -88,7 +88,7 @@ def masks(job: Workload):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_gradient_waits_for_exactly_the_layers_behind_it(name):
     """Before a variable's gradient come the input gradients of all layers that its value flows through, no others."""
-    network, job = zoo.network(name), zoo.workload(name)
+    network, job = zoo.model(name), zoo.workload(name)
     before, ids = masks(job), {op.name: i for i, op in enumerate(job.ops)}
     assert len(ids) == len(job.ops)
     passing = []  # the op that passes a gradient through layer i to its inputs
@@ -116,7 +116,7 @@ def test_a_gradient_waits_for_exactly_the_layers_behind_it(name):
 
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_workload_holds_every_trained_variable_once(name):
-    network, job = zoo.network(name), zoo.workload(name)
+    network, job = zoo.model(name), zoo.workload(name)
     assert sorted((t.name, t.nbytes) for t in job.tensors) == sorted((v.name, v.nbytes) for v in network.trainable)
     assert [t.ready_after for t in job.tensors] == sorted(t.ready_after for t in job.tensors)
     assert all(t.readers for t in job.tensors)
@@ -131,7 +131,7 @@ def test_a_workload_holds_every_trained_variable_once(name):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_backward_is_twice_forward(name):
     """In arithmetic, but for the first layer's input gradient, which nobody needs."""
-    network = zoo.network(name)
+    network = zoo.model(name)
     job = lower(network, ARITHMETIC)
     forward = sum(op.duration_s for op in job.ops if op.phase == "forward")
     backward = sum(op.duration_s for op in job.ops if op.phase == "backward")
@@ -189,7 +189,7 @@ def test_wrong_arguments(arguments, expected):
 
 
 def test_wrong_names_and_devices():
-    for call in (zoo.network, zoo.variables, zoo.workload):
+    for call in (zoo.model, zoo.variables, zoo.workload):
         with pytest.raises(InputError, match="did you mean 'resnet-v1-50'"):
             call("resnet-v1-5")
     with pytest.raises(InputError, match="flops_per_s: 0"):

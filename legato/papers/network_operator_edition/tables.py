@@ -72,7 +72,7 @@ def _complexity() -> Part:
     """Table 2: of the zoo's models as they are, without the published sizes; the auxiliary classifier left out."""
     cells = []
     for model, (weights, gigabits, flops) in TABLE_2.items():
-        network = zoo.network(MODELS[model])
+        network = zoo.model(MODELS[model])
         sizes = [variable.size for variable in network.trainable if not variable.name.startswith("aux")]
         cells.append(Cell("Table 2", model, "weights", weights, float(sum(sizes))))
         cells.append(Cell("Table 2", model, "size (Gb)", gigabits, sum(sizes) * 32 / 1e9))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.errors import PlanError
-from legato.core.layout import Layout, chains, lay_out
+from legato.core.layout import BufferLayout, buffer_layout, chains
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch.runtime.update import Update
 
@@ -142,17 +142,17 @@ def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset
 
 def _placed(
     messages: list[Message], parameters: Mapping[str, nn.Parameter], sizes: Mapping[str, int], ranks: int
-) -> list[tuple[Layout, Tensor]]:
+) -> list[tuple[BufferLayout, Tensor]]:
     """Layouts and buffers; halves of an all-reduce have equally many elements for every rank."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
-        lay_out(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
+        buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
         for message, first in zip(messages, firsts, strict=True)
     ]
     return list(zip(layouts, _allocated(layouts, [(p.dtype, p.device) for p in firsts]), strict=True))
 
 
-def _allocated(layouts: Sequence[Layout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
+def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
     """A buffer of zeros for each layout, of these dtypes and devices."""
     buffers: dict[int, Tensor] = {}
     for chain in chains(layouts):
@@ -163,7 +163,7 @@ def _allocated(layouts: Sequence[Layout], kinds: Sequence[tuple[torch.dtype, tor
     return [buffers[i] for i in range(len(layouts))]
 
 
-def _wire(index: int, message: Message, layout: Layout, buffer: Tensor, slots: dict[str, Slot]) -> Wire:
+def _wire(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Wire:
     """A message with a buffer of its own."""
     wire = Wire(index, message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):

@@ -44,7 +44,7 @@ def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTail
     check_compute(compute)
     if order not in ("captured", "any"):
         raise unknown_name("order", order, ("captured", "any"))
-    period = Period(workload)
+    period = Period.of(workload)
     if compute == "unlimited":
         return _longest_paths(period)
     weigh = _Weights(period.duration_s)
@@ -70,7 +70,7 @@ class Detours:
     """
 
     def __init__(self, workload: Workload, s_per_byte: float) -> None:
-        period = Period(workload)
+        period = Period.of(workload)
         before = _closures(period.topological, period.waits)
         self.needs = [before[op] for op in period.ready_op]
         self.weigh = _Weights(period.duration_s)

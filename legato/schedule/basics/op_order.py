@@ -42,7 +42,7 @@ def update_order(workload: Workload) -> list[int]:
     for it; until then it is kept with one that it waits for. Times are exact
     (whole numbers of a small enough unit), so nothing drifts.
     """
-    waits, duration = Period(workload).waits, _whole_durations(workload)
+    waits, duration = Period.of(workload).waits, _whole_durations(workload)
     updates = sorted({tensor.ready_after for tensor in workload.tensors})
     undone = set(workload.phase_ops("backward"))
     pending = set(updates)
@@ -100,7 +100,7 @@ def control_dependencies(workload: Workload, updates: Sequence[int]) -> list[tup
     `updates` are the ops that produce gradients, each once, none before one
     that it depends on: what `update_order` returns.
     """
-    waits = Period(workload).waits
+    waits = Period.of(workload).waits
     executed: set[int] = set()
     edges: list[tuple[int, int]] = []
     for k, block in enumerate(_blocks(workload, updates)):
@@ -124,7 +124,7 @@ def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, .
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
     """The ops of each update that no earlier one needs, and last the ops that none does; captured order in each."""
-    waits = Period(workload).waits
+    waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []
     for update in updates:

@@ -135,7 +135,7 @@ def _instance(
     """The updates, and the ops that they need. An op that only one other needs is part of that one."""
     from legato.schedule.search.annealing_kernel import Instance
 
-    period = Period(workload)
+    period = Period.of(workload)
     part_of = {update: update for update in updates}
     needed_by: defaultdict[int, set[int]] = defaultdict(set)
     for op in reversed(workload.phase_ops("backward")):

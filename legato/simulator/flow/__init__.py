@@ -1,7 +1,7 @@
 """Flow fidelity: every transfer on every link, for every worker (Network Operator Edition, section 5).
 
 A *fabric* lowers a plan's messages to transfers that wait for one another
-(`fabrics/`, a file each, on top of `wiring.py`); `unroll.py` adds the workers'
+(`fabrics/`, a file each, on top of `topology.py`); `unroll.py` adds the workers'
 computation; the *engine* runs the graph (`graph.py`, `engine.py`).
 docs/simulator.md explains the model. Importing this compiles nothing.
 """

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.simulator.flow.parcels import Parcels
+from legato.simulator.flow.fragments import Fragments
 
 __all__ = ["Stream", "check_alike"]
 
@@ -40,12 +40,12 @@ class Stream:
         self.duration_s = self.op_end_s[:, last]
 
     @classmethod
-    def backward(cls, workload: Workload, plan: Plan, parcels: Parcels, op_duration_s: Times) -> Stream:
+    def backward(cls, workload: Workload, plan: Plan, fragments: Fragments, op_duration_s: Times) -> Stream:
         """Cut behind the op after which a message is ready. Backward ops of the plan's order."""
         ops = _order(workload, plan, backward=True)
         at = {op: k for k, op in enumerate(ops)}
         ready = {tensor.name: at[tensor.ready_after] for tensor in workload.tensors}
-        cuts = {max(ready[piece.tensor] for piece in plan.messages[i].slices) + 1 for i in set(parcels.message)}
+        cuts = {max(ready[piece.tensor] for piece in plan.messages[i].slices) + 1 for i in set(fragments.message)}
         return cls(ops, cuts, op_duration_s)
 
     @classmethod

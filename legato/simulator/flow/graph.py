@@ -29,11 +29,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from legato.core.errors import InputError
 
-__all__ = ["NO_LINK", "SERVICE", "Graph", "Ids", "Services"]
+__all__ = ["NO_LINK", "NO_TAG", "SERVICE", "Graph", "Ids", "Services"]
 
 Ids = NDArray[np.int32]
 
 NO_LINK = -1
+#: The tag of a service that carries no message.
+NO_TAG = -1
 
 #: One cache line a service: all that the engine touches when it runs one.
 #: `begin_s` and `end_s` are lower bounds until it has run, and its times from then on;
@@ -76,7 +78,6 @@ class Graph:
 
     def __init__(self) -> None:
         self.num_services = self.num_edges = 0
-        self.tag = np.array([-1])  # what services belong to, by their first axis (or its only entry)
         self._records = np.zeros(1024, SERVICE)
         self._before = np.empty(1024, np.int32)
         self._after = np.empty(1024, np.int32)
@@ -89,16 +90,15 @@ class Graph:
         work_s: ArrayLike = 0.0,
         delay_s: ArrayLike = 0.0,
         key: ArrayLike = 0,
+        tag: ArrayLike = NO_TAG,
     ) -> Ids:
-        """Services in an array of this shape (everything else is broadcast to it); returns their ids."""
+        """Add services in an array of this shape (everything else is broadcast to it), and return their ids."""
         start, count = self.num_services, math.prod(shape)
         self.check_room(count)
         self.num_services += count
         _grow(self._records, self.num_services)
         block = self._records[start : start + count].reshape(shape)
-        block["link"], block["work_s"], block["delay_s"], block["key"] = link, work_s, delay_s, key
-        fits = len(shape) > 0 and len(self.tag) == shape[0]
-        block["tag"] = self.tag.reshape(-1, *[1] * (len(shape) - 1)) if fits else -1
+        block["link"], block["work_s"], block["delay_s"], block["key"], block["tag"] = link, work_s, delay_s, key, tag
         return np.arange(start, start + count, dtype=np.int32).reshape(shape)
 
     def check_room(self, count: int) -> None:
@@ -106,14 +106,14 @@ class Graph:
         if self.num_services + count > _MOST_SERVICES:
             raise _too_large()
 
-    def edge(self, before: Ids, after: Ids, *, cut: bool = False) -> None:
+    def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
         """`after` waits for `before`, element by element (the two are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:
             raise _too_large()
         self.num_edges += count
-        for ends, ids in ((self._before, befores), (self._after, (afters << 1) | int(cut))):
+        for ends, ids in ((self._before, befores), (self._after, (afters << 1) | int(cut_through))):
             _grow(ends, self.num_edges)
             ends[start : start + count].reshape(ids.shape)[...] = ids
 

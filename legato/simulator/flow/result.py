@@ -14,14 +14,16 @@ from legato.core.plan import Plan
 from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream
+from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.unroll import Unrolled
 
-__all__ = ["FlowResult", "Journeys", "Streams", "Transfers"]
+__all__ = ["ComputeTimes", "FlowResult", "MessageTimes", "Transfers"]
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Streams:
+class ComputeTimes:
     """When segments of computation began: `forward_s` and `backward_s` [iteration, segment, worker]."""
 
     forward: Stream
@@ -29,6 +31,18 @@ class Streams:
     forward_s: Times
     backward_s: Times
     slowdown: Times
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, begin_s: Times) -> ComputeTimes:
+        """Of the unrolled iterations, from when each of their services began."""
+        runs = unrolled.iterations
+        return cls(
+            unrolled.forward,
+            unrolled.backward,
+            np.array([begin_s[run.forward] for run in runs]),
+            np.array([begin_s[run.backward] for run in runs]),
+            unrolled.slowdown,
+        )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:
         """[worker, op of the half]: when the ops of iteration k start and end."""
@@ -49,16 +63,37 @@ class Transfers:
     work_s: Times
     s_per_byte: Times
 
+    @classmethod
+    def of(cls, records: NDArray[np.void], s_per_byte: Times) -> Transfers:
+        """The services that were on links."""
+        wired = records["link"] >= 0
+        columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
+        return cls(**columns, s_per_byte=s_per_byte)
+
 
 @dataclass(frozen=True)
-class Journeys:
-    """Messages of the last iteration on their way: parcel i of message `message[i]` and worker w, from
-    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it is there."""
+class MessageTimes:
+    """When the fragments of the last iteration's messages are on their way: fragment i, of message `message[i]`, for
+    worker w from `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived."""
 
     message: NDArray[np.int64]
     nbytes: Times
     start_s: Times
     end_s: Times
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, launched: Times, summed: Times, released: Times, received: Times) -> MessageTimes:
+        """To the sum, and from the sum; a barrier releases everything at once."""
+        reducing, distributing, size = unrolled.reducing, unrolled.distributing, unrolled.topology.size
+        sums = np.broadcast_to(summed.max(axis=1, keepdims=True), (len(reducing), size))
+        barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
+        free = released.max() if barrier else released.min(axis=1)[:, None]
+        return cls(
+            message=np.concatenate([reducing.message, distributing.message]),
+            nbytes=np.concatenate([reducing.nbytes, distributing.nbytes]),
+            start_s=np.concatenate([launched[reducing.message], np.broadcast_to(free, received.shape)]),
+            end_s=np.concatenate([sums, received]),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,9 +113,45 @@ class FlowResult:
     aggregated_s: Times  # [K, T]
     received_s: Times  # [K, W, T]
     num_events: int
-    streams: Streams = field(repr=False)
-    journeys: Journeys = field(repr=False)
+    compute: ComputeTimes = field(repr=False)
+    messages: MessageTimes = field(repr=False)
     transfers: Transfers | None = field(repr=False)
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, records: NDArray[np.void], *, keep_transfers: bool) -> FlowResult:
+        """The result that the services of the unrolled iterations hold after the engine has run them."""
+        runs = unrolled.iterations
+
+        def end_s(ids: Ids) -> Times:
+            return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
+
+        compute = ComputeTimes.of(unrolled, records["begin_s"])
+        ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
+        carriers = unrolled.fragments_of_tensor(unrolled.reducing)
+        summed = [end_s(run.summed) for run in runs]
+        received = [end_s(run.received) for run in runs]
+        aggregated_s = np.array([[sums[i].max() for i in carriers] for sums in summed])
+        received_s = np.array([[got[i].max(axis=0) for i in unrolled.readable] for got in received])
+        if unrolled.fabric.servers:
+            iteration_end_s = aggregated_s.max(axis=1)
+        else:
+            computed = [end_s(run.forward[-1:]).max(initial=0.0) for run in runs]
+            iteration_end_s = np.maximum(received_s.max(axis=(1, 2)), computed)
+        last = runs[-1]
+        messages = MessageTimes.of(unrolled, end_s(last.launched), summed[-1], end_s(last.released), received[-1])
+        return cls(
+            workload=unrolled.workload,
+            plan=unrolled.plan,
+            servers=unrolled.fabric.servers,
+            end_s=iteration_end_s,
+            gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
+            aggregated_s=aggregated_s,
+            received_s=received_s.transpose(0, 2, 1),
+            num_events=len(records),
+            compute=compute,
+            messages=messages,
+            transfers=Transfers.of(records, unrolled.topology.s_per_byte()) if keep_transfers else None,
+        )
 
     @property
     def iterations(self) -> int:
@@ -111,7 +182,7 @@ class FlowResult:
 
     def _edge(self, half: str, *, first: bool) -> Times:
         """[K, W]: when the first op starts, or the last one ends."""
-        times = [self.streams.op_times(half, k) for k in range(self.iterations)]
+        times = [self.compute.op_times(half, k) for k in range(self.iterations)]
         return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
 
     @property
@@ -148,16 +219,16 @@ class FlowResult:
     @property
     def communication_s(self) -> float:
         """N: the time in which a message of worker 0's is on its way."""
-        way = self.journeys
+        way = self.messages
         spans = merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
         return float(sum(end - start for start, end in spans))
 
     @property
     def computation_s(self) -> float:
         """C: the computation of worker 0."""
-        streams, k = self.streams, self.iterations - 1
-        parts = (streams.forward.duration_s[0].sum(), streams.backward.duration_s[0].sum())
-        return float(sum(parts) * streams.slowdown[k, 0])
+        compute, k = self.compute, self.iterations - 1
+        parts = (compute.forward.duration_s[0].sum(), compute.backward.duration_s[0].sum())
+        return float(sum(parts) * compute.slowdown[k, 0])
 
     @property
     def overlap(self) -> float:
@@ -191,8 +262,8 @@ class FlowResult:
 
     def _compute_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
         k = self.iterations - 1
-        for half, stream in (("forward", self.streams.forward), ("backward", self.streams.backward)):
-            start, end = self.streams.op_times(half, k)
+        for half, stream in (("forward", self.compute.forward), ("backward", self.compute.backward)):
+            start, end = self.compute.op_times(half, k)
             for w in workers:
                 for at, i in enumerate(stream.ops):
                     op = self.workload.ops[i]
@@ -200,7 +271,7 @@ class FlowResult:
                         yield w, "compute", op.name, float(start[w, at]), float(end[w, at]), op.phase
 
     def _message_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
-        way, labels = self.journeys, self._labels()
+        way, labels = self.messages, self._labels()
         for w in workers:
             for i, message in enumerate(way.message):
                 start, end = float(way.start_s[i, w]), float(way.end_s[i, w])

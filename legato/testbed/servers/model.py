@@ -29,9 +29,9 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow import FlowResult, Network, simulate_flow
 from legato.simulator.flow.fabrics.servers import Servers
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 from legato.zoo import scale_compute
 
 __all__ = ["Prediction", "ServerCosts", "own_updates", "predict"]
@@ -169,38 +169,38 @@ class _RuntimeFabric(Servers):
     update_s: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         """One connection between each worker and server: a gradient goes out when the one before it is there."""
-        graph = wiring.graph
-        turn = graph.add((len(parcels), wiring.size))
+        graph = topology.graph
+        turn = graph.add((len(fragments), topology.size))
         graph.edge(ready, turn)
-        servers = wiring.server(parcels.server)[:, None]
-        sent = wiring.send(wiring.ranks, servers, parcels.nbytes[:, None], [turn], key=parcels.order[:, None])
-        for mine in self._by_server(parcels):
+        servers = topology.server(fragments.server)[:, None]
+        sent = topology.send(topology.ranks, servers, fragments.nbytes[:, None], [turn], key=fragments.order[:, None])
+        for mine in self._by_server(fragments):
             graph.edge(sent[mine[:-1]], turn[mine[1:]])
         return graph.join(sent)[:, None]
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         """What is updated can go; to each worker, in its order, when what goes before is there."""
-        graph = wiring.graph
-        turn = graph.add((len(parcels), wiring.size))
-        servers = wiring.server(parcels.server)[:, None]
-        sent = wiring.send(servers, wiring.ranks, parcels.nbytes[:, None], [turn], key=parcels.order[:, None])
-        for s, mine in enumerate(self._by_server(parcels)):
+        graph = topology.graph
+        turn = graph.add((len(fragments), topology.size))
+        servers = topology.server(fragments.server)[:, None]
+        sent = topology.send(servers, topology.ranks, fragments.nbytes[:, None], [turn], key=fragments.order[:, None])
+        for s, mine in enumerate(self._by_server(fragments)):
             everything = graph.add((1,), work_s=self.turn_s)
             graph.edge(held[mine, 0], everything)
-            names = [parcels.slices[i][0].tensor for i in mine]
+            names = [fragments.slices[i][0].tensor for i in mine]
             updated = graph.add((len(mine),), work_s=[self.update_s[name] for name in names])
             graph.edge(everything, updated[:1])
             graph.edge(updated[:-1], updated[1:])
             graph.edge(updated[:, None], turn[mine])
-            for worker in range(wiring.size):
+            for worker in range(topology.size):
                 order = self._order(mine, worker, s)
                 graph.edge(sent[order[:-1], worker], turn[order[1:], worker])
         return sent
 
-    def _by_server(self, parcels: Parcels) -> list[list[int]]:
-        return [np.flatnonzero(parcels.server == s).tolist() for s in range(self.servers)]
+    def _by_server(self, fragments: Fragments) -> list[list[int]]:
+        return [np.flatnonzero(fragments.server == s).tolist() for s in range(self.servers)]
 
     def _order(self, mine: Sequence[int], worker: int, server: int) -> list[int]:
         order = list(mine)

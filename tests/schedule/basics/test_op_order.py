@@ -64,7 +64,7 @@ def ancestors(waits, op):
 @given(workloads(max_ops=8, max_tensors=8))
 def test_stage_1_is_what_the_paper_says(workload):
     """In each step, the update that needs the least of what is not completed; its ops are then completed."""
-    period = Period(workload)
+    period = Period.of(workload)
     completed, order = set(), []
     updates = sorted(set(period.ready_op))
     while set(order) != set(updates):
@@ -90,7 +90,7 @@ def feasible(ops, waits):
 @settings(max_examples=200, deadline=None)
 @given(workloads(max_ops=6, max_tensors=5), st.booleans())
 def test_stage_2_leaves_one_order_of_updates_and_adds_nothing_in_vain(workload, greedy):
-    period = Period(workload)
+    period = Period.of(workload)
     updates = update_order(workload) if greedy else sorted(set(period.ready_op))
     added = control_dependencies(workload, updates)
     assert all(before not in period.waits[after] for before, after in added) and len(set(added)) == len(added)
@@ -126,7 +126,7 @@ def test_the_order_is_one_that_a_plan_may_have(workload):
 
 @given(workloads(max_ops=6, max_tensors=6))
 def test_the_first_update_is_as_early_as_any_order_makes_it(workload):
-    period = Period(workload)
+    period = Period.of(workload)
 
     def first(order):
         when = itertools.accumulate(period.duration_s[op] for op in order)

@@ -11,7 +11,7 @@ from support.strategies import clusters, workloads
 
 import legato
 from legato.core.cluster import Cluster
-from legato.core.layout import apart
+from legato.core.layout import scattered_tensors
 from legato.core.plan import check_messages, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
@@ -100,7 +100,7 @@ def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
         for m in found.messages
     ]
     check_messages(legato.Plan("x", tuple(messages)), names)
-    assert apart(messages, names, 2) == []
+    assert scattered_tensors(messages, names, 2) == []
     assert all(p.nbytes == nbytes[p.tensor] for m in found.messages for p in m if nbytes[p.tensor] < whole_below)
     now = late = 0
     for message in found.messages:

@@ -33,7 +33,7 @@ def built(services):
     for link, work_s, delay_s, key, befores in services:
         (i,) = graph.add((1,), link=link, work_s=work_s, delay_s=delay_s, key=key)
         for before, cut in befores:
-            graph.edge(np.array(before), i, cut=cut)
+            graph.edge(np.array(before), i, cut_through=cut)
     return graph.freeze(LINKS)
 
 

@@ -56,7 +56,7 @@ def test_servers_by_hand(options, expected):
 def run_services_of(unrolled):
     from legato.simulator.flow.engine import run_services
 
-    graph = unrolled.graph.freeze(unrolled.wiring.num_links)
+    graph = unrolled.graph.freeze(unrolled.topology.num_links)
     assert run_services(*graph) == len(graph.records)
     return graph
 
@@ -104,7 +104,7 @@ def test_every_byte_is_sent_once(name, slow):
     unrolled = compile_flow(MANY, None, name, network(n, link_scale=slow), iterations=1, symmetry=False)
     graph = run_services_of(unrolled)
     wired = graph.records[graph.records["link"] >= 0]
-    nbytes = wired["work_s"] / unrolled.wiring.s_per_byte()[wired["link"]]
+    nbytes = wired["work_s"] / unrolled.topology.s_per_byte()[wired["link"]]
     bytes_on = np.bincount(wired["link"], weights=nbytes, minlength=graph.num_links)
     out, into = PER_WORKER[name](n)
     assert bytes_on[0 : 2 * n : 2] == pytest.approx([out * MANY.nbytes] * n)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from legato.simulator.flow.fabrics.protocol import Collective, is_power_of_two
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 
 __all__ = ["Butterfly", "HalvingDoubling"]
 
@@ -29,13 +29,13 @@ class Butterfly(Collective):
     def simulated(self, workers: int) -> int:
         return 1 if is_power_of_two(workers) else workers
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
-        held, rounds = _fold(wiring, parcels, ready)
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        held, rounds = _fold(topology, fragments, ready)
         for k in range(rounds):
-            held = _exchange(wiring, parcels, held, 1 << k, 1.0, adds=True)
-        return _unfold(wiring, parcels, held)
+            held = _exchange(topology, fragments, held, 1 << k, 1.0, adds=True)
+        return _unfold(topology, fragments, held)
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         return held
 
 
@@ -46,56 +46,56 @@ class HalvingDoubling(Collective):
     def simulated(self, workers: int) -> int:
         return 1 if is_power_of_two(workers) else workers
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
-        held, rounds = _fold(wiring, parcels, ready)
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        held, rounds = _fold(topology, fragments, ready)
         for k in range(rounds):
-            held = _exchange(wiring, parcels, held, 1 << (rounds - 1 - k), 0.5 ** (k + 1), adds=True)
-        extra = wiring.size - held.shape[1]
+            held = _exchange(topology, fragments, held, 1 << (rounds - 1 - k), 0.5 ** (k + 1), adds=True)
+        extra = topology.size - held.shape[1]
         return np.concatenate([held, held[:, :extra]], axis=1)
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
-        inner = _inner(wiring)
-        held = held[:, : min(inner, wiring.size)]
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
+        inner = _inner(topology)
+        held = held[:, : min(inner, topology.size)]
         rounds = inner.bit_length() - 1
         for k in reversed(range(rounds)):
-            held = _exchange(wiring, parcels, held, 1 << (rounds - 1 - k), 0.5 ** (k + 1), adds=False)
-        return _unfold(wiring, parcels, held)
+            held = _exchange(topology, fragments, held, 1 << (rounds - 1 - k), 0.5 ** (k + 1), adds=False)
+        return _unfold(topology, fragments, held)
 
 
-def _inner(wiring: Wiring) -> int:
+def _inner(topology: Topology) -> int:
     """The largest power of two among the numbers of workers up to ours."""
-    return 1 << (wiring.workers.bit_length() - 1)
+    return 1 << (topology.workers.bit_length() - 1)
 
 
-def _exchange(wiring: Wiring, parcels: Parcels, held: Ids, distance: int, share: float, *, adds: bool) -> Ids:
-    """Each sends that share of a parcel to its partner, and goes on when it has sent for and got its part."""
-    ranks = wiring.ranks[: held.shape[1]]
-    partner = wiring.worker(ranks ^ distance)
-    nbytes = parcels.nbytes[:, None] * share
-    sent = wiring.send(ranks, partner, nbytes, [held], key=parcels.order[:, None], adds=adds)
-    return wiring.graph.join(np.stack([held, sent[:, partner]], axis=-1))
+def _exchange(topology: Topology, fragments: Fragments, held: Ids, distance: int, share: float, *, adds: bool) -> Ids:
+    """Each sends that share of a fragment to its partner, and goes on when it has sent for and got its part."""
+    ranks = topology.ranks[: held.shape[1]]
+    partner = topology.worker(ranks ^ distance)
+    nbytes = fragments.nbytes[:, None] * share
+    sent = topology.send(ranks, partner, nbytes, [held], key=fragments.order[:, None], adds=adds)
+    return topology.graph.join(np.stack([held, sent[:, partner]], axis=-1))
 
 
-def _fold(wiring: Wiring, parcels: Parcels, ready: Ids) -> tuple[Ids, int]:
+def _fold(topology: Topology, fragments: Fragments, ready: Ids) -> tuple[Ids, int]:
     """What the inner workers hold to begin with, and the rounds among them."""
-    inner = _inner(wiring)
-    held = ready[:, : min(inner, wiring.size)]
-    if inner < wiring.workers:
-        outer = np.arange(inner, wiring.workers)
-        nbytes, key = parcels.nbytes[:, None], parcels.order[:, None]
-        sent = wiring.send(outer, outer - inner, nbytes, [ready[:, outer]], key=key, adds=True)
+    inner = _inner(topology)
+    held = ready[:, : min(inner, topology.size)]
+    if inner < topology.workers:
+        outer = np.arange(inner, topology.workers)
+        nbytes, key = fragments.nbytes[:, None], fragments.order[:, None]
+        sent = topology.send(outer, outer - inner, nbytes, [ready[:, outer]], key=key, adds=True)
         held = held.copy()
-        held[:, outer - inner] = wiring.graph.join(np.stack([held[:, outer - inner], sent], axis=-1))
+        held[:, outer - inner] = topology.graph.join(np.stack([held[:, outer - inner], sent], axis=-1))
     return held, inner.bit_length() - 1
 
 
-def _unfold(wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+def _unfold(topology: Topology, fragments: Fragments, held: Ids) -> Ids:
     """What all workers have at the end."""
-    inner = _inner(wiring)
-    if inner == wiring.workers:
+    inner = _inner(topology)
+    if inner == topology.workers:
         return held
-    outer = np.arange(inner, wiring.workers)
-    sent = wiring.send(
-        outer - inner, outer, parcels.nbytes[:, None], [held[:, outer - inner]], key=parcels.order[:, None]
+    outer = np.arange(inner, topology.workers)
+    sent = topology.send(
+        outer - inner, outer, fragments.nbytes[:, None], [held[:, outer - inner]], key=fragments.order[:, None]
     )
     return np.concatenate([held, sent], axis=1)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from legato.core.errors import InputError
 from legato.simulator.flow.fabrics.protocol import Collective
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 
 __all__ = ["Hierarchical"]
 
@@ -41,37 +41,37 @@ class Hierarchical(Collective):
             raise InputError(f"group: {self.group} workers a host (expected a number that divides {workers})")
         return self.group
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
-        part = self._around(wiring, parcels, ready, self.group, local=True, adds=True)
-        return self._around(wiring, parcels, part, wiring.workers // self.group, local=False, adds=True)
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        part = self._around(topology, fragments, ready, self.group, local=True, adds=True)
+        return self._around(topology, fragments, part, topology.workers // self.group, local=False, adds=True)
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
-        part = self._around(wiring, parcels, held, wiring.workers // self.group, local=False, adds=False)
-        return self._around(wiring, parcels, part, self.group, local=True, adds=False)
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
+        part = self._around(topology, fragments, held, topology.workers // self.group, local=False, adds=False)
+        return self._around(topology, fragments, part, self.group, local=True, adds=False)
 
-    def _around(self, wiring: Wiring, parcels: Parcels, ready: Ids, n: int, *, local: bool, adds: bool) -> Ids:
+    def _around(self, topology: Topology, fragments: Fragments, ready: Ids, n: int, *, local: bool, adds: bool) -> Ids:
         """One round of a ring of n, of all hosts' workers or of each part's."""
-        ranks = wiring.ranks
-        left, right = self._neighbour(wiring, -1, local), self._neighbour(wiring, 1, local)
-        arrived = wiring.pass_around(
+        ranks = topology.ranks
+        left, right = self._neighbour(topology, -1, local), self._neighbour(topology, 1, local)
+        arrived = topology.pass_around(
             right if local else self._host(right),
             left,
-            parcels.nbytes / (n if local else n * self.group),
+            fragments.nbytes / (n if local else n * self.group),
             ready,
             n - 1,
-            key=parcels.order,
+            key=fragments.order,
             source=ranks if local else self._host(ranks),
             adds=adds,
             local=local,
         )
         # A sum needs the last chunk and one's own; what is gathered, all of them.
         needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
-        return wiring.graph.join(np.concatenate(needed, axis=1), axis=1)
+        return topology.graph.join(np.concatenate(needed, axis=1), axis=1)
 
-    def _neighbour(self, wiring: Wiring, step: int, local: bool) -> NDArray[np.int64]:
-        ranks = wiring.ranks
+    def _neighbour(self, topology: Topology, step: int, local: bool) -> NDArray[np.int64]:
+        ranks = topology.ranks
         if not local:
-            return wiring.worker(ranks + step * self.group)
+            return topology.worker(ranks + step * self.group)
         return self._host(ranks) + (ranks + step) % self.group
 
     def _host(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:

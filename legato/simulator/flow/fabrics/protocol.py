@@ -1,10 +1,10 @@
 """What a fabric is, and what collectives have in common.
 
 A fabric says how gradients become sums (`reduce`) and how sums reach all
-workers (`spread`), by adding transfers to a graph; it never sees the clock.
-Both take and return arrays of ids of services, one row a parcel: `ready[m, r]`
-ends when worker r may send parcel m, `held[m, ...]` when a sum, or one worker's
-or server's part of it, is complete; what `spread` returns ends when worker r
+workers (`distribute`), by adding transfers to a graph; it never sees the clock.
+Both take and return arrays of ids of services, one row a fragment: `ready[m, r]`
+ends when worker r may send fragment m, `held[m, ...]` when a sum, or one worker's
+or server's part of it, is complete; what `distribute` returns ends when worker r
 has the whole sum.
 """
 
@@ -16,9 +16,9 @@ from typing import Protocol
 
 from legato.core.errors import InputError
 from legato.core.workload import Workload
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 
 __all__ = ["Collective", "Fabric", "is_power_of_two"]
 
@@ -40,7 +40,7 @@ class Fabric(Protocol):
     def local_bandwidth_bps(self) -> float: ...
 
     def simulated(self, workers: int) -> int:
-        """How many of that many like workers need to be simulated (see wiring.py). Raises `InputError` if the
+        """How many of that many like workers need to be simulated (see topology.py). Raises `InputError` if the
         fabric does not work with so many."""
         ...
 
@@ -48,8 +48,8 @@ class Fabric(Protocol):
         """The server of each tensor, if there is more than one place."""
         ...
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids: ...
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids: ...
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids: ...
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 
 __all__ = ["Servers", "creation_order"]
 
@@ -36,7 +36,7 @@ class Servers:
     next ("round-robin"), or all parameters to a worker, then to the next
     ("block"). With `barrier`, nothing is handed out before everything is
     summed. `multicast`: a server sends once for all workers. `aggregation`: the
-    switch adds up, and forwards whole parcels ("store-and-forward") or bytes as
+    switch adds up, and forwards whole fragments ("store-and-forward") or bytes as
     they come ("cut-through"). `message_bytes` cuts messages into pieces, which
     are pushed, summed and handed out on their own (message pipelining, 9.2).
     """
@@ -74,8 +74,8 @@ class Servers:
         return 1.0
 
     @property
-    def shares(self) -> int:
-        """Over how many servers a parcel is split."""
+    def shards(self) -> int:
+        """Over how many servers a fragment is split."""
         return self.servers if self.placement == "equal" else 1
 
     def simulated(self, workers: int) -> int:
@@ -93,42 +93,42 @@ class Servers:
                 raise InputError(f"placement: {name!r} on no server (expected one of 0 to {self.servers - 1})")
         return self.placement
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
-        servers, nbytes, key = self._servers(wiring, parcels), self._nbytes(parcels), parcels.order[:, None]
-        after = np.broadcast_to(ready[:, None, :], (len(parcels), self.shares, wiring.size))
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        servers, nbytes, key = self._servers(topology, fragments), self._nbytes(fragments), fragments.order[:, None]
+        after = np.broadcast_to(ready[:, None, :], (len(fragments), self.shards, topology.size))
         if self.aggregation is None:
-            sent = wiring.send(
-                wiring.ranks, servers[..., None], nbytes[..., None], [after], key=key[..., None], adds=True
+            sent = topology.send(
+                topology.ranks, servers[..., None], nbytes[..., None], [after], key=key[..., None], adds=True
             )
-            return wiring.graph.join(sent)
+            return topology.graph.join(sent)
         cut_through = self.aggregation == "cut-through"
-        return wiring.aggregate(wiring.ranks, servers, nbytes, after, key=key, cut_through=cut_through)
+        return topology.aggregate(topology.ranks, servers, nbytes, after, key=key, cut_through=cut_through)
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         if self.barrier:
-            held = wiring.graph.join(held.reshape(1, -1))[:, None]
-        held = np.broadcast_to(held, (len(parcels), self.shares))
-        servers, nbytes, order = self._servers(wiring, parcels), self._nbytes(parcels), parcels.order[:, None]
+            held = topology.graph.join(held.reshape(1, -1))[:, None]
+        held = np.broadcast_to(held, (len(fragments), self.shards))
+        servers, nbytes, order = self._servers(topology, fragments), self._nbytes(fragments), fragments.order[:, None]
         if self.multicast:
-            sent = wiring.multicast(servers, wiring.ranks, nbytes, [held], key=order)
+            sent = topology.multicast(servers, topology.ranks, nbytes, [held], key=order)
         else:
             in_turn = self.distribution == "round-robin"
-            key = order * wiring.size + wiring.ranks if in_turn else wiring.ranks * len(parcels) + order
-            sent = wiring.send(
-                servers[..., None], wiring.ranks, nbytes[..., None], [held[..., None]], key=key[:, None, :]
+            key = order * topology.size + topology.ranks if in_turn else topology.ranks * len(fragments) + order
+            sent = topology.send(
+                servers[..., None], topology.ranks, nbytes[..., None], [held[..., None]], key=key[:, None, :]
             )
-        return sent[:, 0] if self.shares == 1 else wiring.graph.join(sent, axis=1)
+        return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
-    def _servers(self, wiring: Wiring, parcels: Parcels) -> np.ndarray:
-        """[parcel, share]: the hosts."""
-        if self.shares > 1:
-            return np.broadcast_to(wiring.server(np.arange(self.servers)), (len(parcels), self.servers))
-        if len(parcels) and (worst := int(parcels.server.max())) >= self.servers:
+    def _servers(self, topology: Topology, fragments: Fragments) -> np.ndarray:
+        """[fragment, share]: the hosts."""
+        if self.shards > 1:
+            return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
+        if len(fragments) and (worst := int(fragments.server.max())) >= self.servers:
             raise InputError(f"server: {worst} (expected one of 0 to {self.servers - 1})")
-        return wiring.server(parcels.server)[:, None]
+        return topology.server(fragments.server)[:, None]
 
-    def _nbytes(self, parcels: Parcels) -> np.ndarray:
-        return np.broadcast_to(parcels.nbytes[:, None] / self.shares, (len(parcels), self.shares))
+    def _nbytes(self, fragments: Fragments) -> np.ndarray:
+        return np.broadcast_to(fragments.nbytes[:, None] / self.shards, (len(fragments), self.shards))
 
 
 def creation_order(workload: Workload) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from legato.simulator.flow.fabrics.protocol import Collective
+from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.parcels import Parcels
-from legato.simulator.flow.wiring import Wiring
+from legato.simulator.flow.topology import Topology
 
 __all__ = ["Shuffle"]
 
@@ -18,17 +18,17 @@ __all__ = ["Shuffle"]
 class Shuffle(Collective):
     """All-to-all, local sum, all-gather: in each half a worker's link carries (n-1)/n of the bytes."""
 
-    def reduce(self, wiring: Wiring, parcels: Parcels, ready: Ids) -> Ids:
-        return _all_to_all(wiring, parcels, ready, adds=True)
+    def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
+        return _all_to_all(topology, fragments, ready, adds=True)
 
-    def spread(self, wiring: Wiring, parcels: Parcels, held: Ids) -> Ids:
-        return _all_to_all(wiring, parcels, held, adds=False)
+    def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
+        return _all_to_all(topology, fragments, held, adds=False)
 
 
-def _all_to_all(wiring: Wiring, parcels: Parcels, ready: Ids, *, adds: bool) -> Ids:
+def _all_to_all(topology: Topology, fragments: Fragments, ready: Ids, *, adds: bool) -> Ids:
     """First to the neighbour on the right, then to the one after it, and so on: nobody gets two at once."""
-    ranks, steps = wiring.ranks[:, None], np.arange(1, wiring.workers)
-    nbytes, key = parcels.nbytes[:, None, None] / wiring.workers, parcels.order[:, None, None]
-    sent = wiring.send(ranks, wiring.worker(ranks + steps), nbytes, [ready[..., None]], key=key, adds=adds)
-    mine = sent[:, wiring.worker(ranks - steps), steps - 1]
-    return wiring.graph.join(np.concatenate([mine, ready[..., None]], axis=-1))
+    ranks, steps = topology.ranks[:, None], np.arange(1, topology.workers)
+    nbytes, key = fragments.nbytes[:, None, None] / topology.workers, fragments.order[:, None, None]
+    sent = topology.send(ranks, topology.worker(ranks + steps), nbytes, [ready[..., None]], key=key, adds=adds)
+    mine = sent[:, topology.worker(ranks - steps), steps - 1]
+    return topology.graph.join(np.concatenate([mine, ready[..., None]], axis=-1))

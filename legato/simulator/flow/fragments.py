@@ -1,11 +1,11 @@
-"""A plan's messages, cut into what travels on its own: parcels.
+"""A plan's messages, cut into what travels on its own: fragments.
 
-Every byte is summed by one parcel and handed out by one. A message becomes a
-parcel, or several: one a parameter server whose tensors it holds, and of each
+Every byte is summed by one fragment and handed out by one. A message becomes a
+fragment, or several: one a parameter server whose tensors it holds, and of each
 as many pieces as its `depth` and the fabric's `message_bytes` ask for.
 
 [Note: what kind of message means what]
-All fabrics do two things: `reduce` (gradients become sums) and `spread` (sums
+All fabrics do two things: `reduce` (gradients become sums) and `distribute` (sums
 reach all workers). `all_reduce` is both, on parameter servers a push and a
 pull; `push` and `reduce_scatter` are the first, `pull` and `all_gather` the
 second, whatever the fabric. Servers hand out an all-reduced tensor in the order
@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 
-__all__ = ["REDUCING", "SPREADING", "Parcels", "cut", "overlaps"]
+__all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "cut", "overlaps"]
 
 REDUCING = ("all_reduce", "reduce_scatter", "push")
-SPREADING = ("all_reduce", "all_gather", "pull")
-_MOST_PARCELS = 1_000_000
+DISTRIBUTING = ("all_reduce", "all_gather", "pull")
+_MOST_FRAGMENTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Parcels:
-    """Parcels in the order in which they are sent. Arrays have one entry a parcel.
+class Fragments:
+    """Fragments in the order in which they are sent. Arrays have one entry a fragment.
 
     `message` is the index in the plan, `order` the place in the order (what is
     ready at once is sent by it), `server` the parameter server.
@@ -58,8 +58,8 @@ class Parcels:
 
 def cut(
     messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
-) -> Parcels:
-    """Parcels of messages (with their indices in the plan).
+) -> Fragments:
+    """Fragments of messages (with their indices in the plan).
 
     `placement` says which server a tensor lives on, where the message does not;
     None if there is one place only.
@@ -77,13 +77,13 @@ def cut(
         for where, group in groups.items():
             nbytes = sum(piece.nbytes for piece in group)
             pieces = min(nbytes, max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1))
-            if len(slices) + pieces > _MOST_PARCELS:
-                raise InputError(f"message_bytes: {message_bytes} cuts into more than {_MOST_PARCELS:,} pieces")
+            if len(slices) + pieces > _MOST_FRAGMENTS:
+                raise InputError(f"message_bytes: {message_bytes} cuts into more than {_MOST_FRAGMENTS:,} pieces")
             for part in _split(group, nbytes, pieces):
                 slices.append(part)
                 index.append(i)
                 server.append(where)
-    return Parcels(tuple(slices), np.array(index, dtype=np.int64), np.array(server, dtype=np.int64))
+    return Fragments(tuple(slices), np.array(index, dtype=np.int64), np.array(server, dtype=np.int64))
 
 
 def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice, ...]]:
@@ -104,8 +104,8 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
         yield tuple(part)
 
 
-def overlaps(first: Parcels, second: Parcels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs (i, j) of parcels that share bytes: j hands out what i sums."""
+def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs (i, j) of fragments that share bytes: j hands out what i sums."""
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):
         for piece in slices:

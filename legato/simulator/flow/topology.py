@@ -16,36 +16,49 @@ order on every link is that of the full simulation, and so are all times.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from legato.simulator.flow.graph import NO_LINK, Graph, Ids
+from legato.simulator.flow.graph import NO_LINK, NO_TAG, Graph, Ids
 from legato.simulator.flow.network import Network
 
-__all__ = ["Wiring"]
+__all__ = ["Topology"]
 
 Hosts = NDArray[np.int64]
 
 
-class Wiring:
-    """The links of `size` workers and `servers` servers, and the graph that what is sent goes to.
+class Topology:
+    """The links of `size` workers and `servers` servers, and the graph that transfers are added to.
 
     `workers` is the number of workers there are; `ranks` are those simulated.
+    The first axis of everything that is sent counts the fragments, of which
+    fragment i is tagged `tag[i]` (all of them, if there is one tag only).
     """
 
     def __init__(self, graph: Graph, network: Network, size: int, servers: int, local_bandwidth_bps: float) -> None:
         self.graph, self.network = graph, network
         self.workers, self.size, self.servers = network.workers, size, servers
         self.ranks: Hosts = np.arange(size)
+        self.tag = np.array([NO_TAG])
         self._local_s_per_byte = 8 / local_bandwidth_bps
         self._hosts = size + servers
         self._host_s_per_byte = network.host_s_per_byte(size, servers)
         racks = network.racks
         self._rack = np.concatenate([np.arange(size) * racks // network.workers, np.arange(servers) % racks])
         self._rack_s_per_byte = network.s_per_byte * network.oversubscription * racks / network.workers
+
+    def tagged(self, tag: NDArray[np.int64]) -> Topology:
+        """The same topology on the same graph, for fragments with these tags."""
+        other = copy.copy(self)
+        other.tag = tag
+        return other
+
+    def _tags(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        return np.broadcast_to(self.tag.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
     # Links: out of and into each host, out of and into each rack, and the local ones.
 
@@ -122,7 +135,7 @@ class Wiring:
         adds: bool = False,
         local: bool = False,
     ) -> Ids:
-        """[parcel, step, rank]: rounds in which everybody sends on what came in the round before.
+        """[fragment, step, rank]: rounds in which everybody sends on what came in the round before.
 
         Rank r begins with what `begin[:, r]` ends, sends `nbytes[:, None]` to
         `target[r]` and gets from rank `come_from[r]`. With `adds` it sends on
@@ -162,14 +175,17 @@ class Wiring:
             work_s=nbytes[..., None] * s_per_byte,
             delay_s=np.stack([np.full(nbytes.shape, latency), reduce_s], axis=-1),
             key=np.asarray(key)[..., None],
+            tag=self._tags((*nbytes.shape, 2)),
         )
         out, inbound = both[..., 0], both[..., 1]
-        self.graph.edge(self._between_racks(out, source, target, nbytes, key), inbound, cut=network.cut_through)
+        self.graph.edge(self._between_racks(out, source, target, nbytes, key), inbound, cut_through=network.cut_through)
         return out, inbound
 
     def _receive(self, target: Hosts, nbytes: NDArray[np.float64], key: ArrayLike) -> Ids:
         work_s = nbytes * self._host_s_per_byte[target]
-        return self.graph.add(target.shape, link=self.in_link(target), work_s=work_s, key=key)
+        return self.graph.add(
+            target.shape, link=self.in_link(target), work_s=work_s, key=key, tag=self._tags(target.shape)
+        )
 
     def _between_racks(self, out: Ids, source: ArrayLike, target: ArrayLike, nbytes: ArrayLike, key: ArrayLike) -> Ids:
         """The last service before the target's link: `out`, or the downlink of the target's rack."""
@@ -178,10 +194,11 @@ class Wiring:
         here, there = self._rack[np.asarray(source)], self._rack[np.asarray(target)]
         far = here != there
         work_s, far_key = np.asarray(nbytes)[far] * self._rack_s_per_byte, np.asarray(key)[far]
-        up = self.graph.add(work_s.shape, link=self._up_link(here[far]), work_s=work_s, key=far_key)
-        down = self.graph.add(work_s.shape, link=self._down_link(there[far]), work_s=work_s, key=far_key)
-        self.graph.edge(out[far], up, cut=self.network.cut_through)
-        self.graph.edge(up, down, cut=self.network.cut_through)
+        tag = self._tags(far.shape)[far]
+        up = self.graph.add(work_s.shape, link=self._up_link(here[far]), work_s=work_s, key=far_key, tag=tag)
+        down = self.graph.add(work_s.shape, link=self._down_link(there[far]), work_s=work_s, key=far_key, tag=tag)
+        self.graph.edge(out[far], up, cut_through=self.network.cut_through)
+        self.graph.edge(up, down, cut_through=self.network.cut_through)
         last = out.copy()
         last[far] = down
         return last
@@ -194,28 +211,31 @@ class Wiring:
         source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
         graph, network = self.graph, self.network
         work_s = nbytes * self._host_s_per_byte[source]
-        out = graph.add(nbytes.shape, link=self.out_link(source), work_s=work_s, delay_s=network.latency_s, key=key)
+        tag = self._tags(nbytes.shape)
+        out = graph.add(
+            nbytes.shape, link=self.out_link(source), work_s=work_s, delay_s=network.latency_s, key=key, tag=tag
+        )
         for before in after:
             graph.edge(before, out)
         targets = np.broadcast_to(targets, (*nbytes.shape, np.shape(targets)[-1]))
         inbound = self._receive(targets, nbytes[..., None], key[..., None])
         if network.racks == 1:
-            graph.edge(out[..., None], inbound, cut=network.cut_through)
+            graph.edge(out[..., None], inbound, cut_through=network.cut_through)
             return inbound
         # Once up, and once down into every other rack.
         rack_work = nbytes * self._rack_s_per_byte
         here = self._rack[source]
-        up = graph.add(nbytes.shape, link=self._up_link(here), work_s=rack_work, key=key)
+        up = graph.add(nbytes.shape, link=self._up_link(here), work_s=rack_work, key=key, tag=tag)
         racks = np.arange(network.racks)
         elsewhere = racks != here[..., None]
         down_link = np.where(elsewhere, self._down_link(racks), NO_LINK)
         down_work = np.where(elsewhere, rack_work[..., None], 0.0)
-        down = graph.add(down_link.shape, link=down_link, work_s=down_work, key=key[..., None])
-        graph.edge(out, up, cut=network.cut_through)
-        graph.edge(up[..., None], down, cut=network.cut_through)
+        down = graph.add(down_link.shape, link=down_link, work_s=down_work, key=key[..., None], tag=tag[..., None])
+        graph.edge(out, up, cut_through=network.cut_through)
+        graph.edge(up[..., None], down, cut_through=network.cut_through)
         there = self._rack[targets]
         last = np.where(there == here[..., None], out[..., None], np.take_along_axis(down, there, -1))
-        graph.edge(last, inbound, cut=network.cut_through)
+        graph.edge(last, inbound, cut_through=network.cut_through)
         return inbound
 
     def aggregate(
@@ -231,24 +251,30 @@ class Wiring:
         sources = np.broadcast_to(sources, after.shape)
         work_s = nbytes[..., None] * self._host_s_per_byte[sources]
         out = graph.add(
-            after.shape, link=self.out_link(sources), work_s=work_s, delay_s=network.latency_s, key=key[..., None]
+            after.shape,
+            link=self.out_link(sources),
+            work_s=work_s,
+            delay_s=network.latency_s,
+            key=key[..., None],
+            tag=self._tags(after.shape),
         )
         graph.edge(after, out)
         inbound = self._receive(target, nbytes, key)
         if network.racks == 1:
-            graph.edge(out, inbound[..., None], cut=cut_through)
+            graph.edge(out, inbound[..., None], cut_through=cut_through)
             return inbound
         # Added up in each rack, sent up once, and added up again.
         rack_work = nbytes * self._rack_s_per_byte
         here, there = self._rack[sources], self._rack[target]
-        down = graph.add(nbytes.shape, link=self._down_link(there), work_s=rack_work, key=key)
+        tag = self._tags(nbytes.shape)
+        down = graph.add(nbytes.shape, link=self._down_link(there), work_s=rack_work, key=key, tag=tag)
         for rack in range(network.racks):
             members = np.flatnonzero(here.reshape(-1, here.shape[-1])[0] == rack)
             far = there != rack
             up_link = np.full_like(there[far], self._up_link(np.asarray(rack)))
-            up = graph.add(up_link.shape, link=up_link, work_s=rack_work[far], key=key[far])
-            graph.edge(out[..., members][far], up[..., None], cut=cut_through)
-            graph.edge(up, down[far], cut=cut_through)
-            graph.edge(out[..., members][~far], inbound[~far][..., None], cut=cut_through)
-        graph.edge(down, inbound, cut=cut_through)
+            up = graph.add(up_link.shape, link=up_link, work_s=rack_work[far], key=key[far], tag=tag[far])
+            graph.edge(out[..., members][far], up[..., None], cut_through=cut_through)
+            graph.edge(up, down[far], cut_through=cut_through)
+            graph.edge(out[..., members][~far], inbound[~far][..., None], cut_through=cut_through)
+        graph.edge(down, inbound, cut_through=cut_through)
         return inbound
