@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from legato.core.errors import FileError
-from legato.ingest.source import BLOCK_BYTES, Progress, blocks, one_line
+from legato.ingest.source import BLOCK_BYTES, Progress, one_line, read_blocks
 
 __all__ = ["Header", "events"]
 
@@ -47,7 +47,7 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
     `FileError`, with one line, on anything else.
     """
     reader = _Reader(path, kind, header)
-    for block in blocks(path, progress):
+    for block in read_blocks(path, progress):
         yield from reader.feed(block)
     yield from reader.finish()
 

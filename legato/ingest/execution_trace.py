@@ -26,8 +26,8 @@ import numpy as np
 
 from legato.core.errors import FileError, InputError
 from legato.ingest.kineto.importer import import_kineto
-from legato.ingest.kineto.step import Step
-from legato.ingest.source import Progress, blocks, one_line, whole
+from legato.ingest.kineto.step import TracedStep
+from legato.ingest.source import Progress, one_line, read_all, read_blocks
 from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces"]
@@ -99,14 +99,14 @@ def import_execution_traces(
         rank=rank,
         keep_idle=keep_idle,
         batch_size=batch_size,
-        graphs=dict(read),
+        dependencies=dict(read),
         progress=progress,
     )
 
 
 def _is_graph(path: Path) -> bool:
     """An execution trace has nodes; a profiler's trace has events, and says so early."""
-    head = next(blocks(path), b"")
+    head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)
 
@@ -116,7 +116,7 @@ class _Dependencies:
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
-        data = whole(path, _LARGEST_BYTES, progress)
+        data = read_all(path, _LARGEST_BYTES, progress)
         try:
             file = msgspec.json.decode(data, type=_File)
         except RecursionError:
@@ -134,7 +134,7 @@ class _Dependencies:
             if isinstance(record, int) and record > 0:
                 self._nodes[record] = node
 
-    def __call__(self, step: Step, notes: Notes) -> list[TracedOp]:
+    def __call__(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
         """The step's ops with their dependencies; an op that is in no known operator keeps its place in the stream."""
         nodes = _innermost(step, self._by_row(step))
         writer: dict[int, int] = {}
@@ -160,18 +160,19 @@ class _Dependencies:
             notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the one before it")
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
-    def _by_row(self, step: Step) -> dict[int, _Node]:
+    def _by_row(self, step: TracedStep) -> dict[int, _Node]:
         """The node of each operator of the profiler's trace (by row).
 
         By id, where the profiler wrote the ids; else the n-th operator of a name is the n-th node of that name,
         for the names that stand as often in both.
         """
-        trace, spans = step.trace, step.trace.operator
-        rows = np.flatnonzero((spans.start >= step.window.start_s) & (spans.start < step.window.end_s)).tolist()
+        trace, columns = step.trace, step.trace.operator
+        rows = np.flatnonzero((columns.start >= step.interval.start_s) & (columns.start < step.interval.end_s)).tolist()
         by_id = {
             row: node
             for row in rows
-            if (node := self._nodes.get(int(spans.record[row]))) is not None and node.name == trace.named(spans, row)
+            if (node := self._nodes.get(int(columns.record[row]))) is not None
+            and node.name == trace.named(columns, row)
         }
         if 2 * len(by_id) > len(rows):
             return by_id
@@ -180,7 +181,7 @@ class _Dependencies:
             nodes.setdefault(node.name, []).append(node)
         named: dict[str, list[int]] = {}
         for row in rows:
-            named.setdefault(trace.named(spans, row), []).append(row)
+            named.setdefault(trace.named(columns, row), []).append(row)
         found: dict[int, _Node] = {}
         for name, same in named.items():
             if len(same) == len(nodes.get(name, ())):
@@ -188,17 +189,17 @@ class _Dependencies:
         return found
 
 
-def _innermost(step: Step, nodes: dict[int, _Node]) -> dict[int, _Node]:
+def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:
     """For each op the innermost operator of the graph that was open on the thread that launched it, if any was."""
-    spans, rows, at = step.trace.operator, sorted(nodes), 0
+    columns, rows, at = step.trace.operator, sorted(nodes), 0
     open_rows: dict[int, list[int]] = {}
     found = {}
     for i in np.argsort(step.host_s, kind="stable").tolist():
-        while at < len(rows) and spans.start[rows[at]] <= step.host_s[i]:
-            open_rows.setdefault(int(spans.thread[rows[at]]), []).append(rows[at])
+        while at < len(rows) and columns.start[rows[at]] <= step.host_s[i]:
+            open_rows.setdefault(int(columns.thread[rows[at]]), []).append(rows[at])
             at += 1
         stack = open_rows.get(int(step.thread[i]), [])
-        while stack and spans.end[stack[-1]] < step.host_s[i]:
+        while stack and columns.end[stack[-1]] < step.host_s[i]:
             stack.pop()
         if stack:
             found[i] = nodes[stack[-1]]

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
-from legato.ingest.source import Progress, one_line, whole
+from legato.ingest.source import Progress, one_line, read_all
 from legato.ingest.traced import Imported, Notes
 
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
@@ -62,7 +62,7 @@ class Send(NamedTuple):
 def read_send_trace(path: Path, progress: Progress | None = None) -> list[Send]:
     """The rows of one file; raises `FileError` that names the line and the column."""
     try:
-        text = whole(path, _LARGEST_BYTES, progress).decode("utf-8-sig")
+        text = read_all(path, _LARGEST_BYTES, progress).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None

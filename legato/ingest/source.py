@@ -9,7 +9,7 @@ from pathlib import Path
 
 from legato.core.errors import FileError
 
-__all__ = ["Progress", "blocks", "one_line", "whole"]
+__all__ = ["Progress", "one_line", "read_all", "read_blocks"]
 
 #: `progress(done, total)`, in bytes of the file as it lies on the disk.
 Progress = Callable[[int, int], None]
@@ -20,7 +20,7 @@ _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
 
 
-def blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
+def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
     """The file's bytes in blocks of a few MiB, decompressed where it begins as gzip does.
 
     Raises `FileError` when it cannot be read, is damaged, or expands beyond reason.
@@ -51,10 +51,10 @@ def blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
         raise FileError(f"{one_line(str(path))}: cannot read: {error}") from None
 
 
-def whole(path: Path, limit: int, progress: Progress | None = None) -> bytes:
+def read_all(path: Path, limit: int, progress: Progress | None = None) -> bytes:
     """All of a file that must fit in memory; raises `FileError` above `limit` bytes."""
     data = bytearray()
-    for block in blocks(path, progress):
+    for block in read_blocks(path, progress):
         data += block
         if len(data) > limit:
             raise FileError(f"{path}: more than {limit // 2**20} MiB (too large for this kind of file)")

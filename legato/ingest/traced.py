@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
-__all__ = ["Gradient", "Imported", "Notes", "RankMeasure", "TracedOp", "Transfer"]
+__all__ = ["Gradient", "Imported", "Notes", "RankMeasure", "TracedOp", "TracedTransfer"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TracedOp:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TracedTransfer:
     """One collective as it was seen: it began at `start_s`, `waited_s` of which the other ranks were late."""
 
     name: str

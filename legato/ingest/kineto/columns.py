@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEAREST", "Arguments", "Number", "Spans", "whole_number"]
+__all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "whole_number"]
 
 Number = int | float | str | None
 
@@ -71,7 +71,7 @@ def _decoded(raw: msgspec.Raw) -> Any:
         return None
 
 
-class Spans:
+class EventColumns:
     """Events of one sort: columns; equal arguments are kept once.
 
     Kept is what overlaps the time from `start_s` to `end_s`, and the `nearest`

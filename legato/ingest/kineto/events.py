@@ -16,10 +16,19 @@ import msgspec
 
 from legato.core.errors import FileError
 from legato.ingest.chrome import Header, events
-from legato.ingest.kineto.columns import NEAREST, Arguments, Number, Spans, whole_number
+from legato.ingest.kineto.columns import NEAREST, Arguments, EventColumns, Number, whole_number
 from legato.ingest.source import Progress, one_line
 
-__all__ = ["ACCUMULATE", "COLLECTIVE_NAME", "COMMUNICATION", "Marks", "Trace", "Window", "read_marks", "read_trace"]
+__all__ = [
+    "ACCUMULATE",
+    "COLLECTIVE_NAME",
+    "COMMUNICATION",
+    "HostInterval",
+    "Marks",
+    "Trace",
+    "read_marks",
+    "read_trace",
+]
 
 #: The operators by which gradients and collectives are found.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -29,13 +38,13 @@ COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime"), "launch")
-_SORTS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+_KINDS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
 #: What is above this is no moment: 30,000 years.
 _LARGEST_US = 1e18
 
 
 @dataclass(frozen=True)
-class Window:
+class HostInterval:
     """A step: its name and the time in which the host ran it, in seconds since the trace's first event."""
 
     name: str
@@ -53,8 +62,8 @@ class Marks:
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
-    steps: list[Window] = field(default_factory=list)
-    updates: list[Window] = field(default_factory=list)
+    steps: list[HostInterval] = field(default_factory=list)
+    updates: list[HostInterval] = field(default_factory=list)
 
 
 @dataclass
@@ -65,19 +74,19 @@ class Trace:
     """
 
     marks: Marks
-    device: Spans
-    launch: Spans
-    operator: Spans
-    annotation: Spans
+    device: EventColumns
+    launch: EventColumns
+    operator: EventColumns
+    annotation: EventColumns
     names: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
 
-    def emptied(self) -> Trace:
+    def without_events(self) -> Trace:
         """The same trace with nothing of what happened in it."""
-        return Trace(self.marks, Spans(), Spans(), Spans(), Spans())
+        return Trace(self.marks, EventColumns(), EventColumns(), EventColumns(), EventColumns())
 
-    def named(self, spans: Spans, row: int) -> str:
-        return self.names[int(spans.name[row])]
+    def named(self, columns: EventColumns, row: int) -> str:
+        return self.names[int(columns.name[row])]
 
 
 class _Mark(msgspec.Struct, gc=False):
@@ -98,16 +107,16 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     marks, header, began = Marks(path), Header(), False
     for index, event in enumerate(events(path, _Mark, header, progress)):
         marks.events += 1
-        sort = _sort(event)
-        if sort is None:
+        kind = _kind(event)
+        if kind is None:
             continue
         if not marks.has_work:
-            marks.has_work = sort in ("device", "operator")
+            marks.has_work = kind in ("device", "operator")
         if not began:
             marks.origin_us, began = _number(path, index, "ts", event.ts), True
-        if sort == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
+        if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
             start, end = _seconds(marks, index, event)
-            (marks.steps if name.startswith(_STEP) else marks.updates).append(Window(name, start, end))
+            (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(name, start, end))
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.rank = _positive(header.distributed.get("rank"))
@@ -115,37 +124,38 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     return marks
 
 
-def read_trace(marks: Marks, window: Window, progress: Progress | None = None) -> Trace:
+def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = None) -> Trace:
     """The second pass: one step; raises `FileError` where an event makes no sense."""
-    near = (window.start_s, window.end_s)
-    trace = Trace(marks, Spans(*near, NEAREST), Spans(*near, NEAREST), Spans(*near), Spans(*near))
+    device, launch = (EventColumns(step.start_s, step.end_s, NEAREST) for _ in range(2))
+    operator, annotation = (EventColumns(step.start_s, step.end_s) for _ in range(2))
+    trace = Trace(marks, device, launch, operator, annotation)
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
-    sorts: dict[str, Spans] = {sort: getattr(trace, sort) for sort in set(_SORTS.values())}
+    by_kind: dict[str, EventColumns] = {kind: getattr(trace, kind) for kind in set(_KINDS.values())}
     for index, event in enumerate(events(marks.path, _Event, Header(), progress)):
-        sort = _sort(event)
-        if sort is None:
+        kind = _kind(event)
+        if kind is None:
             continue
-        spans, (start, end) = sorts[sort], _seconds(marks, index, event)
+        columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
         name = event.name or ""
-        if not spans.wants(start, end) or (sort == "launch" and not _launches(name)):
+        if not columns.wants(start, end) or (kind == "launch" and not _launches(name)):
             continue
         args = _arguments(marks.path, index, event.args)
-        on_host = sort in ("operator", "annotation")
-        thread = threads.setdefault(str(args.stream if sort == "device" else event.tid), len(threads))
+        on_host = kind in ("operator", "annotation")
+        thread = threads.setdefault(str(args.stream if kind == "device" else event.tid), len(threads))
         link = whole_number(args.sequence if on_host else args.correlation)
         number = names.setdefault(name, len(names))
-        spans.add(start, end, number, thread, link, args, _has_detail(name, args))
+        columns.add(start, end, number, thread, link, args, _has_detail(name, args))
     trace.names, trace.threads = list(names), list(threads)
-    for spans in sorts.values():
-        spans.seal()
+    for columns in by_kind.values():
+        columns.seal()
     return trace
 
 
-def _sort(event: _Mark) -> str | None:
+def _kind(event: _Mark) -> str | None:
     if event.ph != "X" or event.cat is None:
         return None
-    return _SORTS.get(event.cat) or _SORTS.get(event.cat.lower())
+    return _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
 
 
 def _launches(name: str) -> bool:

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from legato.ingest.kineto.columns import whole_number
 from legato.ingest.kineto.events import ACCUMULATE
 from legato.ingest.kineto.phases import BackwardPass
-from legato.ingest.kineto.step import Step
+from legato.ingest.kineto.step import TracedStep
 from legato.ingest.names import tensor_bytes
-from legato.ingest.traced import Gradient, Notes, Transfer
+from legato.ingest.traced import Gradient, Notes, TracedTransfer
 
 __all__ = ["gradients"]
 
@@ -47,7 +47,7 @@ class _Parameter:
     readers: tuple[int, ...] | None
 
 
-def gradients(step: Step, notes: Notes) -> list[Gradient]:
+def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
     """The tensors of a step (trimmed); empty if it has neither gradient transfers nor parameters."""
     sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
@@ -65,7 +65,7 @@ def gradients(step: Step, notes: Notes) -> list[Gradient]:
     return _assigned(parameters, sent, notes)
 
 
-def _parameters(step: Step) -> list[_Parameter]:
+def _parameters(step: TracedStep) -> list[_Parameter]:
     """The parameters whose gradients are sent; read where the first forward pass reads them."""
     found = _of_pass(step, step.sending)
     if step.sending is None or step.sending is step.phases.passes[0]:
@@ -75,16 +75,16 @@ def _parameters(step: Step) -> list[_Parameter]:
     return [replace(p, readers=first[k].readers if same else None) for k, p in enumerate(found)]
 
 
-def _of_pass(step: Step, which: BackwardPass | None) -> list[_Parameter]:
+def _of_pass(step: TracedStep, which: BackwardPass | None) -> list[_Parameter]:
     """The parameters of one backward pass, or of the whole step."""
-    spans = step.trace.operator
+    columns = step.trace.operator
     forward = _first_by_sequence(step)
     forward_ops = [i for i, op in enumerate(step.ops) if op.phase == "forward"]
     launched = np.array([step.host_s[i] for i in forward_ops])
     made, latest = _backward_ops(step)
     found = []
     for row, end, sequence in _accumulations(step):
-        start = float(spans.start[row])
+        start = float(columns.start[row])
         if which is not None and not which.start_s <= start <= which.end_s:
             continue
         issued = bisect.bisect_left(step.issued_s, start)
@@ -95,7 +95,7 @@ def _of_pass(step: Step, which: BackwardPass | None) -> list[_Parameter]:
             if not step.on_device and at and step.ops[forward_ops[at - 1]].end_s > forward[sequence]:
                 at -= 1  # an operator inside the one that is the op
             readers = (forward_ops[min(at, len(forward_ops) - 1)],)
-        args = spans.detail(row)
+        args = columns.detail(row)
         dims = args.dimensions() if args is not None else None
         nbytes = tensor_bytes(dims, args.type_names()) if args is not None else None
         found.append(_Parameter(start, nbytes, _shape(dims), int(latest[ready - 1]) if ready else -1, readers))
@@ -106,61 +106,63 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
     return tuple(dims[0]) if isinstance(dims, list) and dims and isinstance(dims[0], list) else None
 
 
-def _backward_ops(step: Step) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """When the backward ops were launched, sorted, and the last op of those launched until then."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
 
 
-def _accumulations(step: Step) -> list[tuple[int, float, int | None]]:
+def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
     """(row, when its hook ended, sequence number of the node before it) of each `AccumulateGrad` of the step."""
-    spans, names = step.trace.operator, step.trace.names
+    columns, names = step.trace.operator, step.trace.names
     nodes = _backward_nodes(step)
     hook_end: dict[int, float] = {}
     sequence: dict[int, int] = {}
     found = []
-    for row in _window_rows(step):
-        number, thread = int(spans.name[row]), int(spans.thread[row])
+    for row in _step_rows(step):
+        number, thread = int(columns.name[row]), int(columns.thread[row])
         if number in nodes:
-            if spans.link[row] >= 0:
-                sequence[thread] = int(spans.link[row])
+            if columns.link[row] >= 0:
+                sequence[thread] = int(columns.link[row])
         elif names[number] == _HOOK:
-            hook_end[thread] = float(spans.end[row])
+            hook_end[thread] = float(columns.end[row])
         elif names[number] == ACCUMULATE:
-            start = float(spans.start[row])
+            start = float(columns.start[row])
             found.append((row, max(start, hook_end.get(thread, start)), sequence.get(thread)))
     return found
 
 
-def _backward_nodes(step: Step) -> set[int]:
+def _backward_nodes(step: TracedStep) -> set[int]:
     """The numbers of the names of autograd's nodes."""
     return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
 
 
-def _window_rows(step: Step) -> range:
+def _step_rows(step: TracedStep) -> range:
     start = step.trace.operator.start
-    return range(int(np.searchsorted(start, step.window.start_s)), int(np.searchsorted(start, step.window.end_s)))
+    return range(int(np.searchsorted(start, step.interval.start_s)), int(np.searchsorted(start, step.interval.end_s)))
 
 
-def _rows(step: Step, name: str) -> list[int]:
-    spans, names, window = step.trace.operator, step.trace.names, _window_rows(step)
+def _rows(step: TracedStep, name: str) -> list[int]:
+    columns, names, rows = step.trace.operator, step.trace.names, _step_rows(step)
     number = names.index(name) if name in names else -1
-    return [window.start + int(i) for i in np.flatnonzero(spans.name[window.start : window.stop] == number)]
+    return [rows.start + int(i) for i in np.flatnonzero(columns.name[rows.start : rows.stop] == number)]
 
 
-def _first_by_sequence(step: Step) -> dict[int, float]:
+def _first_by_sequence(step: TracedStep) -> dict[int, float]:
     """When the forward operator of each sequence number began."""
-    spans, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
-    for row in _window_rows(step):
-        if spans.link[row] >= 0:
-            if int(spans.name[row]) in nodes:
+    columns, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
+    for row in _step_rows(step):
+        if columns.link[row] >= 0:
+            if int(columns.name[row]) in nodes:
                 break
-            first.setdefault(int(spans.link[row]), float(spans.start[row]))
+            first.setdefault(int(columns.link[row]), float(columns.start[row]))
     return first
 
 
-def _sized_by_copies(step: Step, parameters: list[_Parameter], sent: list[tuple[Transfer, float]]) -> list[_Parameter]:
+def _sized_by_copies(
+    step: TracedStep, parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]]
+) -> list[_Parameter]:
     """The parameters with the bytes that were copied back to their gradients, if each was."""
     trace = step.trace
     copies = _rows(step, _COPY_BACK)
@@ -181,7 +183,7 @@ def _sized_by_copies(step: Step, parameters: list[_Parameter], sent: list[tuple[
     return [replace(p, nbytes=size) for p, size in zip(parameters, sizes, strict=True)]
 
 
-def _assigned(parameters: list[_Parameter], sent: list[tuple[Transfer, float]], notes: Notes) -> list[Gradient]:
+def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
     """The parameters of each transfer, if their bytes add up to its; else the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
@@ -231,7 +233,7 @@ def _gradient(number: int, parameter: _Parameter) -> Gradient:
     return Gradient(name, parameter.nbytes, parameter.ready_after, parameter.readers)
 
 
-def _bucket(number: int, transfer: Transfer, parameters: tuple[_Parameter, ...]) -> Gradient:
+def _bucket(number: int, transfer: TracedTransfer, parameters: tuple[_Parameter, ...]) -> Gradient:
     assert transfer.nbytes is not None
     readers = None
     if parameters and all(p.readers is not None for p in parameters):

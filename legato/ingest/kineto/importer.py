@@ -12,16 +12,16 @@ from pathlib import Path
 from legato.core.errors import FileError, InputError
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.ingest.assemble import assemble
-from legato.ingest.kineto.events import Marks, Window, read_marks, read_trace
+from legato.ingest.kineto.events import HostInterval, Marks, read_marks, read_trace
 from legato.ingest.kineto.gradients import gradients
-from legato.ingest.kineto.step import Step, extract, trim, windows
+from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.source import Progress, one_line
 from legato.ingest.traced import Imported, Notes, RankMeasure, TracedOp
 
-__all__ = ["Graph", "import_kineto"]
+__all__ = ["Dependencies", "import_kineto"]
 
 #: From a trimmed step to the data dependencies of its ops, where something else than the trace knows them.
-Graph = Callable[[Step, Notes], Sequence[TracedOp]]
+Dependencies = Callable[[TracedStep, Notes], Sequence[TracedOp]]
 
 
 def import_kineto(
@@ -32,7 +32,7 @@ def import_kineto(
     rank: int | None = None,
     keep_idle: bool = True,
     batch_size: int = 1,
-    graphs: dict[Path, Graph] | None = None,
+    dependencies: dict[Path, Dependencies] | None = None,
     progress: Progress | None = None,
 ) -> Imported:
     """Import the traces of one or more ranks of one job.
@@ -46,23 +46,25 @@ def import_kineto(
     readings = iter(_readings(paths, progress))
     traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
     chosen = _chosen(traces, rank)
-    marked = {r: windows(marks, notes) for r, marks in traces.items()}
-    window = _window(marked[chosen], step, traces[chosen])
+    marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
+    interval = _interval(marked[chosen], step, traces[chosen])
     steps = {}
     for r, marks in traces.items():
-        same = [w for w in marked[r] if w.name == window.name]
+        same = [w for w in marked[r] if w.name == interval.name]
         if not same:
-            raise InputError(f"{marks.path}: no step {window.name!r} (has {_listed(marked[r])})")
+            raise InputError(f"{marks.path}: no step {interval.name!r} (has {_listed(marked[r])})")
         found = extract(read_trace(marks, same[0], next(readings)), same[0], notes)
         if not found.ops:
-            raise FileError(f"{marks.path}: no computation in step {window.name!r} (is this a PyTorch profiler trace?)")
-        steps[r] = found if r == chosen else replace(found, trace=found.trace.emptied())
+            raise FileError(
+                f"{marks.path}: no computation in step {interval.name!r} (is this a PyTorch profiler trace?)"
+            )
+        steps[r] = found if r == chosen else replace(found, trace=found.trace.without_events())
     waits_known = _set_waits(steps, traces, notes)
     steps = {r: trim(s) for r, s in steps.items()}
     mine = steps[chosen]
-    graph = (graphs or {}).get(mine.trace.marks.path)
-    if graph is not None:
-        mine = replace(mine, ops=tuple(graph(mine, notes)))
+    find = (dependencies or {}).get(mine.trace.marks.path)
+    if find is not None:
+        mine = replace(mine, ops=tuple(find(mine, notes)))
     else:
         notes.lacks("data dependencies between ops", "each op needs the one before it")
     measures = tuple(_measure(r, s, waits_known) for r, s in sorted(steps.items()))
@@ -116,7 +118,7 @@ def _chosen(traces: dict[int, Marks], rank: int | None) -> int:
     return min(traces) if rank is None else rank
 
 
-def _window(marked: list[Window], step: str | None, trace: Marks) -> Window:
+def _interval(marked: list[HostInterval], step: str | None, trace: Marks) -> HostInterval:
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
@@ -126,11 +128,11 @@ def _window(marked: list[Window], step: str | None, trace: Marks) -> Window:
     return next(w for w in marked if w.end_s - w.start_s == middle)
 
 
-def _listed(marked: list[Window]) -> str:
+def _listed(marked: list[HostInterval]) -> str:
     return one_line(", ".join(w.name for w in marked))
 
 
-def _set_waits(steps: dict[int, Step], traces: dict[int, Marks], notes: Notes) -> bool:
+def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> bool:
     """Split each collective into waiting and transfer: the last rank to come does not wait."""
     transfers = [[(t.kind, t.nbytes) for t in s.transfers] for s in steps.values()]
     if not transfers[0]:
@@ -154,7 +156,7 @@ def _set_waits(steps: dict[int, Step], traces: dict[int, Marks], notes: Notes) -
     return True
 
 
-def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
+def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     ops = _computing(step)
     computing = merge_intervals((o.start_s, o.end_s) for o in ops)
     carrying = merge_intervals((t.start_s + t.waited_s, t.end_s) for t in step.transfers)
@@ -164,7 +166,7 @@ def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
     return RankMeasure(
         rank=rank,
-        step=step.window.name,
+        step=step.interval.name,
         iteration_s=t,
         computation_s=c,
         communication_s=n,
@@ -178,7 +180,7 @@ def _measure(rank: int, step: Step, waits_known: bool) -> RankMeasure:
     )
 
 
-def _computing(step: Step) -> list[TracedOp]:
+def _computing(step: TracedStep) -> list[TracedOp]:
     """The ops but for the transfers that are ops."""
     transfers = {(t.name, t.end_s) for t in step.transfers}
     return [op for op in step.ops if (op.name, op.end_s) not in transfers]
@@ -188,7 +190,7 @@ def _length(intervals: list[tuple[float, float]]) -> float:
     return math.fsum(b - a for a, b in intervals)
 
 
-def _timeline(name: str, steps: dict[int, Step], chosen: int, measured: RankMeasure) -> Timeline:
+def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: RankMeasure) -> Timeline:
     """The step on all ranks, the chosen one first, as a period that begins with its backward pass.
 
     Clocks are set by the ends of the collectives. The forward pass is drawn behind, as that of the next step.

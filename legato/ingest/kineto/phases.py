@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from legato.core.workload import Phase
-from legato.ingest.kineto.events import Trace, Window
-from legato.ingest.kineto.rows import Row
+from legato.ingest.kineto.activities import Activity
+from legato.ingest.kineto.events import HostInterval, Trace
 from legato.ingest.traced import Notes
 
 __all__ = ["BackwardPass", "Phases", "find_phases"]
@@ -46,20 +46,20 @@ class Phases:
         return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
 
 
-def find_phases(trace: Trace, window: Window, rows: Sequence[Row], notes: Notes) -> Phases:
-    """The phases of a step of which `rows` are the computation."""
-    passes = _backward_passes(trace, window)
-    lowest = passes[-1].start_s if passes else window.start_s
-    updates = [u.start_s for u in trace.marks.updates if window.start_s <= u.start_s < window.end_s]
+def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity], notes: Notes) -> Phases:
+    """The phases of a step whose activities are `computation`."""
+    passes = _backward_passes(trace, step)
+    lowest = passes[-1].start_s if passes else step.start_s
+    updates = [u.start_s for u in trace.marks.updates if step.start_s <= u.start_s < step.end_s]
     stepped = [moment for moment in updates if moment >= lowest]
     if stepped:
         optimizer_s = stepped[0]
     else:
         notes.lacks("Optimizer.step marks", "what follows the last backward operator belongs to the optimizer")
-        optimizer_s = max((p.end_s for p in passes), default=window.end_s)
+        optimizer_s = max((p.end_s for p in passes), default=step.end_s)
     if not passes:
         notes.lacks("operators of autograd", "the forward pass takes the first third of the computation")
-        return Phases(_third([row for row in rows if row.host_s < optimizer_s]), optimizer_s, ())
+        return Phases(_third([a for a in computation if a.host_s < optimizer_s]), optimizer_s, ())
     between = sum(passes[0].start_s <= moment < lowest for moment in updates)
     if between:
         notes.lacks(
@@ -69,15 +69,15 @@ def find_phases(trace: Trace, window: Window, rows: Sequence[Row], notes: Notes)
     return Phases(passes[0].start_s, optimizer_s, passes)
 
 
-def _backward_passes(trace: Trace, window: Window) -> tuple[BackwardPass, ...]:
-    spans = trace.operator
+def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ...]:
+    columns = trace.operator
     engine = {number for number, name in enumerate(trace.names) if name.startswith(_ENGINE)}
-    first, last = np.searchsorted(spans.start, (window.start_s, window.end_s))
+    first, last = np.searchsorted(columns.start, (step.start_s, step.end_s))
     ran: dict[int, float] = {}  # when the operator of a sequence number ran
     found: list[BackwardPass] = []
     until = -np.inf
-    names, links = spans.name[first:last].tolist(), spans.link[first:last].tolist()
-    starts, ends = spans.start[first:last].tolist(), spans.end[first:last].tolist()
+    names, links = columns.name[first:last].tolist(), columns.link[first:last].tolist()
+    starts, ends = columns.start[first:last].tolist(), columns.end[first:last].tolist()
     for name, link, start, end in zip(names, links, starts, ends, strict=True):
         inside = start < until  # a node of autograd
         if name in engine:
@@ -91,11 +91,11 @@ def _backward_passes(trace: Trace, window: Window) -> tuple[BackwardPass, ...]:
     return tuple(found)
 
 
-def _third(rows: list[Row]) -> float:
+def _third(computation: list[Activity]) -> float:
     """The moment in which the first third of the computation has been launched."""
-    left = sum(row.end_s - row.start_s for row in rows) / 3
-    for row in rows:
-        left -= row.end_s - row.start_s
+    left = sum(a.end_s - a.start_s for a in computation) / 3
+    for activity in computation:
+        left -= activity.end_s - activity.start_s
         if left < 0:
-            return row.host_s
+            return activity.host_s
     return np.inf

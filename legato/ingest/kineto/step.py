@@ -20,26 +20,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.timeline import merge_intervals
-from legato.ingest.kineto.events import Marks, Trace, Window
+from legato.ingest.kineto.activities import Activity, collectives, computations, describe, device_free_at
+from legato.ingest.kineto.events import HostInterval, Marks, Trace
 from legato.ingest.kineto.phases import BackwardPass, Phases, find_phases
-from legato.ingest.kineto.rows import Row, collective_rows, compute_rows, describe, device_free_at
 from legato.ingest.names import GRADIENT_KINDS
-from legato.ingest.traced import Notes, TracedOp, Transfer
+from legato.ingest.traced import Notes, TracedOp, TracedTransfer
 
-__all__ = ["Step", "extract", "trim", "windows"]
+__all__ = ["TracedStep", "extract", "step_intervals", "trim"]
 
 
 @dataclass(frozen=True)
-class Step:
-    """What happened in a window; `sending` is the backward pass whose gradients are sent, where it is known.
+class TracedStep:
+    """What happened on one rank in one step.
 
-    `host_s[i]` and `thread[i]` say when and where op i was launched, `issued_s`
-    and `issued_on` the like of transfers. On the device the step begins at
-    `begin_s`, when it has done what was launched before; it lasts `length_s`.
+    `sending` is the backward pass whose gradients are sent, where that is known.
+    `host_s[i]` and `thread[i]` are the time and the thread at which the host
+    launched op i; `issued_s` and `issued_on` are the same for the transfers. On
+    the device the step begins at `begin_s`, when all work launched before the
+    step is done, and lasts `length_s`.
     """
 
     trace: Trace
-    window: Window
+    interval: HostInterval
     phases: Phases
     sending: BackwardPass | None
     begin_s: float
@@ -47,47 +49,47 @@ class Step:
     ops: tuple[TracedOp, ...]
     host_s: NDArray[np.float64]
     thread: NDArray[np.int64]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TracedTransfer, ...]
     issued_s: tuple[float, ...]
     issued_on: tuple[int, ...]
     on_device: bool
 
 
-def windows(marks: Marks, notes: Notes) -> list[Window]:
+def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
     """The steps that the trace marks, in order; the whole trace if it marks none."""
     if marks.steps:
         return marks.steps
     ends = [update.end_s for update in marks.updates]
     if len(ends) > 1:
         notes.lacks("ProfilerStep marks", "a step ends when the optimizer's step does")
-        return [Window(f"step {i}", a, b) for i, (a, b) in enumerate(zip([-np.inf, *ends], ends, strict=False))]
+        return [HostInterval(f"step {i}", a, b) for i, (a, b) in enumerate(zip([-np.inf, *ends], ends, strict=False))]
     notes.lacks("ProfilerStep marks", "the whole trace is one step")
-    return [Window("step 0", -np.inf, np.inf)]
+    return [HostInterval("step 0", -np.inf, np.inf)]
 
 
-def extract(trace: Trace, window: Window, notes: Notes) -> Step:
+def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     """The ops and transfers of a step; the ops as they were seen (see `trim`)."""
     on_device = len(trace.device) > 0
     if not on_device:
         notes.lacks("device kernels", "the CPU operators are the computation")
-    rows = sorted(compute_rows(trace, window.start_s, window.end_s), key=lambda r: r.start_s)
-    phases = find_phases(trace, window, rows, notes)
-    ops = tuple(TracedOp(r.name, phases.at(r.host_s), r.start_s, r.end_s, r.end_s - r.start_s) for r in rows)
-    issued = sorted(collective_rows(trace, window.start_s, window.end_s), key=lambda r: r.host_s)
-    said = [describe(trace, row) for row in issued]
+    computation = sorted(computations(trace, interval.start_s, interval.end_s), key=lambda a: a.start_s)
+    phases = find_phases(trace, interval, computation, notes)
+    ops = tuple(TracedOp(a.name, phases.at(a.host_s), a.start_s, a.end_s, a.end_s - a.start_s) for a in computation)
+    issued = sorted(collectives(trace, interval.start_s, interval.end_s), key=lambda a: a.host_s)
+    said = [describe(trace, a) for a in issued]
     can_carry = [
-        row.host_s
-        for row, (kind, *_) in zip(issued, said, strict=True)
-        if kind in GRADIENT_KINDS and row.host_s < phases.optimizer_s
+        a.host_s
+        for a, (kind, *_) in zip(issued, said, strict=True)
+        if kind in GRADIENT_KINDS and a.host_s < phases.optimizer_s
     ]
     sending = _sending(phases, can_carry, notes)
     since = phases.backward_s if sending is None else sending.start_s
-    transfers = tuple(_transfer(row, *what, phases, since) for row, what in zip(issued, said, strict=True))
-    begin, length = _extent(trace, window, ops, transfers)
-    return Step(
-        trace, window, phases, sending, begin, length,
-        ops, np.array([r.host_s for r in rows]), np.array([r.thread for r in rows], dtype=np.int64),
-        transfers, tuple(row.host_s for row in issued), tuple(row.thread for row in issued), on_device,
+    transfers = tuple(_transfer(a, *what, phases, since) for a, what in zip(issued, said, strict=True))
+    begin, length = _extent(trace, interval, ops, transfers)
+    return TracedStep(
+        trace, interval, phases, sending, begin, length,
+        ops, np.array([a.host_s for a in computation]), np.array([a.thread for a in computation], dtype=np.int64),
+        transfers, tuple(a.host_s for a in issued), tuple(a.thread for a in issued), on_device,
     )  # fmt: skip
 
 
@@ -109,24 +111,28 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
     return passes[chosen]
 
 
-def _transfer(row: Row, kind: str, nbytes: int | None, workers: int | None, phases: Phases, since: float) -> Transfer:
-    carries = kind in GRADIENT_KINDS and since <= row.host_s < phases.optimizer_s
-    return Transfer(row.name, kind, nbytes, row.start_s, row.end_s, phases.at(row.host_s), carries, workers)
+def _transfer(
+    activity: Activity, kind: str, nbytes: int | None, workers: int | None, phases: Phases, since: float
+) -> TracedTransfer:
+    carries = kind in GRADIENT_KINDS and since <= activity.host_s < phases.optimizer_s
+    return TracedTransfer(
+        activity.name, kind, nbytes, activity.start_s, activity.end_s, phases.at(activity.host_s), carries, workers
+    )
 
 
 def _extent(
-    trace: Trace, window: Window, ops: Sequence[TracedOp], transfers: Sequence[Transfer]
+    trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
     """When the step began on the device, and how long it lasted: as its marks say, else from first event to last."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
-    begin = first if window.start_s == -np.inf else device_free_at(trace, window.start_s)
-    if -np.inf < window.start_s and window.end_s < np.inf:
-        return begin, window.end_s - window.start_s
+    begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)
+    if -np.inf < interval.start_s and interval.end_s < np.inf:
+        return begin, interval.end_s - interval.start_s
     return begin, max(last - begin, 0.0)
 
 
-def trim(step: Step) -> Step:
+def trim(step: TracedStep) -> TracedStep:
     """The step with its ops on one stream: what overlaps another op counts once, and gaps are the host's alone.
 
     Collectives that carry no gradients become ops of their own time; the waiting in them does not count.
@@ -168,7 +174,7 @@ class _Stalls:
     gradients is an op of the step, but for that waiting.
     """
 
-    def __init__(self, step: Step, waiting: bool) -> None:
+    def __init__(self, step: TracedStep, waiting: bool) -> None:
         spans = [
             (
                 t.start_s if waiting else t.start_s + t.waited_s,

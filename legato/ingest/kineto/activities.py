@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.ingest.kineto.columns import Spans, whole_number
+from legato.ingest.kineto.columns import EventColumns, whole_number
 from legato.ingest.kineto.events import COLLECTIVE_NAME, COMMUNICATION, Trace
 from legato.ingest.names import collective_kind, element_bytes, tensor_bytes
 
-__all__ = ["Row", "collective_rows", "compute_rows", "describe", "device_free_at"]
+__all__ = ["Activity", "collectives", "computations", "describe", "device_free_at"]
 
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|c10d::|detach$|.*Backward\d*$")
 
 
-class Row(NamedTuple):
+class Activity(NamedTuple):
     """An event: when the host launched it (`host_s`, on `thread`) and when it ran, in seconds."""
 
     name: str
@@ -26,34 +26,42 @@ class Row(NamedTuple):
     thread: int
     start_s: float
     end_s: float
-    spans: Spans
-    place: int
+    columns: EventColumns
+    row: int
 
 
-def compute_rows(trace: Trace, start_s: float, end_s: float) -> list[Row]:
+def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """Kernels, copies and fills that the host launched in that time; without a device its outermost operators."""
     if len(trace.device):
-        return [row for row in _device_rows(trace, start_s, end_s) if not _NCCL.search(row.name)]
-    spans, rows, until = trace.operator, [], dict[int, float]()
-    for i in range(int(np.searchsorted(spans.start, start_s)), int(np.searchsorted(spans.start, end_s))):
-        name, thread, start = trace.named(spans, i), int(spans.thread[i]), float(spans.start[i])
+        return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
+    columns, found, until = trace.operator, [], dict[int, float]()
+    for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
+        name, thread, start = trace.named(columns, i), int(columns.thread[i]), float(columns.start[i])
         if "::" not in name or name == COMMUNICATION or _WRAPPER.match(name) or start < until.get(thread, -np.inf):
             continue
-        until[thread] = float(spans.end[i])
-        rows.append(Row(name, start, thread, start, float(spans.end[i]), spans, i))
-    return rows
+        until[thread] = float(columns.end[i])
+        found.append(Activity(name, start, thread, start, float(columns.end[i]), columns, i))
+    return found
 
 
-def collective_rows(trace: Trace, start_s: float, end_s: float) -> list[Row]:
+def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """The kernels of NCCL or RCCL; without a device what gloo and its like mark on the host."""
     if len(trace.device):
-        found = _device_rows(trace, start_s, end_s)
-        return [row for row in found if _NCCL.search(row.name) and not row.name.startswith("Mem")]
-    spans = trace.annotation
+        found = _device_activities(trace, start_s, end_s)
+        return [a for a in found if _NCCL.search(a.name) and not a.name.startswith("Mem")]
+    columns = trace.annotation
     return [
-        Row(name, float(spans.start[i]), int(spans.thread[i]), float(spans.start[i]), float(spans.end[i]), spans, i)
-        for i in range(int(np.searchsorted(spans.start, start_s)), int(np.searchsorted(spans.start, end_s)))
-        if COLLECTIVE_NAME.match(name := trace.named(spans, i))
+        Activity(
+            name,
+            float(columns.start[i]),
+            int(columns.thread[i]),
+            float(columns.start[i]),
+            float(columns.end[i]),
+            columns,
+            i,
+        )
+        for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s)))
+        if COLLECTIVE_NAME.match(name := trace.named(columns, i))
     ]
 
 
@@ -66,11 +74,11 @@ def device_free_at(trace: Trace, start_s: float) -> float:
     return max(start_s, float(before.max())) if len(before) else start_s
 
 
-def _device_rows(trace: Trace, start_s: float, end_s: float) -> list[Row]:
+def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     device = trace.device
     host, thread = _launches(trace)
     return [
-        Row(
+        Activity(
             trace.named(device, i),
             float(host[i]),
             int(thread[i]),
@@ -94,16 +102,16 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return np.where(known, launch.start[at], device.start), np.where(known, launch.thread[at], -1)
 
 
-def describe(trace: Trace, row: Row) -> tuple[str, int | None, int | None]:
+def describe(trace: Trace, activity: Activity) -> tuple[str, int | None, int | None]:
     """(kind, bytes, number of workers) of a collective.
 
     From the kernel's own arguments where NCCL wrote them, else from what the
     host says around the launch: `nccl:all_reduce` and `record_param_comms`.
     """
-    kind, nbytes, workers = collective_kind(row.name), None, None
-    candidates = [row.spans.detail(row.place)]
-    candidates += [trace.annotation.detail(i) for i in _enclosing(trace, trace.annotation, row, COLLECTIVE_NAME)]
-    candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, row, _COMMUNICATION)]
+    kind, nbytes, workers = collective_kind(activity.name), None, None
+    candidates = [activity.columns.detail(activity.row)]
+    candidates += [trace.annotation.detail(i) for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)]
+    candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
     for args in candidates:
         if args is None:
             continue
@@ -114,7 +122,7 @@ def describe(trace: Trace, row: Row) -> tuple[str, int | None, int | None]:
         kind = collective_kind(args.collective or "") or kind
         group = whole_number(args.group)
         workers = workers or (group if group > 0 else None)
-    for i in _enclosing(trace, trace.annotation, row, COLLECTIVE_NAME):
+    for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME):
         kind = collective_kind(trace.named(trace.annotation, i)) or kind
     return kind or "unknown", nbytes, workers
 
@@ -122,11 +130,15 @@ def describe(trace: Trace, row: Row) -> tuple[str, int | None, int | None]:
 _COMMUNICATION = re.compile(COMMUNICATION)
 
 
-def _enclosing(trace: Trace, spans: Spans, row: Row, pattern: re.Pattern[str]) -> list[int]:
-    """The events of that name on the launching thread that were open when `row` was launched, innermost first."""
+def _enclosing(trace: Trace, columns: EventColumns, activity: Activity, pattern: re.Pattern[str]) -> list[int]:
+    """The events of that name on the launching thread that were open when `activity` was launched, innermost first."""
     found = []
-    last = int(np.searchsorted(spans.start, row.host_s, side="right"))
+    last = int(np.searchsorted(columns.start, activity.host_s, side="right"))
     for i in range(last - 1, max(last - 1 - 256, -1), -1):
-        if spans.thread[i] == row.thread and spans.end[i] >= row.host_s and pattern.match(trace.named(spans, i)):
+        if (
+            columns.thread[i] == activity.thread
+            and columns.end[i] >= activity.host_s
+            and pattern.match(trace.named(columns, i))
+        ):
             found.append(i)
     return found
