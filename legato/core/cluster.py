@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from legato.core.errors import InputError, unknown_name
+from legato.core.units import Int64
 
 __all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
 
@@ -155,9 +156,9 @@ class Cluster(
     its message to where the optimizer looks for it.
     """
 
-    workers: int
+    workers: Int64
     collectives: dict[str, LinearCost]
-    servers: int = 0
+    servers: Int64 = 0
     bandwidth_bps: float | None = None
     latency_s: float | None = None
     reduce_s_per_byte: float = 0.0

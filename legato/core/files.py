@@ -1,4 +1,4 @@
-"""The nouns as JSON files: strict to read, atomic to write, hashed to compare."""
+"""The nouns as JSON files: read strictly, written atomically, compared by hash."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
+from legato.core.cluster import Cluster
 from legato.core.errors import FileError
+from legato.core.plan import Plan
+from legato.core.timeline import Timeline
+from legato.core.workload import Workload
 
 __all__ = ["MOST_BYTES", "decode", "encode", "identity", "load", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
+AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline
+_NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in (Workload, Cluster, Plan, Timeline)}
 
-_WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
-#: What is whole and above this is no size, count or index, and overflows where it is multiplied.
-_LARGEST_INT = 2**63 - 1
 #: A file of a noun is a hundredth of this; `/dev/zero` never ends.
 MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
@@ -43,27 +46,34 @@ def identity(value: msgspec.Struct) -> str:
     return hashlib.sha256(encode(value)).hexdigest()[:16]
 
 
-def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun:
-    """A value from JSON bytes; `source` names them in the error.
+@overload
+def decode(data: bytes, kind: None = None, source: str = "data") -> AnyNoun: ...
+@overload
+def decode(data: bytes, kind: type[Noun], source: str = "data") -> Noun: ...
+def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = "data") -> msgspec.Struct:
+    """Return the value that JSON bytes hold: of this kind, or of the kind that its `format` names.
 
-    Nothing in the data is executed. Raises `FileError` with one line that
-    names the source, the field, the value and what was expected.
+    `source` names the bytes in an error. Nothing in the data is executed.
+    Raises `FileError` with one line that names the source, the field, the
+    value and what was expected.
     """
     try:
-        tag = kind.__struct_config__.tag
-        if tag is not None and (found := bytes(_decode(data, _Header).format).decode(errors="replace")) != f'"{tag}"':
-            raise FileError(f'format: {_short(found) or "missing"} (expected "{tag}")')
-        value = _decode(data, kind)
-        if re.search(rb"(?<![.0-9])[0-9]{19}", data):
-            _check_integers(msgspec.to_builtins(value), "")
-        return value
+        return _decode(data, _checked_kind(data, kind))
     except FileError as error:
         raise FileError(_one_line(f"{source}: {error}")) from None
 
 
-def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun:
-    """A value from a file. Raises `FileError` as `decode` and `load` do."""
-    return decode(load(path), kind, str(path))
+@overload
+def read(path: str | os.PathLike[str], kind: None = None) -> AnyNoun: ...
+@overload
+def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun: ...
+def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None) -> msgspec.Struct:
+    """Return the value in a file: of this kind, or of the kind that the file says it is.
+
+    Raises `FileError` as `decode` and `load` do.
+    """
+    data = load(path)
+    return decode(data, source=str(path)) if kind is None else decode(data, kind, str(path))
 
 
 def load(path: str | os.PathLike[str]) -> bytes:
@@ -129,6 +139,19 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
+def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:
+    """The kind that `format` names. Raises `FileError` unless it is `kind`, or, where that is None, a noun."""
+    known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
+    if None in known:
+        return known[None]
+    found = bytes(_decode(data, _Header).format).decode(errors="replace")
+    for tag, noun in known.items():
+        if found == f'"{tag}"':
+            return noun
+    expected = " or ".join(f'"{tag}"' for tag in known)
+    raise FileError(f"format: {_short(found) or 'missing'} (expected {expected})")
+
+
 def _decode(data: bytes, kind: type[Noun]) -> Noun:
     """`msgspec.json.decode`, but what is wrong with the data is a `FileError` without the source."""
     try:
@@ -142,7 +165,7 @@ def _decode(data: bytes, kind: type[Noun]) -> Noun:
 
 
 def _malformed(data: bytes, error: Exception) -> str:
-    """Why bytes are no JSON text."""
+    """Why bytes are not JSON text."""
     if data.startswith(b"\xef\xbb\xbf"):
         return "not JSON: a byte order mark (expected UTF-8 without one)"
     try:
@@ -152,34 +175,23 @@ def _malformed(data: bytes, error: Exception) -> str:
     return f"not JSON: {str(error).removeprefix('JSON is malformed: ')}"
 
 
-def _check_integers(node: Any, path: str) -> None:
-    """Raise `FileError` at the first whole number that 64 bits do not hold."""
-    if isinstance(node, int) and abs(node) > _LARGEST_INT:
-        raise FileError(f"{path.removeprefix('.')}: {_short(str(node))} (expected a whole number below 2**63)")
-    if isinstance(node, dict):
-        for key, child in node.items():
-            _check_integers(child, f"{path}.{key}")
-    elif isinstance(node, list | tuple):
-        for i, child in enumerate(node):
-            _check_integers(child, f"{path}[{i}]")
-
-
 def _explain(message: str, data: bytes, kind: type) -> str:
-    """msgspec's message, turned to `field: value (expected ...)`."""
+    """msgspec's message with the value that it is about: `field: value (expected ...)`."""
     match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
     assert match is not None
     what = match.group(1)
     where, text, expected = _locate(data, kind, (match.group(2) or "$")[1:])
     prefix = f"{where}." if where else ""
-    if field := re.fullmatch(r"Object (missing required|contains unknown) field `(.*)`", what, re.DOTALL):
-        hints = get_type_hints(expected) if isinstance(expected, type) else {}
-        if field.group(1) == "contains unknown":
-            return f"{prefix}{field.group(2)}: unknown field (expected {', '.join(hints) or 'another'})"
-        return f"{prefix}{field.group(2)}: missing (expected {_describe(hints.get(field.group(2)))})"
-    if what.endswith("out of range"):
-        return f"{where or 'file'}: {text} (expected a number that 64 bits can hold)"
-    if what.startswith(("Expected ", "Invalid ")):
-        return f"{where or 'file'}: {text} (expected {_describe(expected)})"
+    if field := re.fullmatch(r"Object missing required field `(.*)`", what, re.DOTALL):
+        return f"{prefix}{field.group(1)}: missing (required)"
+    if field := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        known = getattr(expected, "__struct_fields__", ["another"])
+        return f"{prefix}{field.group(1)}: unknown field (expected {', '.join(known)})"
+    if get_origin(expected) is Literal:
+        return f"{where}: {text} (expected one of {', '.join(map(repr, get_args(expected)))})"
+    if what.startswith(("Expected ", "Invalid ", "Number ", "Integer ")):
+        reason = what.split(", got")[0].replace("`", "").replace(" | ", " or ")
+        return f"{where or 'file'}: {text} ({reason[0].lower()}{reason[1:]})"
     # The noun's own sentence; it starts with a field's name where it is about one.
     return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
 
@@ -212,17 +224,6 @@ def _fits(data: bytes, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return True
-
-
-def _describe(kind: Any) -> str:
-    """A type in words: `a number`, `one of 'push', 'pull'`."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if get_origin(kind) is tuple:
-        return "an array"
-    if get_origin(kind) is not dict and get_args(kind):
-        return " or ".join(map(_describe, get_args(kind)))
-    return _WORDS.get(kind, "an object" if kind is not None else "something else")
 
 
 def _short(text: str) -> str:

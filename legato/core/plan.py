@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError, PlanError
+from legato.core.units import Int64
 from legato.core.workload import Workload
 
 __all__ = ["Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
@@ -24,8 +25,8 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes `start` to `stop` (exclusive) of the tensor called `tensor`."""
 
     tensor: str
-    start: int
-    stop: int
+    start: Int64
+    stop: Int64
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -47,8 +48,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slices: tuple[Slice, ...]
     kind: Kind = "all_reduce"
     collective: str | None = None
-    depth: int = 1
-    server: int | None = None
+    depth: Int64 = 1
+    server: Int64 | None = None
 
     def __post_init__(self) -> None:
         if not self.slices:
@@ -81,7 +82,7 @@ class Plan(
     scheduler: str
     messages: tuple[Message, ...]
     forward_overlap: bool = False
-    op_order: tuple[int, ...] = ()
+    op_order: tuple[Int64, ...] = ()
     workload_id: str = ""
     cluster_id: str = ""
 

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError
+from legato.core.units import Int64
 
 __all__ = ["Span", "SpanKind", "Timeline"]
 
@@ -24,13 +25,13 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `nbytes` are the bytes of a message, None where nobody knows them.
     """
 
-    worker: int
+    worker: Int64
     lane: str
     name: str
     start_s: float
     end_s: float
     kind: SpanKind
-    nbytes: int | None = None
+    nbytes: Int64 | None = None
 
     def __post_init__(self) -> None:
         if not -_LATEST_S <= self.start_s <= self.end_s <= _LATEST_S:

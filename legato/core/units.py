@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
 
 from legato.core.errors import InputError
 
 __all__ = [
+    "Int64",
     "format_bandwidth",
     "format_bytes",
     "format_seconds",
@@ -21,6 +25,9 @@ __all__ = [
     "parse_flops",
     "parse_seconds",
 ]
+
+#: A whole number that 64 bits hold: what is larger in a file is no size, count or index.
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}

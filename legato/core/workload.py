@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError
+from legato.core.units import Int64
 
 __all__ = ["Op", "Phase", "Tensor", "Workload"]
 
@@ -28,7 +29,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     phase: Phase
     duration_s: float
-    deps: tuple[int, ...] = ()
+    deps: tuple[Int64, ...] = ()
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,9 +43,9 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    nbytes: int
-    ready_after: int
-    readers: tuple[int, ...] = ()
+    nbytes: Int64
+    ready_after: Int64
+    readers: tuple[Int64, ...] = ()
 
 
 class Workload(
@@ -72,7 +73,7 @@ class Workload(
     name: str
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
-    batch_size: int = 1
+    batch_size: Int64 = 1
     device: str = "cpu"
     untraced_s: float | None = None
     time_scale: float = 1.0
