@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from legato.core.plan import Message, Slice
 from legato.core.units import format_bytes, format_seconds, parse_bandwidth
-from legato.pytorch.network.channel import in_order
+from legato.pytorch.network.channel import channel_for
 from legato.testbed.hosts import Hosts
 
 SIZES = tuple(4096 * 8**k for k in range(5))  # 4 KiB to 16 MiB
@@ -41,7 +41,7 @@ def ways(depths: list[int]) -> list[tuple[str | None, int]]:
 def measure(depths: list[int], rounds: int, least: bool) -> dict[int, list[float]]:
     """Median (or least) seconds of every way, by size; the same on all ranks."""
     torch.set_num_threads(1)
-    link = in_order(dist.group.WORLD)
+    channel = channel_for(dist.group.WORLD)
     clock = dist.new_group()
     found = {}
     for nbytes in SIZES:
@@ -52,7 +52,7 @@ def measure(depths: list[int], rounds: int, least: bool) -> dict[int, list[float
             for name, depth in ways(depths):
                 dist.barrier(clock)
                 start = time.perf_counter()
-                link(buffer, Message((Slice("any", 0, 4),), "all_reduce", name, depth)).wait()
+                channel(buffer, Message((Slice("any", 0, 4),), "all_reduce", name, depth)).wait()
                 times[-1].append(time.perf_counter() - start)
         slowest = torch.tensor(times[1:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=clock)

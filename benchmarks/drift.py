@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime import drift
-from legato.pytorch.runtime.drift import Drift
+from legato.pytorch.runtime.drift import DriftMonitor
 from legato.pytorch.runtime.tracing import Tracer
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     passes = parser.parse_args().windows * drift.WINDOW
     torch.set_num_threads(1)
     meter = Meter()
-    for owner, name in ((Drift, "pass_begins"), (Tracer, "switch"), (Tracer, "message"), (Tracer, "watch")):
+    for owner, name in ((DriftMonitor, "pass_begins"), (Tracer, "switch"), (Tracer, "message"), (Tracer, "watch")):
         meter.watch(owner, name)
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
@@ -62,7 +62,7 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items())]
         plan = Plan("per tensor", tuple(Message((s,)) for s in slices), forward_overlap=True)
-        wrapped, optimizer = distribute(model, optimizer, plan)
+        wrapped, optimizer = wrap_model(model, optimizer, plan)
         x = torch.randn(256, 256)
         start = time.perf_counter()
         for _ in range(passes):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
 
 STEPS = 4
@@ -72,7 +72,7 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bool(views))
     else:
         plan = PLANS[name](model)
-        wrapped, optimizer = distribute(model, optimizer, plan, gradient_as_bucket_view=bool(views))
+        wrapped, optimizer = wrap_model(model, optimizer, plan, gradient_as_bucket_view=bool(views))
     x = torch.randn(4, width)
 
     def step() -> None:

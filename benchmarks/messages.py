@@ -1,4 +1,4 @@
-"""What a small message costs: torch's own gloo against the runtime's link, whose threads do not disturb one another.
+"""What a small message costs: torch's own gloo against the runtime's channel, whose threads do not disturb one another.
 
     python benchmarks/messages.py [--ranks 2] [--repetitions 40]
 
@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from legato.core.plan import Message, Slice
 from legato.core.units import format_bytes
-from legato.pytorch.network.channel import in_order
+from legato.pytorch.network.channel import channel_for
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 STREAM = 8
@@ -43,10 +43,10 @@ def measure(rank: int, ranks: int, repetitions: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     stock, own = dist.new_group(), dist.new_group()
-    link, message = in_order(own), Message((Slice("any", 0, 4),))
+    channel, message = channel_for(own), Message((Slice("any", 0, 4),))
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "gloo": lambda buffer: dist.all_reduce(buffer, group=stock, async_op=True),
-        "link": lambda buffer: link(buffer, message),
+        "channel": lambda buffer: channel(buffer, message),
     }
     for nbytes in SIZES:
         buffers = [torch.zeros(nbytes // 4) for _ in range(STREAM)]
@@ -57,7 +57,7 @@ def measure(rank: int, ranks: int, repetitions: int) -> None:
         typical = {name: statistics.median(times[2:]) / STREAM for name, times in seconds.items()}
         if rank == 0:
             words = "   ".join(f"{name} {1e3 * s:6.2f} ms" for name, s in typical.items())
-            print(f"{format_bytes(nbytes):>9}   {words}   {typical['gloo'] / typical['link']:.1f}x", flush=True)
+            print(f"{format_bytes(nbytes):>9}   {words}   {typical['gloo'] / typical['channel']:.1f}x", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

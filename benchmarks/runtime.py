@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
 
 BLOCK = 5
@@ -39,7 +39,7 @@ def training(build, kind):
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
-        wrapped, optimizer = distribute(model, optimizer, plans(model)[kind])
+        wrapped, optimizer = wrap_model(model, optimizer, plans(model)[kind])
 
     def step():
         optimizer.zero_grad()

@@ -27,9 +27,8 @@ from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, to_workload
-from legato.pytorch.recording.recorder import Recorder, Step
-from legato.pytorch.runtime.model import DistributedModel
-from legato.pytorch.runtime.model import distribute as distribute_as_planned
+from legato.pytorch.recording.recorder import RecordedStep, Recorder
+from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import best, compare
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -73,7 +72,7 @@ def distribute(
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
     automatic = plan == "auto"
-    wrapped, optimizer = distribute_as_planned(
+    wrapped, optimizer = wrap_model(
         model,
         optimizer,
         default_buckets(model) if automatic else plan,
@@ -131,7 +130,7 @@ class _Observer:
         self._optimizer = optimizer
         self._otherwise = otherwise
         self._done = 0
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._untraced: list[PhaseTimes] = []
         self._tracer: Tracer | None = None
         self._recorder: Recorder | None = None

@@ -27,7 +27,7 @@ from legato.demo.result import STAGES, ModelResult
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.model import DistributedModel, distribute
+from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import tell_progress
@@ -123,7 +123,7 @@ def main(model: str, steps: int, folder: Path) -> None:
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
     """Both train the same steps in alternating blocks, so that a busy machine slows both; the first block warms up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
-    ours = Trainee(build, lambda t: distribute(t.model, t.optimizer, plan)[0])
+    ours = Trainee(build, lambda t: wrap_model(t.model, t.optimizer, plan)[0])
     blocks = 1 + max(1, steps // BLOCK)
     for i in range(blocks):
         for k, trainee in enumerate((ddp, ours)):

@@ -2,7 +2,7 @@
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.model import DistributedModel, distribute
+from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.servers import parameter_servers
 
-__all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "distribute", "parameter_servers"]
+__all__ = ["Calibration", "DistributedModel", "calibrate", "capture", "parameter_servers", "wrap_model"]

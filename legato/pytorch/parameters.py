@@ -19,7 +19,7 @@ from torch import nn
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 
-__all__ = ["Census", "extended", "taking_part", "trained_parameters"]
+__all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "trained_parameters"]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,7 +27,7 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
 
 
-class Census:
+class ModuleFingerprint:
     """What a module consists of: its modules, its parameters, which of them are frozen."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,14 +63,14 @@ class Census:
         return self._optimized or any(m._compiled_call_impl is not None for m in self._modules)
 
 
-def extended(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
+def extend_plan(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
     """The plan with one more message at its end, for the parameters that it does not know."""
     known = {piece.tensor for message in plan.messages for piece in message.slices}
     new = tuple(Slice(n, 0, p.numel() * p.element_size()) for n, p in parameters.items() if n not in known)
     return msgspec.structs.replace(plan, messages=(*plan.messages, Message(new))) if new else plan
 
 
-def taking_part(module: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def participating_parameters(module: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters that took part `before`, also those that were frozen since, and those that are new.
 
     Raises `RankError` if one of them is not the module's any more.

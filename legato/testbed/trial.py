@@ -32,7 +32,7 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate
-from legato.pytorch.runtime.model import DistributedModel, distribute
+from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
@@ -202,7 +202,7 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction]) -> list[_Ru
             runners.append(_Ddp(p.name, first, None if p.name == "ddp" else bucket_caps(p.plan)))
             continue
         if planned is None:
-            planned = _Loop(first, *distribute(first, EmulatedOptimizer(first), p.plan))
+            planned = _Loop(first, *wrap_model(first, EmulatedOptimizer(first), p.plan))
         runners.append(_Planned(p.name, p.plan, planned))
     return runners
 

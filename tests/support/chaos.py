@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from support.training import random_plan
 
 ITERATIONS = 30
@@ -79,14 +79,14 @@ class Chaos:
             module.register_full_backward_pre_hook(self.sleep)
 
     def delay_messages(self, wrapped):
-        exchange = wrapped._exchange
-        link = exchange._link
+        reducer = wrapped._reducer
+        channel = reducer._channel
 
         def late(*message):
             self.sleep()
-            return link(*message)
+            return channel(*message)
 
-        exchange._link = late
+        reducer._channel = late
 
     def look(self, wrapped, optimizer):
         what, rng = self._rng.random(), self._rng
@@ -119,7 +119,7 @@ def train(seed, kind):
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        wrapped, optimizer = distribute(
+        wrapped, optimizer = wrap_model(
             model, optimizer, plan, gradient_as_bucket_view=views, debug=debug and kind == "chaos"
         )
     if chaos:

@@ -27,7 +27,7 @@ def training(case, directory):
     import torch.distributed as dist
     from torch.nn import functional as F
 
-    from legato.pytorch import distribute
+    from legato.pytorch import wrap_model
     from support.matrix_rows import Dense, sgd
     from support.training import random_plan
 
@@ -37,7 +37,7 @@ def training(case, directory):
     model = Dense()
     debug = {"skips_a_step_in_debug_mode": "order", "nan_in_debug_mode": "finite"}.get(case, False)
     plan = random_plan(model, 3)
-    wrapped, optimizer = distribute(model, sgd(model.parameters()), plan, debug=debug, flight_dir=directory)
+    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, debug=debug, flight_dir=directory)
     bad = dist.get_rank() == (0 if case == "killed_rank_0" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
 

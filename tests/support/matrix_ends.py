@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from support.matrix_rows import STEPS, Dense, adam, sgd
 from support.training import build, distance, random_plan, train, wrap
 
@@ -183,6 +183,6 @@ def other_settings(what):
     if mine and what == "torch":
         torch.use_deterministic_algorithms(True)
     try:
-        distribute(model, optimizer, random_plan(Dense(), 0))
+        wrap_model(model, optimizer, random_plan(Dense(), 0))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,8 +16,8 @@ from legato.core.cluster import Cluster
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.pytorch import distribute
-from legato.pytorch.network.channel import in_order
+from legato.pytorch import wrap_model
+from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.parameters import trained_parameters
 from legato.schedule.compare import compare
@@ -31,7 +31,7 @@ DEPTHS = (1, 2, 5)
 
 def sums(dtype="float32", device="cpu"):
     """Every collective, depth and size, whole and in halves, handed over at once: those whose sum is not exact."""
-    rank, ranks, link = dist.get_rank(), dist.get_world_size(), in_order(dist.new_group())
+    rank, ranks, channel = dist.get_rank(), dist.get_world_size(), channel_for(dist.new_group())
     sent = []
     for name in (None, "gloo", *ROUNDS):
         for depth in DEPTHS if name in ROUNDS else (1,):
@@ -42,7 +42,7 @@ def sums(dtype="float32", device="cpu"):
                         for r in range(ranks)
                     ]
                     buffer = numbers[rank].clone()
-                    works = [link(buffer, Message(SLICES, kind, name, depth)) for kind in kinds]
+                    works = [channel(buffer, Message(SLICES, kind, name, depth)) for kind in kinds]
                     sent.append(((name, depth, size, kinds), works, buffer, sum(numbers)))
     for _, works, _, _ in sent:
         for work in works:
@@ -53,37 +53,37 @@ def sums(dtype="float32", device="cpu"):
 
 def same_everywhere(name, depth):
     """Numbers whose sum depends on the order of additions: the difference between the ranks."""
-    rank, ranks, link = dist.get_rank(), dist.get_world_size(), in_order(dist.new_group())
+    rank, ranks, channel = dist.get_rank(), dist.get_world_size(), channel_for(dist.new_group())
     buffer = torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-    link(buffer, Message(SLICES, "all_reduce", name, depth)).wait()
+    channel(buffer, Message(SLICES, "all_reduce", name, depth)).wait()
     everyones = [torch.empty_like(buffer) for _ in range(ranks)]
     dist.all_gather(everyones, buffer)
     return max((other - buffer).abs().max().item() for other in everyones)
 
 
 def threads():
-    """Threads of links: with the backend's own all-reduces alone, with steps, and when the link is gone."""
+    """Threads of channels: with the backend's own all-reduces alone, with steps, and when the channel is gone."""
     counts = []
-    link = in_order(dist.new_group())
+    channel = channel_for(dist.new_group())
     for name in (None, "ring"):
-        link(torch.zeros(10), Message(SLICES, "all_reduce", name)).wait()
+        channel(torch.zeros(10), Message(SLICES, "all_reduce", name)).wait()
         counts.append(_links())
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("legato-link")]
-    del link
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("legato-channel")]
+    del channel
     for thread in ours:
         thread.join(10)
     return [*counts, _links()]
 
 
 def spinning():
-    """The policies of gloo's threads that wait for bytes: of a link's own, and of this thread after it was made."""
+    """The policies of gloo's threads that wait for bytes: of a channel's own, and of this thread after it was made."""
     group = dist.new_group()
     before = set(os.listdir("/proc/self/task"))
-    link = in_order(group)
+    channel = channel_for(group)
     mine = set(os.listdir("/proc/self/task")) - before
     names = {int(task): Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in mine}
     policies = [os.sched_getscheduler(task) for task, name in names.items() if name == "gloo_tcp_loop"]
-    link(torch.zeros(10), Message(SLICES)).wait()
+    channel(torch.zeros(10), Message(SLICES)).wait()
     return sorted(policies), os.sched_getscheduler(0)
 
 
@@ -110,14 +110,14 @@ def updates_while_waiting():
 
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
     messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
-    wrapped, optimizer = distribute(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
+    wrapped, optimizer = wrap_model(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:
         late.register_hook(lambda _: store.wait(["updated on 0"], datetime.timedelta(seconds=20)))
     (late + early).backward()
     optimizer.step()
     if rank == 0:
-        wrapped._exchange.wires[0].work.wait()  # `early` is in
+        wrapped._reducer.buckets[0].work.wait()  # `early` is in
         model["late"](torch.ones(1, 3))
     wrapped.flush()
     dist.barrier()
@@ -129,11 +129,11 @@ def packed_and_sent():
     """What happens to the gradient of one tensor in two messages, in order."""
     model, happened = nn.Linear(4, 2, bias=False), []
     messages = tuple(Message((Slice("weight", start, start + 16),)) for start in (0, 16))
-    wrapped, optimizer = distribute(
+    wrapped, optimizer = wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
     )
-    exchange = wrapped._exchange
-    pack, link = exchange._pack, exchange._link
+    reducer = wrapped._reducer
+    pack, channel = reducer._pack, reducer._channel
 
     def packing(slot, wire, grad):
         happened.append(f"packed {wire.index}")
@@ -141,9 +141,9 @@ def packed_and_sent():
 
     def sending(buffer, message):
         happened.append(f"sent {messages.index(message)}")
-        return link(buffer, message)
+        return channel(buffer, message)
 
-    exchange._pack, exchange._link = packing, sending
+    reducer._pack, reducer._channel = packing, sending
     wrapped(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     wrapped.flush()
@@ -151,7 +151,7 @@ def packed_and_sent():
 
 
 def _links():
-    return sum(thread.name.startswith("legato-link") for thread in threading.enumerate())
+    return sum(thread.name.startswith("legato-channel") for thread in threading.enumerate())
 
 
 def mixed(plan, seed):
@@ -184,7 +184,7 @@ def equality(model_name, optimizer_name, seed, overlap=True, **options):
                 model, **({"find_unused_parameters": True} if model_name == "Partial" else {})
             )
         else:
-            wrapped, optimizer = distribute(model, optimizer, mixed(training.random_plan(model, seed, overlap), seed))
+            wrapped, optimizer = wrap_model(model, optimizer, mixed(training.random_plan(model, seed, overlap), seed))
         trained.append(training.train(wrapped, optimizer, 8, **options))
     return training.distance(*trained)
 
@@ -213,7 +213,7 @@ def equality_dear(collective, buffer_bytes, **options):
         else:
             cluster = Cluster.derive(dist.get_world_size(), 1e9, 1e-5)
             plan = dear(workload(model), cluster, collective=collective, buffer_bytes=buffer_bytes)
-            wrapped, optimizer = distribute(model, optimizer, plan)
+            wrapped, optimizer = wrap_model(model, optimizer, plan)
         trained.append(training.train(wrapped, optimizer, 8, **options))
     return training.distance(*trained)
 
@@ -232,7 +232,7 @@ def under(plans):
     found = {}
     for plan in plans:
         model = training.build("Convolutional")
-        wrapped, optimizer = distribute(model, training.OPTIMIZERS["adam"](model.parameters()), plan)
+        wrapped, optimizer = wrap_model(model, training.OPTIMIZERS["adam"](model.parameters()), plan)
         found[plan.scheduler] = training.distance(ddp, training.train(wrapped, optimizer, 4))
     return found
 
@@ -254,16 +254,18 @@ def within_the_rounding_bound(seed):
 def peer_dies():
     """Rank 1 goes when all collectives have its messages under way; what the others are told, by collective."""
     patience = datetime.timedelta(seconds=10)
-    links = {name: in_order(dist.new_group(timeout=patience)) for name in ROUNDS}
-    for name, link in links.items():
-        link(torch.zeros(10), Message(SLICES, "all_reduce", name, 2)).wait()
+    channels = {name: channel_for(dist.new_group(timeout=patience)) for name in ROUNDS}
+    for name, channel in channels.items():
+        channel(torch.zeros(10), Message(SLICES, "all_reduce", name, 2)).wait()
     dist.barrier()
-    works = {name: link(torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2)) for name, link in links.items()}
+    works = {
+        name: channel(torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2)) for name, channel in channels.items()
+    }
     if dist.get_rank() == 1:
         os._exit(0)
     errors = {}
-    for name, link in links.items():
-        for work in (works[name], link(torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2))):
+    for name, channel in channels.items():
+        for work in (works[name], channel(torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2))):
             try:
                 work.wait()
             except RuntimeError as error:
@@ -278,7 +280,7 @@ def peer_dies_in_training():
     slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items())]
     steps = Message(tuple(slices[:2]), "all_reduce", "halving-doubling", 2)
     halves = [Message(tuple(slices[2:]), kind, "ring") for kind in ("reduce_scatter", "all_gather")]
-    wrapped, optimizer = distribute(model, optimizer, Plan("mortal", (steps, *halves), forward_overlap=True))
+    wrapped, optimizer = wrap_model(model, optimizer, Plan("mortal", (steps, *halves), forward_overlap=True))
     training.train(wrapped, optimizer, 2)
     if dist.get_rank() == 1:
         model.embed.weight.register_post_accumulate_grad_hook(lambda _: os._exit(0))
@@ -295,7 +297,7 @@ def peer_dies_in_training():
 def _refused(change):
     model = nn.Linear(4, 2, bias=False)
     whole = Message((Slice("weight", 0, 32),))
-    distribute(model, training.OPTIMIZERS["sgd"](model.parameters()), Plan("odd", tuple(change(whole))))
+    wrap_model(model, training.OPTIMIZERS["sgd"](model.parameters()), Plan("odd", tuple(change(whole))))
 
 
 def unknown_collective():

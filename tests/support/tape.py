@@ -5,7 +5,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from legato.pytorch.recording.operators import operator, tensors
+from legato.pytorch.recording.operators import operator_of, tensors
 
 
 class Place:
@@ -49,7 +49,7 @@ class Tape(TorchDispatchMode):
                 if storage._cdata not in self.before:
                     self.before[storage._cdata] = storage.clone()
         count = len(self.recorder._ops)
-        random = self.random_state() if operator(func).random else None
+        random = self.random_state() if operator_of(func).random else None
         jump = None if random is None or random.tolist() == self.generator.tolist() else random
         out = func(*args, **kwargs)
         if random is not None:

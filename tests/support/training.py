@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import distribute
+from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
 
 
@@ -155,7 +155,7 @@ def wrap(kind, model, optimizer, seed=0, **options):
     """The model under DDP (`ddp`) or under a random plan (`legato`), and its optimizer."""
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options), optimizer
-    return distribute(model, optimizer, random_plan(model, seed), **OPTIONS)
+    return wrap_model(model, optimizer, random_plan(model, seed), **OPTIONS)
 
 
 def lent(case, *arguments):
@@ -459,7 +459,7 @@ def deferral():
 def whole_without_overlap():
     model = build("Convolutional")
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    wrapped, optimizer = distribute(model, optimizer, random_plan(model, 1, forward_overlap=False))
+    wrapped, optimizer = wrap_model(model, optimizer, random_plan(model, 1, forward_overlap=False))
     train(wrapped, optimizer, 1)
     return all(type(p) is nn.Parameter for p in model.parameters())
 
@@ -525,13 +525,13 @@ def other_plan_on_rank_1():
 
 def plan_of_another_model():
     model = build("Convolutional")
-    distribute(model, OPTIMIZERS["sgd"](model.parameters()), random_plan(build("Attention"), 0))
+    wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), random_plan(build("Attention"), 0))
 
 
 def plan_that_cuts_an_element():
     model = nn.Linear(1, 1, bias=False)
     plan = Plan("odd", (Message((Slice("weight", 0, 3),)), Message((Slice("weight", 3, 4),))))
-    distribute(model, OPTIMIZERS["sgd"](model.parameters()), plan)
+    wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), plan)
 
 
 def sending_twice():
@@ -574,12 +574,12 @@ def sparse_gradient():
 def wrapped_twice():
     model = build("Convolutional")
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
-    distribute(wrapped, optimizer, wrapped.plan)
+    wrap_model(wrapped, optimizer, wrapped.plan)
 
 
 def foreign_optimizer():
     model = build("Convolutional")
-    distribute(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))
+    wrap_model(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))
 
 
 # ---- plan="auto" and calibration ------------------------------------------------------

@@ -25,7 +25,7 @@ __all__ = [
     "agree",
     "broadcast_bytes",
     "broadcast_tensors",
-    "describe",
+    "describe_model",
     "describe_optimizer",
     "gather_numbers",
     "group_device",
@@ -36,7 +36,7 @@ _MESSAGE_BYTES = 1024
 _BROADCAST_BYTES = 250 * 2**20
 
 
-def describe(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def describe_model(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """What must be equal on all ranks: name of the thing -> what it is here."""
     facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))

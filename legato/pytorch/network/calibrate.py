@@ -2,7 +2,7 @@
 
 [Note: in a stream] Training sends one message after another, and packs the next
 one while the last is on its way. So that is what is measured: several at once,
-handed over in order through the runtime's own link, and the time of all by
+handed over in order through the runtime's own channel, and the time of all by
 their number.
 
 [Note: what a floor hides] Where a cost has a floor, a large message hides what
@@ -29,7 +29,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 from legato.pytorch.network.agreement import group_device
-from legato.pytorch.network.channel import Link, in_order
+from legato.pytorch.network.channel import Channel, channel_for
 
 __all__ = ["Calibration", "Sample", "calibrate"]
 
@@ -109,15 +109,15 @@ def calibrate(
     group: Any = process_group if process_group is not None else dist.group.WORLD
     ways = [(group.name(), 1), *((name, depth) for name in collectives for depth in sorted({1, *depths}))]
     own = _group_of_our_own(group)
-    link = in_order(own)
+    channel = channel_for(own)
     messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
     for message in messages:
-        link.check(message, "calibrate")
+        channel.check(message, "calibrate")
     measured: list[list[tuple[int, float]]] = [[] for _ in ways]
     for i, nbytes in enumerate(sizes):
         count = _stream(nbytes, [points[-1] for points in measured if points])
         buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(count)]
-        once = [functools.partial(_once, buffers, message, link) for message in messages]
+        once = [functools.partial(_once, buffers, message, channel) for message in messages]
         for points, seconds in zip(measured, _times(once, group), strict=True):
             points.append((buffers[0].nbytes, seconds))
         if progress:
@@ -163,13 +163,13 @@ def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
     return [statistics.median(column) for column in times.T.tolist()]
 
 
-def _once(buffers: Sequence[torch.Tensor], message: Message, link: Link) -> float:
+def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -> float:
     first, *rest = buffers
     start = time.perf_counter()
-    works = [link(first, message)]
+    works = [channel(first, message)]
     for buffer in rest:
         torch.mul(first, 0.5, out=buffer)  # as the runtime packs one
-        works.append(link(buffer, message))
+        works.append(channel(buffer, message))
     for work in works:
         work.wait()
     if first.is_cuda:

@@ -14,7 +14,7 @@ which they were handed over. As long as it has some, every message goes to it,
 the backend's own all-reduce too; and before its first one it waits for what the
 backend still has to do. So there is one order, whoever carries a message out,
 and a plan of the backend's own all-reduces never meets a thread. The thread
-ends with the link. A process that ends waits for it, unless a message has
+ends with the channel. A process that ends waits for it, unless a message has
 failed: a send to a rank that is gone can take all of its time to find out.
 
 [Note: halves] gloo's own reduce-scatter is an all-reduce, most of whose result
@@ -43,31 +43,31 @@ from legato.core.errors import PlanError
 from legato.core.plan import Message
 from legato.pytorch.network.collectives import Collectives
 from legato.pytorch.network.rounds import ROUNDS
-from legato.pytorch.network.threads import threads_that_wait
+from legato.pytorch.network.threads import batch_policy_threads
 
-__all__ = ["Link", "in_order"]
+__all__ = ["Channel", "channel_for"]
 
 #: The collective whose halves stand for a backend's own.
 _OWN_HALVES = "ring"
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """Hands messages over to be carried out in that order."""
 
     def __call__(self, buffer: Tensor, message: Message) -> Any:
         """Carry out the message on a flat buffer, in place, and return the work to wait for."""
 
     def check(self, message: Message, name: str) -> None:
-        """Raise `PlanError` unless this link can carry out such a message, which goes by that name."""
+        """Raise `PlanError` unless this channel can carry out such a message, which goes by that name."""
 
     def give_up(self) -> None:
         """A message has failed: nothing that is still on its way keeps the process from ending."""
 
 
-def in_order(group: Any) -> Link:
-    """The link for a process group, which has one at most; all of its ranks have to call this."""
-    return _GlooLink(group) if group.name() == "gloo" else _BackendLink(group)
+def channel_for(group: Any) -> Channel:
+    """The channel for a process group, which has one at most; all of its ranks have to call this."""
+    return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
 def _check_kind(message: Message, name: str) -> None:
@@ -75,7 +75,7 @@ def _check_kind(message: Message, name: str) -> None:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
 
 
-class _BackendLink:
+class _BackendChannel:
     """A backend that keeps the order by itself, and has halves of its own."""
 
     def __init__(self, group: Any) -> None:
@@ -102,7 +102,7 @@ class _BackendLink:
         return dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)
 
 
-class _GlooLink:
+class _GlooChannel:
     """A gloo with one thread, and a thread of ours for what is made of steps."""
 
     def __init__(self, group: Any) -> None:
@@ -123,7 +123,7 @@ class _GlooLink:
             raise PlanError(f"{name}.collective: {message.collective!r} (this runtime carries out {known})")
 
     def __call__(self, buffer: Tensor, message: Message) -> Any:
-        busy = isinstance(self._last, _Handed) and not self._last.is_completed()
+        busy = isinstance(self._last, _QueuedWork) and not self._last.is_completed()
         if _steps_of(message) is None and not busy and not self._failed.is_set():
             self._last = self._gloo.allreduce([buffer])
         else:
@@ -135,14 +135,14 @@ class _GlooLink:
     def give_up(self) -> None:
         self._failed.set()
 
-    def _queue(self, do: Callable[[], None]) -> _Handed:
+    def _queue(self, do: Callable[[], None]) -> _QueuedWork:
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="legato-link", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="legato-channel", daemon=True)
             self._thread.start()
             weakref.finalize(self, _end, self._jobs, self._thread, self._failed)
         future: Future[None] = Future()
         self._jobs.put((future, do))
-        return _Handed(future)
+        return _QueuedWork(future)
 
     def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message) -> None:
         """On the thread: after all that was handed over earlier."""
@@ -178,7 +178,7 @@ def _steps_of(message: Message) -> str | None:
     return None if message.kind == "all_reduce" else _OWN_HALVES
 
 
-class _Handed:
+class _QueuedWork:
     """A message that the thread has to carry out, with the face of torch's `Work`."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -212,7 +212,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
             future.set_exception(error)
         else:
             future.set_result(None)
-        del job, future, do  # or the thread would keep its link alive while it waits
+        del job, future, do  # or the thread would keep its channel alive while it waits
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, failed: threading.Event) -> None:
@@ -228,7 +228,7 @@ def _gloo(group: Any, timeout: timedelta) -> Any:
     options._threads = 1
     options._timeout = timeout
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    with threads_that_wait():
+    with batch_policy_threads():
         options._devices = [backend.create_device(interface=name) for name in interfaces] or [
             backend.create_default_device()
         ]

@@ -56,7 +56,7 @@ class Collectives:
         reduce = course.reduce if kind != "all_gather" else ()
         distribute = course.distribute if kind != "reduce_scatter" else ()
         chunks = [_part(tensor, c, c + 1, depth) for c in range(depth)]
-        passage = _Passage(self._gloo, chunks, course.parts, self._next_tag, time.monotonic() + self._timeout_s)
+        passage = _MessageRun(self._gloo, chunks, course.parts, self._next_tag, time.monotonic() + self._timeout_s)
         self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
         passage.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, course.parts))
 
@@ -72,7 +72,7 @@ class Collectives:
         return self._scratch.view(tensor.dtype) if needed else tensor[:0]
 
 
-class _Passage:
+class _MessageRun:
     """One message on its way."""
 
     def __init__(self, gloo: Any, chunks: list[Tensor], parts: int, first_tag: int, deadline: float) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["ROUNDS", "Course", "Round", "Transfer"]
+__all__ = ["ROUNDS", "Round", "Rounds", "Transfer"]
 
 
 class Transfer(NamedTuple):
@@ -48,7 +48,7 @@ class Round(NamedTuple):
         return Round(sends=self.receives, receives=self.sends)
 
 
-class Course(NamedTuple):
+class Rounds(NamedTuple):
     """A collective on one rank: the parts of a chunk, the rounds that add up and those that hand out."""
 
     parts: int
@@ -56,27 +56,27 @@ class Course(NamedTuple):
     distribute: tuple[Round, ...]
 
 
-def _there_and_back(parts: int, reduce: list[Round]) -> Course:
-    return Course(parts, tuple(reduce), tuple(step.backwards() for step in reversed(reduce)))
+def _mirrored(parts: int, reduce: list[Round]) -> Rounds:
+    return Rounds(parts, tuple(reduce), tuple(step.backwards() for step in reversed(reduce)))
 
 
-def _shuffle(rank: int, ranks: int) -> Course:
+def _shuffle(rank: int, ranks: int) -> Rounds:
     others = [(rank + k) % ranks for k in range(1, ranks)]  # everybody begins with another one
     sends = tuple(Transfer(peer, peer, peer + 1) for peer in others)
     receives = tuple(Transfer(peer, rank, rank + 1) for peer in others)
-    return _there_and_back(ranks, [Round(sends, receives)])
+    return _mirrored(ranks, [Round(sends, receives)])
 
 
-def _ring(rank: int, ranks: int) -> Course:
+def _ring(rank: int, ranks: int) -> Rounds:
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     rounds = []
     for k in range(1, ranks):
         given, taken = (rank - k) % ranks, (rank - k - 1) % ranks
         rounds.append(Round((Transfer(after, given, given + 1),), (Transfer(before, taken, taken + 1),)))
-    return _there_and_back(ranks, rounds)
+    return _mirrored(ranks, rounds)
 
 
-def _halving_doubling(rank: int, ranks: int) -> Course:
+def _halving_doubling(rank: int, ranks: int) -> Rounds:
     power = _power_of_two(ranks)
     rounds = _fold(rank, ranks, power, parts=power)
     start, stop = 0, power
@@ -90,10 +90,10 @@ def _halving_doubling(rank: int, ranks: int) -> Course:
             continue
         (start, stop), given, peer = (lower, upper, rank + half) if rank < middle else (upper, lower, rank - half)
         rounds.append(Round((Transfer(peer, *given),), (Transfer(peer, start, stop),)))
-    return _there_and_back(power, rounds)
+    return _mirrored(power, rounds)
 
 
-def _recursive_doubling(rank: int, ranks: int) -> Course:
+def _recursive_doubling(rank: int, ranks: int) -> Rounds:
     power = _power_of_two(ranks)
     fold = _fold(rank, ranks, power, parts=1)
     peers = [rank ^ 2**k for k in range(power.bit_length() - 1)]
@@ -101,10 +101,10 @@ def _recursive_doubling(rank: int, ranks: int) -> Course:
         exchanges = [Round((Transfer(peer, 0, 1),), (Transfer(peer, 0, 1),)) for peer in peers]
     else:
         exchanges = [Round() for _ in peers]
-    return Course(1, (*fold, *exchanges), tuple(step.backwards() for step in fold))
+    return Rounds(1, (*fold, *exchanges), tuple(step.backwards() for step in fold))
 
 
-def _tree(rank: int, ranks: int) -> Course:
+def _tree(rank: int, ranks: int) -> Rounds:
     rounds = []
     for k in range((ranks - 1).bit_length()):
         below, step = rank % 2**k, 2**k
@@ -114,7 +114,7 @@ def _tree(rank: int, ranks: int) -> Course:
             rounds.append(Round(sends=(Transfer(rank - step, 0, 1),)))
         else:
             rounds.append(Round(receives=(Transfer(rank + step, 0, 1),) if rank + step < ranks else ()))
-    return _there_and_back(1, rounds)
+    return _mirrored(1, rounds)
 
 
 def _power_of_two(ranks: int) -> int:
@@ -132,7 +132,7 @@ def _fold(rank: int, ranks: int, power: int, parts: int) -> list[Round]:
 
 
 #: (rank, ranks) -> what that rank does, by the names of `legato.core.cluster.COLLECTIVES`.
-ROUNDS: dict[str, Callable[[int, int], Course]] = {
+ROUNDS: dict[str, Callable[[int, int], Rounds]] = {
     "ring": _ring,
     "halving-doubling": _halving_doubling,
     "recursive-doubling": _recursive_doubling,

@@ -17,11 +17,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-__all__ = ["threads_that_wait"]
+__all__ = ["batch_policy_threads"]
 
 
 @contextlib.contextmanager
-def threads_that_wait() -> Iterator[None]:
+def batch_policy_threads() -> Iterator[None]:
     """Threads that are started in here have the policy SCHED_BATCH, where this thread has the ordinary one (Linux)."""
     try:
         changed = os.sched_getscheduler(0) == os.SCHED_OTHER

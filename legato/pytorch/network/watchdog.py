@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from legato.core.errors import RankError
 
-__all__ = ["Flight", "Watch"]
+__all__ = ["FlightRecorder", "Watchdog"]
 
 POLL_S = 0.5
 #: So long a failing rank waits for the others' answers, once.
@@ -46,12 +46,12 @@ _FAILED = "failed as well"
 _MAIN = threading.main_thread()
 
 
-class Watch:
+class Watchdog:
     """One rank's part in finding out what went wrong; `standing()` says in words what the rank is doing."""
 
-    def __init__(self, group: Any, flight: Flight, standing: Callable[[], str]) -> None:
+    def __init__(self, group: Any, flight_recorder: FlightRecorder, standing: Callable[[], str]) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.flight = flight
+        self.flight_recorder = flight_recorder
         self._waits_can_be_cut = group.name() == "gloo"
         self._standing = standing
         store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class Watch:
                 if self._seen:
                     raise RuntimeError(self._seen)
         except KeyboardInterrupt as interrupt:
-            path = self.flight.write("interrupted", {})
+            path = self.flight_recorder.write("interrupted", {})
             interrupt.add_note(f"rank {self.rank} was waiting for the other ranks; the last messages are in {path}")
             raise
 
@@ -110,7 +110,7 @@ class Watch:
             self._wake.set()
             if self.size > 1 and not self._asked.wait(ANSWER_S + 1):
                 self._store_lost = True
-            path = self.flight.write(said, self._answers)
+            path = self.flight_recorder.write(said, self._answers)
             self._raised = RankError(f"{said}; {self._verdict()}the last messages are in {path}")
         return self._raised
 
@@ -167,27 +167,27 @@ class Watch:
             self._store.set("failed", f"rank {self.rank} {said}")
 
 
-def _look(of: weakref.ref[Watch], wake: threading.Event) -> None:
+def _look(of: weakref.ref[Watchdog], wake: threading.Event) -> None:
     """The thread: it ends with the watch, with the store, or when all is said."""
     while True:
         wake.wait(POLL_S)
-        watch = of()
+        watchdog = of()
         try:
-            if watch is None or not watch._look_once():
+            if watchdog is None or not watchdog._look_once():
                 return
         except RuntimeError:
-            if watch is not None:
-                watch._store_lost = True
-                watch._asked.set()
+            if watchdog is not None:
+                watchdog._store_lost = True
+                watchdog._asked.set()
             return
-        del watch
+        del watchdog
 
 
-def _leave(of: weakref.ref[Watch]) -> None:
-    watch = of()
-    if watch is not None:
+def _leave(of: weakref.ref[Watchdog]) -> None:
+    watchdog = of()
+    if watchdog is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could read this
-            watch.leave()
+            watchdog.leave()
 
 
 def _reason(error: BaseException) -> str:
@@ -219,7 +219,7 @@ def _line(frames: Any) -> str:
 EVENTS = 2000
 
 
-class Flight:
+class FlightRecorder:
     """The last events of one rank: passes that began and ended, messages that went out and came in.
 
     The file is JSON lines: the failure first, then one event a line, oldest

@@ -35,7 +35,7 @@ from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import DeviceClock, HostClock, clock_for
 from legato.pytorch.recording.load import blame, check_loss, check_training, load_training
-from legato.pytorch.recording.recorder import Recorder, Step
+from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.recording.snapshot import Snapshot
 
 __all__ = ["PhaseTimes", "capture", "load_training", "to_workload"]
@@ -84,7 +84,7 @@ def capture(
     clock = clock_for(device)
     recorder = Recorder(model, optimizer)
     untraced: list[PhaseTimes] = []
-    steps: list[Step] = []
+    steps: list[RecordedStep] = []
     work: list[Callable[[], object]] = [lambda: _untraced_step(clock, optimizer, loss)] * warmup
     for _ in range(runs):
         work.append(lambda: untraced.append(_untraced_step(clock, optimizer, loss)))
@@ -118,7 +118,7 @@ def _untraced_step(
     return PhaseTimes(*(clock.seconds(a, b) for a, b in pairwise(marks)))
 
 
-def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], torch.Tensor]) -> Step:
+def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], torch.Tensor]) -> RecordedStep:
     try:
         with blame("loss()"), recorder.phase("forward"):
             value = check_loss(loss())
@@ -133,7 +133,7 @@ def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], 
 
 
 def to_workload(
-    steps: Sequence[Step], *, name: str, batch_size: int, device: str, untraced: Sequence[PhaseTimes] = ()
+    steps: Sequence[RecordedStep], *, name: str, batch_size: int, device: str, untraced: Sequence[PhaseTimes] = ()
 ) -> Workload:
     """Merge recorded steps, which must all do the same, into one iteration.
 
@@ -208,7 +208,7 @@ def _without_detours(deps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return kept
 
 
-def _check_same(first: Step, other: Step) -> None:
+def _check_same(first: RecordedStep, other: RecordedStep) -> None:
     def differ(what: str) -> CaptureError:
         return CaptureError(f"the step is not the same every time: {what} (expected the same ops in every run)")
 
@@ -231,7 +231,7 @@ def _check_same(first: Step, other: Step) -> None:
         raise differ("the optimizer updated other parameters")
 
 
-def _log_parameters(name: str, model: nn.Module, step: Step) -> None:
+def _log_parameters(name: str, model: nn.Module, step: RecordedStep) -> None:
     frozen = sum(not p.requires_grad for p in model.parameters())
     updated = {parameter for parameter, _ in step.updates}
     kept = [t.name for t in step.tensors if t.name not in updated and t.name not in step.unused]

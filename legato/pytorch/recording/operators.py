@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Operator", "operator", "tensors"]
+__all__ = ["Operator", "operator_of", "tensors"]
 
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
@@ -36,7 +36,7 @@ class Operator(NamedTuple):
 
 
 @functools.cache
-def operator(func: Any) -> Operator:
+def operator_of(func: Any) -> Operator:
     """Look up what the schema of `func` (an OpOverload, or a higher-order operator) says.
 
     Batch norm is the one family whose schema hides a write: to its running

@@ -10,10 +10,10 @@ import torch
 from legato.pytorch.recording.operators import tensors
 from legato.pytorch.recording.storages import Owners, Storages
 
-__all__ = ["Updates"]
+__all__ = ["OptimizerTimes"]
 
 
-class Updates:
+class OptimizerTimes:
     """Attributes the optimizer's ops to the parameters that they work for.
 
     An op works for a parameter when it touches the parameter, its gradient, its

@@ -23,17 +23,17 @@ from legato.core.workload import Op, Phase, Tensor
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.recording.module_paths import ModulePaths
-from legato.pytorch.recording.operators import Operator, operator, tensors
-from legato.pytorch.recording.optimizer_times import Updates
+from legato.pytorch.recording.operators import Operator, operator_of, tensors
+from legato.pytorch.recording.optimizer_times import OptimizerTimes
 from legato.pytorch.recording.storages import Owners, Storages
 
-__all__ = ["Recorder", "Step"]
+__all__ = ["RecordedStep", "Recorder"]
 
 _RANDOM_STATE = "random"
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One recorded training step.
 
     `ops` are those of the forward and the backward pass in execution order,
@@ -64,7 +64,7 @@ class Recorder:
     """Records the steps of a model and its optimizer, one at a time.
 
     Around each phase call `begin(phase)` and `end()`, or use `with
-    recorder.phase(name)`; after the last one `finish()` gives the `Step`. A
+    recorder.phase(name)`; after the last one `finish()` gives the `RecordedStep`. A
     phase may begin while another is open, which then ends. If the step
     fails, `abandon()` takes every hook away again; `finish()` does so too.
     """
@@ -101,7 +101,7 @@ class Recorder:
             self._start()
         self._phase, self._follow = phase, follow
         if phase == "optimizer":
-            self._updates = Updates(list(self._parameters.values()), self._optimizer, self._storages)
+            self._updates = OptimizerTimes(list(self._parameters.values()), self._optimizer, self._storages)
         if self._mode is None:
             self._mode = _Mode(self)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class Recorder:
         self._hooks.close()
         self._phase = None
 
-    def finish(self) -> Step:
+    def finish(self) -> RecordedStep:
         """Stop, take away all hooks, and return the step. Waits for the device."""
         self.abandon()
         self._clock.settle()
@@ -137,7 +137,7 @@ class Recorder:
         unused = [i for i in range(len(names)) if i not in self._ready]
         found = tuple(self._tensors(unused))
         updates = self._updates.seconds([i for i in range(len(names)) if i in self._ready], seconds)
-        return Step(
+        return RecordedStep(
             ops=ops,
             tensors=found,
             unused=tuple(names[i] for i in unused),
@@ -188,7 +188,7 @@ class Recorder:
             if self._phase == "optimizer":
                 self._updates.note((*args, *kwargs.values()), out, (start, stop))
             else:
-                self._note(operator(func), args, kwargs, out, (start, stop))
+                self._note(operator_of(func), args, kwargs, out, (start, stop))
         return out
 
     def _note(self, what: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, marks: Any) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Accumulator", "Outermost"]
+__all__ = ["Accumulator", "BackwardScope"]
 
 
 class Accumulator:
@@ -53,7 +53,7 @@ class Accumulator:
             hook.remove()
 
 
-class Outermost:
+class BackwardScope:
     """Calls `ended()` at the end of the outermost backward pass, once, however it was noticed."""
 
     def __init__(self, wanted: Callable[[], bool], ended: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from legato.core.layout import BufferLayout, buffer_layout, chains
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch.runtime.update import Update
 
-__all__ = ["IDLE", "PENDING", "SENT", "Piece", "Slot", "Wire", "lower"]
+__all__ = ["IDLE", "PENDING", "SENT", "Bucket", "BucketSlice", "Slot", "make_buckets"]
 
 #: Where a parameter stands between two backward passes.
 IDLE = "idle"  # nothing is outstanding
@@ -31,21 +31,35 @@ class Slot:
     name: str
     parameter: nn.Parameter
     plain_class: type
-    pieces: list[Piece] = field(default_factory=list)
+    slices: list[BucketSlice] = field(default_factory=list)
     stage: str = IDLE
-    wires: list[Wire] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     ready: bool = False  # its gradient is there in this backward pass
     has_grad: bool = False  # ... and is not merely known to be absent
-    update: Update | None = None
+    update: Update | None = None  # the call of `step()` that applies the gradient; None when it is not pending
     whole: Tensor | None = None  # all of its gradient, as a view of the messages, where it lies in one place
+
+    # The stages of a parameter; no other code assigns `stage` or `update`.
+
+    def mark_sent(self) -> None:
+        """IDLE (or SENT) -> SENT: the gradient was packed, and `optimizer.step()` was not called yet."""
+        self.stage = SENT
+
+    def mark_stepped(self, update: Update | None = None) -> None:
+        """-> PENDING: `optimizer.step()` was called; `update` is None where a server computes the new value."""
+        self.stage, self.update = PENDING, update
+
+    def mark_settled(self) -> None:
+        """-> IDLE: parameter and gradient are up to date, or the gradient was dropped."""
+        self.stage, self.update = IDLE, None
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class BucketSlice:
     """Elements `start` to `stop` of a parameter, and their place in a message's buffer."""
 
     slot: Slot
-    wire: Wire
+    bucket: Bucket
     start: int
     stop: int
     view: Tensor  # shaped like the parameter when it is the whole of it, else flat
@@ -61,7 +75,7 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Wire:
+class Bucket:
     """One message as it goes out: a buffer, what is packed into it, and its progress.
 
     An all_gather has the buffer of its reduce_scatter, and packs nothing.
@@ -70,9 +84,9 @@ class Wire:
     index: int
     message: Message
     buffer: Tensor
-    pieces: list[Piece] = field(default_factory=list)
-    scattered: Wire | None = None  # the first half of which this is the second
-    gathered: Wire | None = None  # ... and the other way round
+    slices: list[BucketSlice] = field(default_factory=list)
+    scattered: Bucket | None = None  # the first half of which this is the second
+    gathered: Bucket | None = None  # ... and the other way round
     slots: int = 0  # parameters in it
     missing: int = 0  # ... whose gradients are not there yet
     work: Any = None  # the collective in flight
@@ -83,7 +97,7 @@ class Wire:
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
 
-def lower(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Wire]]:
+def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Bucket]]:
     """Buffers for a plan on these parameters, messages in the plan's order.
 
     A message that holds several dtypes or devices is cut by them: one buffer
@@ -99,19 +113,19 @@ def lower(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tup
     slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
     parts = [(i, part) for i, message in enumerate(plan.messages) for part in _uniform(message, i, parameters)]
     placed = iter(_placed([part for _, part in parts if part.kind != "all_gather"], parameters, sizes, ranks))
-    wires: list[Wire] = []
-    scattered: dict[frozenset[Slice], Wire] = {}
+    buckets: list[Bucket] = []
+    scattered: dict[frozenset[Slice], Bucket] = {}
     for i, part in parts:
         if part.kind == "all_gather":
-            wires.append(_second_half(len(wires), part, i, scattered))
+            buckets.append(_second_half(len(buckets), part, i, scattered))
             continue
-        wires.append(_wire(len(wires), part, *next(placed), slots))
+        buckets.append(_make_bucket(len(buckets), part, *next(placed), slots))
         if part.kind == "reduce_scatter":
-            scattered[frozenset(part.slices)] = wires[-1]
+            scattered[frozenset(part.slices)] = buckets[-1]
     for slot in slots.values():
-        slot.pieces.sort(key=lambda piece: piece.start)
+        slot.slices.sort(key=lambda piece: piece.start)
         slot.whole = _whole(slot)
-    return list(slots.values()), wires
+    return list(slots.values()), buckets
 
 
 def _uniform(message: Message, i: int, parameters: Mapping[str, nn.Parameter]) -> list[Message]:
@@ -125,7 +139,7 @@ def _uniform(message: Message, i: int, parameters: Mapping[str, nn.Parameter]) -
     return [msgspec.structs.replace(message, slices=tuple(group)) for group in groups.values()]
 
 
-def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset[Slice], Wire]) -> Wire:
+def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
     """The all_gather that belongs to a reduce_scatter before it."""
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
@@ -133,11 +147,11 @@ def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset
     there, here = ((m.collective, m.depth) for m in (first.message, message))
     if there != here:
         raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here} of what was scattered by {there}")
-    wire = Wire(index, message, first.buffer, slots=first.slots, scattered=first)
-    first.gathered = wire
-    for slot in {id(piece.slot): piece.slot for piece in first.pieces}.values():
-        slot.wires.append(wire)
-    return wire
+    bucket = Bucket(index, message, first.buffer, slots=first.slots, scattered=first)
+    first.gathered = bucket
+    for slot in {id(piece.slot): piece.slot for piece in first.slices}.values():
+        slot.buckets.append(bucket)
+    return bucket
 
 
 def _placed(
@@ -163,9 +177,9 @@ def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtyp
     return [buffers[i] for i in range(len(layouts))]
 
 
-def _wire(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Wire:
+def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
     """A message with a buffer of its own."""
-    wire = Wire(index, message, buffer)
+    bucket = Bucket(index, message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
         start, stop = (byte // buffer.element_size() for byte in (piece.start, piece.stop))
@@ -173,17 +187,19 @@ def _wire(index: int, message: Message, layout: BufferLayout, buffer: Tensor, sl
         if stop - start == slot.parameter.numel():
             view = view.view(slot.parameter.shape)
         flag = layout.flags.get(piece.tensor) if start == 0 else None
-        wire.pieces.append(Piece(slot, wire, start, stop, view, None if flag is None else buffer[flag : flag + 1]))
-        slot.pieces.append(wire.pieces[-1])
-        if wire not in slot.wires:
-            slot.wires.append(wire)
-            wire.slots += 1
-    return wire
+        bucket.slices.append(
+            BucketSlice(slot, bucket, start, stop, view, None if flag is None else buffer[flag : flag + 1])
+        )
+        slot.slices.append(bucket.slices[-1])
+        if bucket not in slot.buckets:
+            slot.buckets.append(bucket)
+            bucket.slots += 1
+    return bucket
 
 
 def _whole(slot: Slot) -> Tensor | None:
     """The gradient in one view that is laid out like the parameter, if its pieces lie one behind the other."""
-    views = [piece.view for piece in slot.pieces]
+    views = [piece.view for piece in slot.slices]
     for a, b in itertools.pairwise(views):
         together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         if not together or b.storage_offset() != a.storage_offset() + a.numel():

@@ -22,18 +22,18 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from legato.core.errors import RankError, unknown_name
-from legato.pytorch.network.watchdog import Watch
-from legato.pytorch.runtime.buckets import Wire
+from legato.pytorch.network.watchdog import Watchdog
+from legato.pytorch.runtime.buckets import Bucket
 
-__all__ = ["CHECKS", "Checks", "chosen"]
+__all__ = ["CHECKS", "DebugChecks", "chosen_checks"]
 
 CHECKS = ("order", "finite")
 
 
-def chosen(debug: bool | str | None) -> tuple[str, ...]:
+def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:
     """The checks that were asked for: `True`, or names with commas; None asks `$LEGATO_DEBUG`.
 
-    >>> chosen("order,finite"), chosen(True), chosen(False)
+    >>> chosen_checks("order,finite"), chosen_checks(True), chosen_checks(False)
     (('order', 'finite'), ('order',), ())
     """
     if debug is None:
@@ -46,7 +46,7 @@ def chosen(debug: bool | str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys("order" if n == "1" else n for n in names))
 
 
-class Checks:
+class DebugChecks:
     """Compares what the ranks of a group are about to hand over."""
 
     def __init__(self, names: tuple[str, ...], group: Any, timeout: timedelta) -> None:
@@ -57,20 +57,20 @@ class Checks:
         self._store = torch._C._distributed_c10d.PrefixStore(f"legato/checks/{group.group_name}", store)
         self._count = 0
 
-    def before(self, wire: Wire, passes: int, forwards: int, watch: Watch) -> None:
-        """This rank is about to hand over `wire`; raises `RankError` on every rank if any of them has another one."""
+    def check(self, bucket: Bucket, passes: int, forwards: int, watchdog: Watchdog) -> None:
+        """This rank is about to hand over `bucket`; raises `RankError` on every rank if any of them has another one."""
         message = (
-            f"message {wire.index} ({wire.label}) of backward pass {passes}, {wire.buffer.nbytes} bytes, "
+            f"message {bucket.index} ({bucket.label}) of backward pass {passes}, {bucket.buffer.nbytes} bytes, "
             f"after {forwards} forward passes"
         )
         trouble = ""
         if self._finite:
-            wrong = (p.slot.name for p in wire.pieces if p.slot.has_grad and not p.view.isfinite().all())
+            wrong = (p.slot.name for p in bucket.slices if p.slot.has_grad and not p.view.isfinite().all())
             trouble = next((f"the gradient of {name} is not finite, {message}" for name in wrong), "")
         try:
             self._compare(message, trouble)
         except RankError as error:
-            raise watch.failure("a check failed", error) from error
+            raise watchdog.failure("a check failed", error) from error
 
     def _compare(self, message: str, trouble: str) -> None:
         self._count += 1

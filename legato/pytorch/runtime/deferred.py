@@ -23,10 +23,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from legato.core.errors import RankError
 from legato.pytorch.runtime.buckets import PENDING, SENT
-from legato.pytorch.runtime.reducer import Exchange
+from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
-__all__ = ["defer_steps", "rebind", "release"]
+__all__ = ["defer_steps", "rebind_step", "release"]
 
 #: Their step mixes parameters, calls its closure more than once, or takes what is not sent.
 _WHOLE = ("LBFGS", "SparseAdam")
@@ -36,17 +36,17 @@ class _DeferredSteps:
     """Laid over the class of the user's optimizer; what it overrides behaves as before, only later."""
 
     _legato_base: type[Optimizer]
-    _legato_exchange: Exchange | None
+    _legato_reducer: Reducer | None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = cast(Optimizer, self)
-        exchange, base = self._legato_exchange, self._legato_base
-        if exchange is not None and exchange.in_backward:
+        reducer, base = self._legato_reducer, self._legato_base
+        if reducer is not None and reducer.in_backward:
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
-        if exchange is None or not _divisible(optimizer, base, exchange):
-            if exchange is not None:
-                exchange.settle()
-            tracer = exchange.tracer if exchange is not None else None
+        if reducer is None or not _divisible(optimizer, base, reducer):
+            if reducer is not None:
+                reducer.settle()
+            tracer = reducer.tracer if reducer is not None else None
             if tracer:
                 tracer.switch("optimizer")
             result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
@@ -57,14 +57,14 @@ class _DeferredSteps:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _step_later(optimizer, base, exchange)
+        _step_later(optimizer, base, reducer)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer, exchange = cast(Optimizer, self), self._legato_exchange
-        if exchange is None:
+        optimizer, reducer = cast(Optimizer, self), self._legato_reducer
+        if reducer is None:
             return self._legato_base.zero_grad(optimizer, set_to_none)
-        drop_gradients((p for g in optimizer.param_groups for p in g["params"]), exchange, set_to_none)
+        drop_gradients((p for g in optimizer.param_groups for p in g["params"]), reducer, set_to_none)
         return None
 
     @property
@@ -94,28 +94,28 @@ class _DeferredSteps:
         return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
 
     def _settle(self) -> None:
-        if self._legato_exchange is not None:
-            self._legato_exchange.settle()
+        if self._legato_reducer is not None:
+            self._legato_reducer.settle()
 
 
 #: Loading a state makes torch lay its hooks over a class's `step` that does not say this; the user's class has them.
 vars(_DeferredSteps.step)["hooked"] = True
 
 
-def drop_gradients(parameters: Iterable[nn.Parameter], exchange: Exchange, set_to_none: bool) -> None:
+def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_none: bool) -> None:
     """`zero_grad` for parameters whose gradients may be on their way or still to be used."""
     zero = set_to_none_or_zero(set_to_none)
     for p in parameters:
-        slot = exchange.by_parameter.get(id(p))
+        slot = reducer.by_parameter.get(id(p))
         if slot is not None and slot.stage == PENDING and slot.update is not None:
             slot.update.zero_after(set_to_none)
             continue
         if slot is not None and slot.stage == SENT:
-            exchange.drop(slot)
+            reducer.drop(slot)
         zero(p)
 
 
-def _divisible(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) -> bool:
+def _divisible(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> bool:
     hooked = (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -126,37 +126,37 @@ def _divisible(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) 
     listed = f"{base.__module__}.".startswith("torch.optim.") and base.__name__ not in _WHOLE
     known = listed or getattr(base, "steps_parameters_alone", False)
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    return exchange.overlaps_forward and known and not (hooked or scaled or differentiable)
+    return reducer.overlaps_forward and known and not (hooked or scaled or differentiable)
 
 
-def _step_later(optimizer: Optimizer, base: type[Optimizer], exchange: Exchange) -> None:
+def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
     update = Update(optimizer, base)
     now = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            slot = exchange.by_parameter.get(id(p))
+            slot = reducer.by_parameter.get(id(p))
             if slot is not None and slot.stage == PENDING:
-                exchange.resolve(slot)  # a second step() before anybody read the first one's result
+                reducer.resolve(slot)  # a second step() before anybody read the first one's result
             if slot is not None and slot.stage == SENT:
-                slot.stage, slot.update = PENDING, update
+                slot.mark_stepped(update)
             else:
                 now.append(p)
     if now:
         update.apply(now)
 
 
-def defer_steps(optimizer: Optimizer, exchange: Exchange) -> None:
+def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:
     """Make the optimizer's `step()` wait for gradients only when their parameters are read."""
     if isinstance(optimizer, _DeferredSteps):
         release(optimizer)
     base = type(optimizer)
-    vars(optimizer)["_legato_exchange"] = exchange
+    vars(optimizer)["_legato_reducer"] = reducer
     overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
-    rebind(optimizer, base, overlay)
+    rebind_step(optimizer, base, overlay)
 
 
-def rebind(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
+def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
     """A scheduler made earlier has bound the optimizer's `step` of then, to count its calls: bind the new one so."""
     bound = vars(optimizer).get("step")
     if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
@@ -176,5 +176,5 @@ def release(optimizer: Optimizer) -> None:
     if isinstance(optimizer, _DeferredSteps):
         optimizer._settle()
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
-        vars(optimizer).pop("_legato_exchange", None)
-        rebind(optimizer, type(optimizer), type(optimizer))
+        vars(optimizer).pop("_legato_reducer", None)
+        rebind_step(optimizer, type(optimizer), type(optimizer))

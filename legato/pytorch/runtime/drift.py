@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.tracing import Tracer
 
-if TYPE_CHECKING:
-    from legato.pytorch.runtime.reducer import Exchange
-
-__all__ = ["Drift"]
+__all__ = ["DriftMonitor"]
 
 #: Backward passes from one sample to the next, and from one comparison to the next.
 SAMPLE = 50
@@ -35,7 +32,7 @@ TOLERANCE = 1.25
 Pace = tuple[float, ...]
 
 
-class Drift:
+class DriftMonitor:
     """Keeps an eye on the pace of one plan; `gather` gives every rank's pace, in the order of the ranks."""
 
     def __init__(self, gather: Callable[[Pace], Sequence[Pace]]) -> None:
@@ -46,24 +43,24 @@ class Drift:
         self._reference: Sequence[Pace] = ()
         self._suspected = False
 
-    def pass_begins(self, exchange: Exchange) -> str:
+    def pass_begins(self, reducer: Reducer) -> str:
         """A forward pass begins whose gradients will be sent. Returns what goes at another pace now, in words."""
-        self._sample(exchange)
-        if exchange.passes < self._next:
+        self._sample(reducer)
+        if reducer.passes < self._next:
             return ""
-        self._next = exchange.passes + WINDOW
+        self._next = reducer.passes + WINDOW
         mine = tuple(statistics.median(values) for values in zip(*self._samples, strict=True))
         self._samples.clear()
         return self._judge(self._gather(mine or (0.0, 0.0)))
 
-    def _sample(self, exchange: Exchange) -> None:
-        into = exchange.passes % SAMPLE
+    def _sample(self, reducer: Reducer) -> None:
+        into = reducer.passes % SAMPLE
         if self._tracer is None:
-            if into == SAMPLE - _TRACED and exchange.tracer is None:  # else the user traces
-                exchange.tracer = self._tracer = Tracer()
-        elif into < SAMPLE - _TRACED and exchange.tracer is self._tracer:
+            if into == SAMPLE - _TRACED and reducer.tracer is None:  # else the user traces
+                reducer.tracer = self._tracer = Tracer()
+        elif into < SAMPLE - _TRACED and reducer.tracer is self._tracer:
             self._tracer.switch(None)
-            exchange.tracer = None
+            reducer.tracer = None
         elif 0 < into < SAMPLE - _TRACED:  # by now its last messages are in, too
             computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
             self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))

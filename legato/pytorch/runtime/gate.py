@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Slot
+from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
 
-__all__ = ["GatedParameter", "close", "open_", "unseen"]
+__all__ = ["GatedParameter", "install", "invisible", "remove"]
 
 _GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 _METADATA: frozenset[Any] = frozenset(
@@ -86,23 +86,22 @@ def _gated(values: Any) -> Iterator[Any]:
             yield from _gated(value)
 
 
-def close(slot: Slot, resolve: Callable[[Slot], None]) -> None:
+def install(slot: Slot, resolve: Callable[[Slot], None]) -> None:
     """From here on, reading the parameter (or its gradient) calls `resolve(slot)` first."""
     if slot.plain_class is nn.Parameter:
         slot.parameter._legato_gate = (slot, resolve)  # type: ignore[attr-defined]
         slot.parameter.__class__ = GatedParameter
 
 
-def open_(slot: Slot) -> None:
+def remove(slot: Slot) -> None:
     """The parameter and its gradient are up to date."""
-    slot.stage = IDLE
-    slot.update = None
+    slot.mark_settled()
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def invisible() -> Iterator[None]:
     """What the runtime itself computes is no part of the user's graph, and no business of a dispatch mode."""
     modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), modes:

@@ -22,22 +22,22 @@ from legato.core.timeline import Timeline
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
-    describe,
+    describe_model,
     describe_optimizer,
     gather_numbers,
     group_device,
 )
-from legato.pytorch.network.channel import in_order
-from legato.pytorch.network.threads import threads_that_wait
-from legato.pytorch.network.watchdog import Flight, Watch
-from legato.pytorch.parameters import Census, extended, taking_part, trained_parameters
-from legato.pytorch.runtime.debug import Checks, chosen
+from legato.pytorch.network.channel import channel_for
+from legato.pytorch.network.threads import batch_policy_threads
+from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
+from legato.pytorch.parameters import ModuleFingerprint, extend_plan, participating_parameters, trained_parameters
+from legato.pytorch.runtime.debug import DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
-from legato.pytorch.runtime.drift import Drift
-from legato.pytorch.runtime.reducer import Exchange, abandon, standing
+from legato.pytorch.runtime.drift import DriftMonitor
+from legato.pytorch.runtime.reducer import Reducer, abandon, standing
 from legato.pytorch.runtime.tracing import Tracer
 
-__all__ = ["DistributedModel", "distribute"]
+__all__ = ["DistributedModel", "wrap_model"]
 
 _log = logging.getLogger("legato")
 
@@ -72,22 +72,24 @@ class DistributedModel(nn.Module):
         ranks = dist.get_process_group_ranks(group)
         # Groups of our own: nobody else's collectives come between two messages of the plan.
         timeout = group._get_backend(group_device(group)).options._timeout
-        with threads_that_wait():
+        with batch_policy_threads():
             self._group = dist.new_group(ranks, timeout)
             self._buffer_group = dist.new_group(ranks, timeout)
         self._parameters_taking_part = trained_parameters(module)
-        agree(describe(plan, module, self._parameters_taking_part), self._group)
-        self._watch = Watch(self._group, Flight(self._group.rank(), flight_dir), _standing(weakref.ref(self)))
-        checks = chosen(debug)
-        self._checks = Checks(checks, self._group, timeout) if checks else None
+        agree(describe_model(plan, module, self._parameters_taking_part), self._group)
+        self._watchdog = Watchdog(
+            self._group, FlightRecorder(self._group.rank(), flight_dir), _standing(weakref.ref(self))
+        )
+        checks = chosen_checks(debug)
+        self._checks = DebugChecks(checks, self._group, timeout) if checks else None
         self._broadcast([*module.parameters(), *module.buffers()], self._group)
-        weakref.finalize(self, _release, [self._group, self._buffer_group], self._watch).atexit = False
-        self._send = in_order(self._group)
-        self._exchange = self._lowered(plan)
-        self._drift = Drift(self._everyones)
+        weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
+        self._send = channel_for(self._group)
+        self._reducer = self._make_reducer(plan)
+        self._drift = DriftMonitor(self._everyones)
         #: Called on all ranks, between two iterations, with what goes at another pace than at first under this plan.
         self.on_drift: Callable[[str], None] = self._say
-        self._census = Census(module)
+        self._fingerprint = ModuleFingerprint(module)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
         self._failed = False
@@ -95,12 +97,12 @@ class DistributedModel(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan that is being carried out."""
-        return self._exchange.plan
+        return self._reducer.plan
 
     def manage(self, optimizer: Optimizer) -> None:
         """Let the plan say when this optimizer's updates are applied; call it for a second optimizer of the model."""
         agree(describe_optimizer(optimizer), self._group)
-        defer_steps(optimizer, self._exchange)
+        defer_steps(optimizer, self._reducer)
         self._optimizers.append(optimizer)
 
     def adopt(self, plan: Plan) -> None:
@@ -109,88 +111,88 @@ class DistributedModel(nn.Module):
         Parameters that it does not know, because they are frozen or were
         unfrozen since, go out in one more message.
         """
-        plan = extended(plan, self._parameters_taking_part)
-        agree(describe(plan, self.module, self._parameters_taking_part), self._group)
-        before = self._exchange
+        plan = extend_plan(plan, self._parameters_taking_part)
+        agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
+        before = self._reducer
         before.close()
-        self._exchange = self._lowered(plan)
-        self._exchange.forwards, self._exchange.enabled = before.forwards, before.enabled
-        self._drift = Drift(self._everyones)
+        self._reducer = self._make_reducer(plan)
+        self._reducer.forwards, self._reducer.enabled = before.forwards, before.enabled
+        self._drift = DriftMonitor(self._everyones)
         for optimizer in self._optimizers:
-            defer_steps(optimizer, self._exchange)
+            defer_steps(optimizer, self._reducer)
 
-    def _lowered(self, plan: Plan) -> Exchange:
-        return Exchange(
+    def _make_reducer(self, plan: Plan) -> Reducer:
+        return Reducer(
             plan,
             self._parameters_taking_part,
             self._group,
             self._send,
-            self._watch,
+            self._watchdog,
             self._checks,
             self.gradient_as_bucket_view,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_forward()
-        tracer = self._exchange.tracer
+        tracer = self._reducer.tracer
         if tracer:
             tracer.switch("forward")
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            self._failed = self._exchange.enabled and torch.is_grad_enabled() and self._group.size() > 1
+            self._failed = self._reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
             raise
         self._end_forward(output)
         return output
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
     def _begin_forward(self) -> None:
-        exchange, training = self._exchange, torch.is_grad_enabled()
+        reducer, training = self._reducer, torch.is_grad_enabled()
         if self._failed:
             raise RankError(
                 "the last forward pass raised an exception, and other ranks may have gone on: "
                 "call abandon() on all of them, or start again from a checkpoint"
             )
-        if training and self._census.changed():
-            exchange = self._changed()
-        exchange.begin_forward()
-        if exchange.enabled and training and (change := self._drift.pass_begins(exchange)):
+        if training and self._fingerprint.changed():
+            reducer = self._changed()
+        reducer.begin_forward()
+        if reducer.enabled and training and (change := self._drift.pass_begins(reducer)):
             self.on_drift(change)
-            exchange = self._exchange
-        if self._census.compiled():
-            exchange.settle()  # compiled code takes parameters as they are
+            reducer = self._reducer
+        if self._fingerprint.compiled():
+            reducer.settle()  # compiled code takes parameters as they are
         if self.broadcast_buffers and self._buffers_differ:
             self._broadcast(list(self.module.buffers()), self._buffer_group)
         # As DDP has it: only a forward pass whose gradients will be averaged leaves buffers to be made equal.
-        self._buffers_differ = exchange.enabled and training
-        exchange.forwards += self._buffers_differ
+        self._buffers_differ = reducer.enabled and training
+        reducer.forwards += self._buffers_differ
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
     def _end_forward(self, output: Any) -> None:
         if self._buffers_differ:
-            self._exchange.outermost.expect(output)
-        if self._exchange.tracer:
-            self._exchange.tracer.watch(output)
+            self._reducer.backward_scope.expect(output)
+        if self._reducer.tracer:
+            self._reducer.tracer.watch(output)
 
     def _everyones(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         try:
-            return gather_numbers(numbers, self._buffer_group, self._watch.wait)
+            return gather_numbers(numbers, self._buffer_group, self._watchdog.wait)
         except RuntimeError as error:
-            raise self._watch.failure("comparing paces before a forward pass", error) from error
+            raise self._watchdog.failure("comparing paces before a forward pass", error) from error
 
     def _say(self, change: str) -> None:
         if self._group.rank() == 0:
             _log.warning("since the first passes under the plan %s, %s; plan anew", self.plan.scheduler, change)
 
-    def _changed(self) -> Exchange:
+    def _changed(self) -> Reducer:
         """The module is not what it was: its new parameters take part from now on."""
         before = self._parameters_taking_part
-        self._parameters_taking_part = taking_part(self.module, before)
-        self._census = Census(self.module)
+        self._parameters_taking_part = participating_parameters(self.module, before)
+        self._fingerprint = ModuleFingerprint(self.module)
         if len(self._parameters_taking_part) > len(before):
             self.adopt(self.plan)
             self._broadcast([p for n, p in self._parameters_taking_part.items() if n not in before], self._group)
-        return self._exchange
+        return self._reducer
 
     def abandon(self) -> None:
         """Skip a training step in which some rank's forward or backward pass raised; all ranks call it together.
@@ -201,28 +203,28 @@ class DistributedModel(nn.Module):
 
         def furthest(n: int) -> int:
             number = torch.tensor(n, device=group_device(self._group))
-            self._watch.wait(dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True))
+            self._watchdog.wait(dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True))
             return int(number.item())
 
-        abandon(self._exchange, furthest)
+        abandon(self._reducer, furthest)
         self._failed = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to the gradients of this rank alone, as in DDP."""
-        before, self._exchange.enabled = self._exchange.enabled, False
+        before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
         finally:
-            self._exchange.enabled = before
+            self._reducer.enabled = before
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
-        self._exchange.settle()
+        self._reducer.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `nn.Module`; gradients that are still to be used are dropped after it."""
-        drop_gradients(self.parameters(), self._exchange, set_to_none)
+        drop_gradients(self.parameters(), self._reducer, set_to_none)
 
     @property
     def process_group(self) -> Any:
@@ -231,7 +233,7 @@ class DistributedModel(nn.Module):
 
     def set_tracer(self, tracer: Tracer | None) -> None:
         """From here on, this tracer writes down what happens (None: nobody does)."""
-        self._exchange.tracer = tracer
+        self._reducer.tracer = tracer
 
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
@@ -249,9 +251,9 @@ class DistributedModel(nn.Module):
 
     def _broadcast(self, tensors: list[torch.Tensor], group: Any) -> None:
         try:
-            broadcast_tensors(tensors, group, self._watch.wait)
+            broadcast_tensors(tensors, group, self._watchdog.wait)
         except RuntimeError as error:
-            raise self._watch.failure("making buffers equal before a forward pass", error) from error
+            raise self._watchdog.failure("making buffers equal before a forward pass", error) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy (deepcopy, pickle, `torch.optim.swa_utils.AveragedModel`) is of this process alone."""
@@ -271,24 +273,24 @@ class Undistributed(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _release(groups: list[Any], watch: Watch) -> None:
+def _release(groups: list[Any], watchdog: Watchdog) -> None:
     """The model is gone: end its groups, unless something failed in them, for that could take all of their time."""
     known = dist.distributed_c10d._world.pg_map
     for group in groups:
-        if group.name() == "gloo" and group in known and not watch.failed:
+        if group.name() == "gloo" and group in known and not watchdog.failed:
             dist.destroy_process_group(group)
 
 
 def _standing(of: weakref.ref[DistributedModel]) -> Callable[[], str]:
     def say() -> str:
         model = of()
-        exchange = getattr(model, "_exchange", None)
-        return standing(exchange) if exchange is not None else "is between two models"
+        reducer = getattr(model, "_reducer", None)
+        return standing(reducer) if reducer is not None else "is between two models"
 
     return say
 
 
-def distribute(
+def wrap_model(
     model: nn.Module,
     optimizer: Optimizer,
     plan: Plan | str | os.PathLike[str],

@@ -34,18 +34,18 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch.network.channel import Link
-from legato.pytorch.network.watchdog import Watch
+from legato.pytorch.network.channel import Channel
+from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.autograd import Accumulator, Outermost
-from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Piece, Slot, Wire, lower
-from legato.pytorch.runtime.debug import Checks
+from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
+from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
+from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.tracing import Tracer
 
-__all__ = ["Exchange", "abandon", "standing"]
+__all__ = ["Reducer", "abandon", "standing"]
 
 
-class Exchange:
+class Reducer:
     """The gradients of one model on their way through one process group."""
 
     def __init__(
@@ -53,21 +53,21 @@ class Exchange:
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
         group: Any,
-        link: Link,
-        watch: Watch,
-        checks: Checks | None = None,
+        channel: Channel,
+        watchdog: Watchdog,
+        checks: DebugChecks | None = None,
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.plan = plan
         self.group = group
-        self._link = link
-        self.watch = watch
+        self._channel = channel
+        self.watchdog = watchdog
         self._checks = checks
         self._lends = gradient_as_bucket_view
         for i, message in enumerate(plan.messages):
-            link.check(message, f"messages[{i}]")
-        self.slots, self.wires = lower(plan, parameters, group.size())
-        self._as_they_come_in = sorted(self.slots, key=lambda slot: max(wire.index for wire in slot.wires))
+            channel.check(message, f"messages[{i}]")
+        self.slots, self.buckets = make_buckets(plan, parameters, group.size())
+        self._as_they_come_in = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.enabled = True  # False under no_sync()
         self.tracer: Tracer | None = None
@@ -75,11 +75,11 @@ class Exchange:
         self.forwards = 0  # passes in training whose gradients will be sent
         self.passes = 0  # backward passes that sent, with the one under way
         self.in_backward = False
-        self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
+        self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self.next = 0  # the message whose turn it is
-        self._accumulators = [self._watch(slot) for slot in self.slots]
+        self._accumulators = [self._watch_slot(slot) for slot in self.slots]
 
-    def _watch(self, slot: Slot) -> Accumulator:
+    def _watch_slot(self, slot: Slot) -> Accumulator:
         return Accumulator(slot.parameter, lambda: self._gradient_comes(slot), lambda: self._gradient_ready(slot))
 
     @property
@@ -100,7 +100,7 @@ class Exchange:
                 "the last backward pass did not finish (an exception in it?); the ranks are out of step: "
                 "call abandon() on all of them, or start again from a checkpoint"
             )
-        self.outermost.forget()
+        self.backward_scope.forget()
         for slot in self._as_they_come_in:
             if slot.stage == SENT:
                 self.resolve(slot)
@@ -125,15 +125,15 @@ class Exchange:
 
     def _begin_backward(self) -> None:
         self.settle()
-        self.outermost.notice()
+        self.backward_scope.notice()
         self.in_backward = True
         self.passes += 1
-        self.watch.flight.note("backward begins", self.passes)
+        self.watchdog.flight_recorder.note("backward begins", self.passes)
         self.next = 0
         for slot in self.slots:
             slot.ready = slot.has_grad = False
-        for wire in self.wires:
-            wire.missing = wire.slots
+        for bucket in self.buckets:
+            bucket.missing = bucket.slots
 
     def _backward_ended(self) -> None:
         if self.in_backward:
@@ -144,7 +144,7 @@ class Exchange:
             if not slot.ready:
                 self._mark_ready(slot)
         self.in_backward = False
-        self.watch.flight.note("backward ends", self.passes)
+        self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self.tracer:
             self.tracer.switch(None)
 
@@ -153,22 +153,23 @@ class Exchange:
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
-        for wire in slot.wires:
-            self._wait_for_buffer(wire)
-        slot.has_grad, slot.ready, slot.stage = grad is not None, True, SENT
-        gate.close(slot, self.resolve)
-        for wire in slot.wires:
-            self._pack(slot, wire, grad)
-            wire.missing -= 1
+        for bucket in slot.buckets:
+            self._wait_for_buffer(bucket)
+        slot.has_grad, slot.ready = grad is not None, True
+        slot.mark_sent()
+        gate.install(slot, self.resolve)
+        for bucket in slot.buckets:
+            self._pack(slot, bucket, grad)
+            bucket.missing -= 1
             self._advance()
         if self._lends and slot.has_grad:
-            with gate.unseen():
+            with gate.invisible():
                 slot.parameter.grad = slot.whole
 
-    def _pack(self, slot: Slot, wire: Wire, grad: Tensor | None) -> None:
-        with gate.unseen():
-            for piece in slot.pieces:
-                if piece.wire is not wire:
+    def _pack(self, slot: Slot, bucket: Bucket, grad: Tensor | None) -> None:
+        with gate.invisible():
+            for piece in slot.slices:
+                if piece.bucket is not bucket:
                     continue
                 if grad is None:
                     piece.view.zero_()
@@ -178,32 +179,32 @@ class Exchange:
                     piece.flag.fill_(float(slot.has_grad))
 
     def _advance(self) -> None:
-        while self.next < len(self.wires) and self.wires[self.next].missing == 0:
-            self._issue(self.wires[self.next])
+        while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
+            self._issue(self.buckets[self.next])
             self.next += 1
 
-    def _issue(self, wire: Wire) -> None:
-        self.watch.flight.note("message goes out", self.passes, wire.index, wire.label)
-        with gate.unseen():
+    def _issue(self, bucket: Bucket) -> None:
+        self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
+        with gate.invisible():
             if self._checks:
-                self._checks.before(wire, self.passes, self.forwards, self.watch)
-            wire.work = self._link(wire.buffer, wire.message)
+                self._checks.check(bucket, self.passes, self.forwards, self.watchdog)
+            bucket.work = self._channel(bucket.buffer, bucket.message)
         if self.tracer:
-            self.tracer.message(wire.label, wire.buffer.nbytes, wire.work)
+            self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
 
-    def send_zeros(self, wire: Wire) -> None:
+    def send_zeros(self, bucket: Bucket) -> None:
         """Take part in a message with nothing (`legato.pytorch.runtime.reducer`)."""
-        self._wait_for_buffer(wire)
-        if wire.scattered is None:
-            wire.buffer.zero_()
-        wire.work = self._link(wire.buffer, wire.message)
+        self._wait_for_buffer(bucket)
+        if bucket.scattered is None:
+            bucket.buffer.zero_()
+        bucket.work = self._channel(bucket.buffer, bucket.message)
 
     def reset(self) -> None:
         """No backward pass is under way, and no message."""
-        for wire in self.wires:
-            self._wait(wire)
+        for bucket in self.buckets:
+            self._wait(bucket)
         self.in_backward = False
-        self.outermost.forget()
+        self.backward_scope.forget()
 
     # ---- after it: averages in ---------------------------------------------------
 
@@ -219,17 +220,17 @@ class Exchange:
         if slot.stage == SENT and self.in_backward:
             if self._lends and slot.has_grad and slot.whole is None:
                 raise RankError(
-                    f"{slot.name}: its gradient is on its way in {len(slot.pieces)} messages, and cannot be looked at "
+                    f"{slot.name}: its gradient is on its way in {len(slot.slices)} messages, and cannot be looked at "
                     "before the backward pass has ended; gradient_as_bucket_view=False leaves it in place"
                 )
         elif slot.stage == SENT:
             self._deliver(slot)
-            gate.open_(slot)
+            gate.remove(slot)
         elif slot.stage == PENDING:
             if not self._arrived(slot) and (others := self._pending_here()):
                 self._update(others)
-            for wire in slot.wires:
-                self._wait(wire)
+            for bucket in slot.buckets:
+                self._wait(bucket)
             self._update(self._pending_here())
 
     def settle(self) -> None:
@@ -243,7 +244,7 @@ class Exchange:
 
     def drop(self, slot: Slot) -> None:
         """Forget a gradient that was sent and will not be used (`zero_grad()` without a `step()`)."""
-        gate.open_(slot)
+        gate.remove(slot)
 
     def _update(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -256,7 +257,7 @@ class Exchange:
             update = group[0].update
             assert update is not None
             for slot in group:
-                gate.open_(slot)
+                gate.remove(slot)
             update.apply([slot.parameter for slot in group])
         if self.tracer:
             self.tracer.switch(resume)
@@ -265,13 +266,13 @@ class Exchange:
         return [slot for slot in self.slots if slot.stage == PENDING and self._arrived(slot)]
 
     def _arrived(self, slot: Slot) -> bool:
-        return all(wire.work is None or wire.work.is_completed() for wire in slot.wires)
+        return all(bucket.work is None or bucket.work.is_completed() for bucket in slot.buckets)
 
     def _deliver(self, slot: Slot) -> None:
-        for wire in slot.wires:
-            self._wait(wire)
-        with gate.unseen():
-            if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.pieces):
+        for bucket in slot.buckets:
+            self._wait(bucket)
+        with gate.invisible():
+            if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.slices):
                 return
             unseen = slot.update is not None and slot.update.drops_gradients  # by all but the optimizer
             if slot.whole is not None and (unseen or self._lends):
@@ -279,68 +280,68 @@ class Exchange:
                 return
             if slot.parameter.grad is None:
                 slot.parameter.grad = torch.empty_like(slot.parameter)
-            _unpack(slot.pieces, slot.parameter.grad)
+            _unpack(slot.slices, slot.parameter.grad)
 
-    def _wait_for_buffer(self, wire: Wire) -> None:
+    def _wait_for_buffer(self, bucket: Bucket) -> None:
         """A message whose gradients were dropped may still be in flight, and so may its second half."""
-        self._wait(wire)
-        if wire.gathered is not None:
-            self._wait(wire.gathered)
+        self._wait(bucket)
+        if bucket.gathered is not None:
+            self._wait(bucket.gathered)
 
-    def _wait(self, wire: Wire) -> None:
-        work, wire.work = wire.work, None
+    def _wait(self, bucket: Bucket) -> None:
+        work, bucket.work = bucket.work, None
         if work is None:
             return
         resume = self.tracer.switch(None) if self.tracer else None
         started = time.monotonic()
         try:
-            self.watch.wait(work)
+            self.watchdog.wait(work)
         except RuntimeError as error:
-            self._link.give_up()
+            self._channel.give_up()
             waited = f"failed after {time.monotonic() - started:.1f} s"
-            what = f"message {wire.index} ({wire.label}) of backward pass {self.passes} {waited}"
-            raise self.watch.failure(what, error) from error
-        self.watch.flight.note("message came in", self.passes, wire.index, wire.label)
+            what = f"message {bucket.index} ({bucket.label}) of backward pass {self.passes} {waited}"
+            raise self.watchdog.failure(what, error) from error
+        self.watchdog.flight_recorder.note("message came in", self.passes, bucket.index, bucket.label)
         if self.tracer:
             self.tracer.switch(resume)
 
 
-def _unpack(pieces: Iterable[Piece], grad: Tensor) -> None:
+def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:
     flat = None if grad.is_contiguous() else grad.contiguous()
     target = grad if flat is None else flat
-    for piece in pieces:
+    for piece in slices:
         (target if piece.whole else target.view(-1)[piece.start : piece.stop]).copy_(piece.view)
     if flat is not None:
         grad.copy_(flat)
 
 
-def standing(exchange: Exchange) -> str:
+def standing(reducer: Reducer) -> str:
     """What this rank is doing, for the others' error messages."""
-    if not exchange.in_backward:
-        return f"is between backward passes, {exchange.passes} done"
-    wire = exchange.wires[min(exchange.next, len(exchange.wires) - 1)]
-    lacking = next((p.slot.name for p in wire.pieces if not p.slot.ready), "")
-    which = f"is in backward pass {exchange.passes}, at message {wire.index} ({wire.label})"
+    if not reducer.in_backward:
+        return f"is between backward passes, {reducer.passes} done"
+    bucket = reducer.buckets[min(reducer.next, len(reducer.buckets) - 1)]
+    lacking = next((p.slot.name for p in bucket.slices if not p.slot.ready), "")
+    which = f"is in backward pass {reducer.passes}, at message {bucket.index} ({bucket.label})"
     return which + (f", which lacks the gradient of {lacking}" if lacking else "")
 
 
-def abandon(exchange: Exchange, furthest: Callable[[int], int]) -> None:
+def abandon(reducer: Reducer, furthest: Callable[[int], int]) -> None:
     """Give up the step that failed on some rank: nobody's gradients of it are used, and the ranks are in step again.
 
     `furthest(n)` gives the largest of all ranks' `n`: whoever has handed over
     fewer messages than that sends zeros for those that are missing.
     """
-    for slot in exchange.slots:
+    for slot in reducer.slots:
         if slot.stage == PENDING:
-            exchange.resolve(slot)
-    count = len(exchange.wires)
-    done = (exchange.passes - exchange.in_backward) * count + exchange.next * exchange.in_backward
+            reducer.resolve(slot)
+    count = len(reducer.buckets)
+    done = (reducer.passes - reducer.in_backward) * count + reducer.next * reducer.in_backward
     goal = -(-furthest(done) // count) * count
     for i in range(done, goal):
-        exchange.send_zeros(exchange.wires[i % count])
-    exchange.passes = goal // count
-    exchange.reset()
-    for slot in exchange.slots:
+        reducer.send_zeros(reducer.buckets[i % count])
+    reducer.passes = goal // count
+    reducer.reset()
+    for slot in reducer.slots:
         if slot.stage == SENT:
-            gate.open_(slot)
+            gate.remove(slot)
             slot.parameter.grad = None

@@ -50,7 +50,7 @@ class Averages:
         if self._arena is None:
             self._arena = Arena(puller.shards)
         puller.receive_all(AVERAGES, iteration, self._arena)
-        with gate.unseen():
+        with gate.invisible():
             for slot in puller.slots.values():
                 shards = puller.shards_of[slot.name]
                 if any(int(self._arena.trailer[shard.index][1]) for shard in shards):
@@ -58,7 +58,7 @@ class Averages:
                         slot.parameter.grad = torch.empty_like(slot.parameter)
                     self._arena.unpack(shards, slot.parameter.grad)
         for slot in puller.slots.values():
-            gate.open_(slot)
+            gate.remove(slot)
         self._here = True
 
     def changed(self) -> list[tuple[int, bool]]:
@@ -67,7 +67,7 @@ class Averages:
         if not self._here or self._arena is None:
             return []
         found = []
-        with gate.unseen():
+        with gate.invisible():
             for shard in self._puller.shards:
                 gradient = self._puller.slots[shard.name].parameter.grad
                 was = bool(self._arena.trailer[shard.index][1])
@@ -80,7 +80,7 @@ class Averages:
     def _check_pushed(self) -> None:
         if self._here:
             return
-        with gate.unseen():
+        with gate.invisible():
             for name, slot in self._puller.slots.items():
                 if _mark(slot.parameter.grad) != self._pushed.get(name):
                     raise RankError(
@@ -95,7 +95,7 @@ class ParameterCheck:
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
         self._versions: dict[str, int] = {}
-        with gate.unseen():
+        with gate.invisible():
             for shard in puller.shards:
                 puller.values.elements[shard.index].copy_(shard.of(puller.slots[shard.name].parameter.detach()))
 
@@ -106,7 +106,7 @@ class ParameterCheck:
     def check(self, iteration: int) -> None:
         """Raise `RankError` on a parameter that was changed here: the servers' value would take its place."""
         puller = self._puller
-        with gate.unseen():
+        with gate.invisible():
             for name, slot in puller.slots.items():
                 version = slot.parameter._version
                 if iteration > _THOROUGH and self._versions.get(name) == version:

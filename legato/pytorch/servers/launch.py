@@ -21,9 +21,9 @@ from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.placement import Placement
 from legato.core.plan import Plan
-from legato.pytorch.network.agreement import agree, broadcast_tensors, describe
-from legato.pytorch.network.threads import threads_that_wait
-from legato.pytorch.network.watchdog import Flight, Watch
+from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
+from legato.pytorch.network.threads import batch_policy_threads
+from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.servers.held import HeldState, check_optimizer, describe_state
 from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_optimizer
@@ -101,7 +101,7 @@ def parameter_servers(
         raise
     role = _Role()
     own = _rendezvous(group, roles, patience_s)
-    watch = Watch(own, Flight(own.rank()), _status(weakref.ref(role)))
+    watch = Watchdog(own, FlightRecorder(own.rank()), _status(weakref.ref(role)))
     transport = Transport(own, roles, patience_s, watch)
     _agree(model, parameters, chosen, optimizer, transport)
     setup = _Setup(transport, chosen, shards, pulls, parameters, seed if shuffle else None)
@@ -157,7 +157,7 @@ def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") 
     if roles.size < dist.get_world_size():
         return group  # a new one would need the ranks that are not in it
     try:
-        with threads_that_wait():
+        with batch_policy_threads():
             return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
     except RuntimeError as error:
         raise RankError(f"rank {rank}: the ranks cannot connect: {str(error).splitlines()[0]}") from error
@@ -168,7 +168,7 @@ def _agree(
 ) -> None:
     """The same job everywhere, and worker 0's values."""
     roles = transport.roles
-    facts = describe(plan, model, dict(parameters))
+    facts = describe_model(plan, model, dict(parameters))
     facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
     facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
     facts["roles"] = f"{roles.workers} workers, {roles.servers} servers, {roles.agents} agents"

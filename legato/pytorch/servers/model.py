@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
-from legato.pytorch.parameters import Census
-from legato.pytorch.runtime.deferred import rebind
+from legato.pytorch.parameters import ModuleFingerprint
+from legato.pytorch.runtime.deferred import rebind_step
 from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.held import check_step, settings
 from legato.pytorch.servers.protocol import PULL, REPLY, STATE
@@ -100,12 +100,12 @@ class ServedModel(_Measured):
     def __init__(self, module: nn.Module, worker: Worker, plan: Plan) -> None:
         super().__init__(module, worker, plan)
         self._worker = worker
-        self._census = Census(module)
+        self._fingerprint = ModuleFingerprint(module)
         self.worker, self.workers = worker.transport.rank, worker.transport.roles.workers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
-        if training and self._census.changed():
+        if training and self._fingerprint.changed():
             raise RankError(
                 "a module or parameter of the model was added, replaced or unfrozen, and no server knows of it; "
                 "change the model before parameter_servers() is called"
@@ -114,7 +114,7 @@ class ServedModel(_Measured):
             self._worker.begin_forward()
         output = super().forward(*args, **kwargs)
         if training and self._worker.enabled:
-            self._worker.outermost.expect(output)
+            self._worker.backward_scope.expect(output)
         return output
 
     @contextmanager
@@ -213,7 +213,7 @@ def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], 
     vars(optimizer).update(_legato_worker=worker, _legato_order=order)
     overlay = type(base.__name__, (_ServedOptimizer, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
-    rebind(optimizer, base, overlay)
+    rebind_step(optimizer, base, overlay)
 
 
 def release(optimizer: Optimizer) -> None:
@@ -224,7 +224,7 @@ def release(optimizer: Optimizer) -> None:
         object.__setattr__(optimizer, "__class__", optimizer._legato_base)
         for name in ("_legato_worker", "_legato_order"):
             vars(optimizer).pop(name)
-        rebind(optimizer, overlay, type(optimizer))
+        rebind_step(optimizer, overlay, type(optimizer))
 
 
 def _with_state(optimizer: Optimizer) -> Optimizer:

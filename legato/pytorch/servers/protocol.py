@@ -10,7 +10,7 @@ for, and the order of transfers is decided at the sender and nowhere else.
 
 [Note: nobody waits for ever] Every wait ends after `patience_s`. Waiting for
 what a rank should send, gloo also reports at once when that rank's connection
-closes. Either way `Watch` asks all ranks what they are doing, so that the error
+closes. Either way `Watchdog` asks all ranks what they are doing, so that the error
 names who is gone, and what was missing from whom.
 """
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from legato.core.errors import RankError
-from legato.pytorch.network.watchdog import Watch
+from legato.pytorch.network.watchdog import Watchdog
 
 __all__ = [
     "AVERAGES",
@@ -109,7 +109,7 @@ class StepRequest(msgspec.Struct, frozen=True):
 class Transport:
     """This rank's end of all connections."""
 
-    def __init__(self, group: Any, roles: Roles, patience_s: float, watch: Watch) -> None:
+    def __init__(self, group: Any, roles: Roles, patience_s: float, watch: Watchdog) -> None:
         self.group, self.roles, self.watch = group, roles, watch
         self.rank = group.rank()
         self._patience = timedelta(seconds=patience_s)

@@ -52,8 +52,8 @@ class Puller:
             self.arrivals.begin(iteration, order)
         self.reads.clear()
         for slot in self.slots.values():
-            slot.stage = PENDING
-            gate.close(slot, self.resolve)
+            slot.mark_stepped()
+            gate.install(slot, self.resolve)
 
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date."""
@@ -65,9 +65,9 @@ class Puller:
             if work is not None:
                 self.transport.wait(work, self.transport.roles.server_rank(shard.server), f"the value of {shard.label}")
         self.waited_s += time.perf_counter() - started
-        gate.open_(slot)
+        gate.remove(slot)
         self.reads.append(slot.name)
-        with gate.unseen():
+        with gate.invisible():
             self.values.unpack(self.shards_of[slot.name], slot.parameter)
 
     def settle(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.autograd import Outermost
+from legato.pytorch.runtime.autograd import BackwardScope
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
 from legato.pytorch.servers.changes import Averages, ParameterCheck
 from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
@@ -45,7 +45,7 @@ class Worker(Puller):
         super().__init__(transport, shards, pulls, parameters)
         self.enabled = True  # False under no_sync()
         self.iteration = 0  # backward passes that push
-        self.outermost = Outermost(lambda: self.enabled, self._backward_ended)
+        self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self._scale = 1.0 / transport.roles.workers
         self._gradients = Arena(shards)
         self._averages = Averages(self)
@@ -73,7 +73,7 @@ class Worker(Puller):
         """A forward pass starts."""
         if self._in_backward:
             raise RankError("the last backward pass did not finish (an exception in it?): start from a checkpoint")
-        self.outermost.forget()
+        self.backward_scope.forget()
 
     # ---- backward: gradients out -------------------------------------------------
 
@@ -102,7 +102,7 @@ class Worker(Puller):
             )
         self.settle()
         self._parameter_check.check(self.iteration)
-        self.outermost.notice()
+        self.backward_scope.notice()
         self.transport.finish(self._sent)
         self._averages.forget()
         self._in_backward = self._unstepped = True
@@ -118,8 +118,8 @@ class Worker(Puller):
         self._advance()
         self._in_backward = False
         for slot in self.slots.values():
-            slot.stage = SENT
-            gate.close(slot, self.resolve)
+            slot.mark_sent()
+            gate.install(slot, self.resolve)
         if any(slot.plain_class is not nn.Parameter for slot in self.slots.values()):
             self._averages.fetch(self.iteration)  # nobody would notice that their gradients are read
 
@@ -129,7 +129,7 @@ class Worker(Puller):
             self._next += 1
 
     def _push(self, shard: Shard) -> None:
-        with gate.unseen():
+        with gate.invisible():
             gradient = self.slots[shard.name].parameter.grad
             self._averages.note(shard.name, gradient)
             if gradient is not None and gradient.layout != torch.strided:
@@ -183,7 +183,7 @@ class Worker(Puller):
                 self.resolve(slot)
 
     def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
-        with gate.unseen():
+        with gate.invisible():
             for shard in [self.by_index[index] for index, there in changed if there]:
                 self._send(shard, self.slots[shard.name].parameter.grad, 1.0)
 
@@ -199,4 +199,4 @@ class Worker(Puller):
                 self.transport.roles.server_rank(server), "that all workers dropped their gradients"
             )
         for slot in self.slots.values():
-            gate.open_(slot)
+            gate.remove(slot)

@@ -10,7 +10,7 @@ from support import messages
 from support.ranks import Ranks
 
 from legato.pytorch.network.rounds import ROUNDS
-from legato.pytorch.network.threads import threads_that_wait
+from legato.pytorch.network.threads import batch_policy_threads
 
 pytestmark = pytest.mark.processes
 
@@ -71,7 +71,7 @@ def test_where_policies_are_forbidden_threads_keep_theirs(monkeypatch, forbidden
 
     look = os.sched_getscheduler
     monkeypatch.setattr(os, forbidden, refuse)
-    with threads_that_wait():
+    with batch_policy_threads():
         assert look(0) == os.SCHED_OTHER
 
 

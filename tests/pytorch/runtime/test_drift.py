@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 from support import drifting
 
-from legato.pytorch.runtime.drift import SAMPLE, WINDOW, Drift
+from legato.pytorch.runtime.drift import SAMPLE, WINDOW, DriftMonitor
 
 
 class Training:
-    """Passes of known pace: what a `Drift` sees of them, and what it says."""
+    """Passes of known pace: what a `DriftMonitor` sees of them, and what it says."""
 
     def __init__(self, paces):
-        self.exchange = SimpleNamespace(passes=0, tracer=None)
+        self.reducer = SimpleNamespace(passes=0, tracer=None)
         self.gathered = []
-        self.drift = Drift(self.gather)
+        self.drift = DriftMonitor(self.gather)
         self.paces = iter(paces)
 
     def gather(self, mine):
@@ -24,12 +24,12 @@ class Training:
     def run(self, windows):
         said = []
         for _ in range(windows * WINDOW):
-            text = self.drift.pass_begins(self.exchange)
+            text = self.drift.pass_begins(self.reducer)
             if text:
-                said.append((self.exchange.passes // WINDOW, text))
-            if self.exchange.tracer is not None:
-                self.exchange.tracer.switch("forward")
-            self.exchange.passes += 1
+                said.append((self.reducer.passes // WINDOW, text))
+            if self.reducer.tracer is not None:
+                self.reducer.tracer.switch("forward")
+            self.reducer.passes += 1
         return said
 
 
@@ -61,13 +61,13 @@ def test_samples_are_short_and_leave_the_user_his_own_tracer():
     training = Training([CALM] * 3)
     traced = 0
     for _ in range(2 * WINDOW):
-        training.drift.pass_begins(training.exchange)
-        traced += training.exchange.tracer is not None
-        training.exchange.passes += 1
+        training.drift.pass_begins(training.reducer)
+        traced += training.reducer.tracer is not None
+        training.reducer.passes += 1
     assert traced == 2 * 2 * WINDOW // SAMPLE
-    own = training.exchange.tracer = SimpleNamespace(switch=lambda state: None)
+    own = training.reducer.tracer = SimpleNamespace(switch=lambda state: None)
     training.run(1)
-    assert training.exchange.tracer is own and len(training.gathered) == 2
+    assert training.reducer.tracer is own and len(training.gathered) == 2
 
 
 @pytest.mark.processes
