@@ -47,8 +47,8 @@ def cell(job: Workload, cluster: Cluster, budget_s: float) -> dict[str, Any]:
         plan = plans[name] = schedule(name, job, cluster, **options)
         planning[name] = time.perf_counter() - start
         seconds[name] = iteration_time(job, plan, cluster)
-    order, whole = kind_of(plans["legato"], job)
-    bound = lower_bound(job, cluster, order=order, whole=whole).seconds
+    order, all_reduce_only = kind_of(plans["legato"], job)
+    bound = lower_bound(job, cluster, order=order, all_reduce_only=all_reduce_only).seconds
     others = {name: s for name, s in seconds.items() if name != "legato"}
     best = min(others, key=others.__getitem__)
     return {

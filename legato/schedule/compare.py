@@ -13,7 +13,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import schedule, scheduler_names
-from legato.schedule.basics.compose import runs
+from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
 from legato.simulator.collective import simulate
@@ -82,12 +82,14 @@ def compare(
         start = time.perf_counter()
         plan = schedule(name, workload, cluster, collective=collective)
         plan_s = time.perf_counter() - start
-        order, whole = kind_of(plan, workload)
-        if (order, whole) not in bounds:
-            bounds[order, whole] = lower_bound(workload, cluster, compute=compute, order=order, whole=whole)
-        bound = bounds[order, whole]
+        order, all_reduce_only = kind_of(plan, workload)
+        if (order, all_reduce_only) not in bounds:
+            bounds[order, all_reduce_only] = lower_bound(
+                workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
+            )
+        bound = bounds[order, all_reduce_only]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        found.append(Candidate(plan, timeline, bound, plan_s, runnable=order == "captured" and runs(plan)))
+        found.append(Candidate(plan, timeline, bound, plan_s, runnable=order == "captured" and is_runnable(plan)))
         if progress:
             progress(i + 1, len(names))
     return found

@@ -63,8 +63,8 @@ class AnyOrder(Optimum):
                 if op.phase == "forward" or ops[dep].phase != "forward":
                     model.add(self.begin[i] >= self.begin[dep] + lengths[dep])
         self.ready = [self.begin[t.ready_after] + lengths[t.ready_after] for t in self.workload.tensors]
-        known = heads_tails(self.workload, "one", "any")
-        return int(2 * (min(known.head_s) + min(known.tail_s)))
+        times = heads_tails(self.workload, "one", "any")
+        return int(2 * (min(times.release_s) + min(times.tail_s)))
 
     def arrives(self, t, end, holds):
         self.model.add(self.period >= end).only_enforce_if(holds)
@@ -79,18 +79,18 @@ class AnyOrder(Optimum):
         return replace(super().plan_of(sends), op_order=tuple(order))
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["halves too", "all-reduces only"])
+@pytest.mark.parametrize("all_reduce_only", [False, True], ids=["halves too", "all-reduces only"])
 @pytest.mark.parametrize("seed", range(CASES))
-def test_the_bound_for_any_order_is_below_the_optimum(seed, whole):
+def test_the_bound_for_any_order_is_below_the_optimum(seed, all_reduce_only):
     workload, cluster = case(seed)
-    best = AnyOrder(workload, cluster, whole)
+    best = AnyOrder(workload, cluster, all_reduce_only)
     check_plan(best.plan, workload)
     assert iteration_time(workload, best.plan, cluster) == best.seconds
-    bound = lower_bound(workload, cluster, order="any", whole=whole)
-    verify_bound(bound, workload, cluster, order="any", whole=whole)
+    bound = lower_bound(workload, cluster, order="any", all_reduce_only=all_reduce_only)
+    verify_bound(bound, workload, cluster, order="any", all_reduce_only=all_reduce_only)
     assert best.seconds >= bound.seconds * (1 - 1e-12)
     ours = schedule("legato", workload, cluster, any_order=True)
-    if not whole or {message.kind for message in ours.messages} == {"all_reduce"}:
+    if not all_reduce_only or {message.kind for message in ours.messages} == {"all_reduce"}:
         assert iteration_time(workload, ours, cluster) >= best.seconds * (1 - 1e-12)
 
 
@@ -111,9 +111,9 @@ FORKED = Cluster(2, {"c": LinearCost(4.0, 1.0)})
 
 def test_what_is_not_computed_in_time_needs_a_message_of_its_own():
     """Either a waits for b, and both arrive at 5 + 6, 3 s before the end; or a arrives at 2 + 5, and b 5 s later."""
-    bound = lower_bound(FORK, FORKED, order="any", whole=True)
+    bound = lower_bound(FORK, FORKED, order="any", all_reduce_only=True)
     assert bound.seconds == pytest.approx(13) and bound.certificate.case == "last"
-    assert verify_bound(bound, FORK, FORKED, order="any", whole=True) == 13
+    assert verify_bound(bound, FORK, FORKED, order="any", all_reduce_only=True) == 13
     assert iteration_time(FORK, schedule("legato", FORK, FORKED, any_order=True), FORKED) == 13
 
 
@@ -128,8 +128,11 @@ def survey(count):
     gaps = collections.defaultdict(list)
     for seed in range(count):
         workload, cluster = case(seed)
-        best, only = (AnyOrder(workload, cluster, whole).seconds for whole in (False, True))
-        bound, sums = (lower_bound(workload, cluster, order="any", whole=whole).seconds for whole in (False, True))
+        best, only = (AnyOrder(workload, cluster, all_reduce_only).seconds for all_reduce_only in (False, True))
+        bound, sums = (
+            lower_bound(workload, cluster, order="any", all_reduce_only=all_reduce_only).seconds
+            for all_reduce_only in (False, True)
+        )
         ours = iteration_time(workload, schedule("legato", workload, cluster, any_order=True), cluster)
         gaps["bound"].append(1 - bound / best)
         gaps["bound, all-reduces"].append(1 - sums / only)

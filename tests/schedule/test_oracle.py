@@ -62,17 +62,17 @@ def all_plans(workload, cluster):
     return plans | small
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["halves too", "all-reduces only"])
+@pytest.mark.parametrize("all_reduce_only", [False, True], ids=["halves too", "all-reduces only"])
 @pytest.mark.parametrize("seed", range(CASES))
-def test_no_scheduler_beats_the_optimum_nor_that_the_bound(seed, whole):
+def test_no_scheduler_beats_the_optimum_nor_that_the_bound(seed, all_reduce_only):
     workload, cluster = case(seed)
-    best = Optimum(workload, cluster, whole)
+    best = Optimum(workload, cluster, all_reduce_only)
     check_plan(best.plan, workload)
     assert iteration_time(workload, best.plan, cluster) == best.seconds
     # A part in 10**12 for the bound's own rounding.
-    assert best.seconds >= lower_bound(workload, cluster, whole=whole).seconds * (1 - 1e-12)
+    assert best.seconds >= lower_bound(workload, cluster, all_reduce_only=all_reduce_only).seconds * (1 - 1e-12)
     for name, plan in all_plans(workload, cluster).items():
-        if not whole or {message.kind for message in plan.messages} == {"all_reduce"}:
+        if not all_reduce_only or {message.kind for message in plan.messages} == {"all_reduce"}:
             assert iteration_time(workload, plan, cluster) >= best.seconds, name
 
 
@@ -83,8 +83,8 @@ def survey(count):
         workload, cluster = case(seed)
         best = Optimum(workload, cluster).seconds
         below["bound"].append(1 - lower_bound(workload, cluster).seconds / best)
-        only = Optimum(workload, cluster, whole=True).seconds
-        below["bound, all-reduces"].append(1 - lower_bound(workload, cluster, whole=True).seconds / only)
+        only = Optimum(workload, cluster, all_reduce_only=True).seconds
+        below["bound, all-reduces"].append(1 - lower_bound(workload, cluster, all_reduce_only=True).seconds / only)
         above["all-reduces only"].append(only / best - 1)
         for name, plan in all_plans(workload, cluster).items():
             above[name].append(iteration_time(workload, plan, cluster) / best - 1)

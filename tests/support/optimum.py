@@ -6,7 +6,7 @@ from ortools.sat.python import cp_model
 
 from legato.core.plan import Message, Plan, Slice
 from legato.schedule import schedule
-from legato.schedule.basics.compose import ready_times, urgency
+from legato.schedule.basics.compose import priorities, release_times
 from legato.simulator.collective import iteration_time
 
 #: Bytes of a unit: no scheduler cuts finer.
@@ -16,14 +16,14 @@ UNIT = 16
 class Optimum:
     """The best iteration there is: `seconds`, and a `plan` that takes them.
 
-    `whole`: of all-reduces only. In the model times are half seconds, as a half costs half. A slot is one
+    `all_reduce_only`: of all-reduces only. In the model times are half seconds, as a half costs half. A slot is one
     message or, at the end, nothing.
     """
 
     KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
-    def __init__(self, workload, cluster, whole=False):
-        self.workload, self.whole, cost = workload, whole, cluster.cost()
+    def __init__(self, workload, cluster, all_reduce_only=False):
+        self.workload, self.all_reduce_only, cost = workload, all_reduce_only, cluster.cost()
         self.alpha, self.beta = int(cost.alpha_s), int(cost.beta_s_per_byte * UNIT)
         self.units = [tensor.nbytes // UNIT for tensor in workload.tensors]
         known = int(2 * iteration_time(workload, schedule("merge-optimal", workload, cluster), cluster))
@@ -46,9 +46,9 @@ class Optimum:
 
     def computation(self):
         """When gradients are ready, and what follows their arrival; returns the time without any network at least."""
-        self.ready = [int(2 * r) for r in ready_times(self.workload)]
+        self.ready = [int(2 * r) for r in release_times(self.workload)]
         order = self.workload.iteration_order()
-        rest = [sum(self.workload.ops[i].duration_s for i in order[place:]) for place in urgency(self.workload)]
+        rest = [sum(self.workload.ops[i].duration_s for i in order[place:]) for place in priorities(self.workload)]
         self.tail = [int(2 * tail) for tail in rest]
         return min(self.ready) + min(self.tail)
 
@@ -62,7 +62,7 @@ class Optimum:
         kind_of = {kind: model.new_bool_var("") for kind in self.KINDS}
         used = sum(kind_of.values())
         model.add(used <= used_before)
-        if self.whole:
+        if self.all_reduce_only:
             model.add(used == kind_of["all_reduce"])
         for kind in self.KINDS:
             for t in tensors:

@@ -10,7 +10,7 @@ from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 
-__all__ = ["compose", "known_collective", "ready_order", "ready_times", "runs", "urgency", "whole"]
+__all__ = ["compose", "is_runnable", "message_of", "priorities", "ready_order", "release_times", "resolve_collective"]
 
 
 def ready_order(workload: Workload) -> list[int]:
@@ -18,33 +18,33 @@ def ready_order(workload: Workload) -> list[int]:
     return sorted(range(len(workload.tensors)), key=lambda t: workload.tensors[t].ready_after)
 
 
-def ready_times(workload: Workload) -> list[float]:
+def release_times(workload: Workload) -> list[float]:
     """Seconds from the start of the backward pass to each tensor's gradient, by tensor; one stream, captured order."""
     backward = workload.phase_ops("backward")
     end = dict(zip(backward, accumulate(workload.ops[i].duration_s for i in backward), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
 
 
-def urgency(workload: Workload) -> list[int]:
+def priorities(workload: Workload) -> list[int]:
     """For each tensor, the place of its first reader in the iteration; the end where nothing reads it."""
     place = {op: k for k, op in enumerate(workload.iteration_order())}
     return [min((place[r] for r in tensor.readers), default=len(place)) for tensor in workload.tensors]
 
 
-def known_collective(cluster: Cluster, collective: str | None) -> str:
+def resolve_collective(cluster: Cluster, collective: str | None) -> str:
     """The name of a collective of the cluster, the default one for None. Raises `InputError` on any other."""
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
 
 
-def whole(workload: Workload, tensors: Iterable[int], collective: str) -> Message:
+def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> Message:
     """One all-reduce of whole tensors."""
     chosen = [workload.tensors[t] for t in tensors]
     return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
 
 
-def runs(plan: Plan) -> bool:
+def is_runnable(plan: Plan) -> bool:
     """Whether the PyTorch runtime sends such messages: all-reduces, and halves in pairs of the same slices."""
     scattered = [message.slices for message in plan.messages if message.kind == "reduce_scatter"]
     gathered = [message.slices for message in plan.messages if message.kind == "all_gather"]

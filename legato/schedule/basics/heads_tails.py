@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from legato.core.errors import unknown_name
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import ready_times
+from legato.schedule.basics.compose import release_times
 from legato.simulator.period import Compute, Period, check_compute
 
 __all__ = ["Detours", "HeadsTails", "Order", "heads_tails"]
@@ -34,7 +34,7 @@ Order = Literal["captured", "any"]
 class HeadsTails(NamedTuple):
     """Per tensor, and the seconds that the period takes at least when all communication is free."""
 
-    head_s: list[float]
+    release_s: list[float]
     tail_s: list[float]
     compute_s: float
 
@@ -51,7 +51,7 @@ def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTail
     after = _closures(reversed(period.topological), _successors(period))
     tails = [_union(after[r] for r in set(tensor.readers)) for tensor in workload.tensors]
     if order == "captured":
-        heads = ready_times(workload)
+        heads = release_times(workload)
         forward = (1 << len(workload.phase_ops("forward"))) - 1  # forward ops have the lowest ids
         tails = [bits | forward & -(bits & forward & -(bits & forward)) for bits in tails]
     else:

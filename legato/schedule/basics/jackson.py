@@ -10,16 +10,14 @@ its value is the largest, over sets S of jobs, of
 (Horn 1974; Carlier 1982). It is PACE's scheduling problem (section IV) with the
 network as the machine, gradients as jobs and the remaining computation as
 tails; PACE solves it by a linear program.
-
-The highest of many values of which neighbours are alike: every so many, then closer and closer around the best.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["highest", "jackson"]
+__all__ = ["jackson"]
 
 
 def jackson(
@@ -56,17 +54,3 @@ def jackson(
             pieces.append((i, now, stop))
         now = stop
     return pieces
-
-
-def highest(count: int, value: Callable[[int], float], *, first: int) -> int:
-    """The index below `count` with the highest value of those tried; `first` of them before looking closer."""
-    step = -(-count // first)
-    tried = {k: value(k) for k in range(0, count, step)}
-    while True:
-        top = max(tried, key=tried.__getitem__)
-        if step == 1:
-            return top
-        step = -(-step // 2)
-        for k in (top - step, top + step):
-            if 0 <= k < count and k not in tried:
-                tried[k] = value(k)

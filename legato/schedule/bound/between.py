@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
+from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.heads_tails import Detours, HeadsTails
-from legato.schedule.basics.jackson import highest
-from legato.schedule.bound.capacity import windows
+from legato.schedule.bound.capacity import capacities
 
-__all__ = ["Squeezed", "squeezed"]
+__all__ = ["Between", "between"]
 
 #: How many sets to try, from either end, before looking closer around the best.
 _SETS = 16
 
 
-class Squeezed(NamedTuple):
+class Between(NamedTuple):
     """No schedule takes less than `seconds`; the set that proves it, its least head and its least tail."""
 
     seconds: float
@@ -33,22 +33,22 @@ class Squeezed(NamedTuple):
     last_s: float
 
 
-def squeezed(
-    known: HeadsTails,
+def between(
+    times: HeadsTails,
     nbytes: Sequence[int],
     line: LinearCost,
-    whole: bool,
+    all_reduce_only: bool,
     *,
     beat_s: float,
     detours: Detours | None = None,
-) -> Squeezed | None:
+) -> Between | None:
     """The best of these bounds, or None if none found is above `beat_s`.
 
-    `whole`: all-reduces are not sent in halves; `detours` where the order
+    `all_reduce_only`: all-reduces are not sent in halves; `detours` where the order
     of computation is free. Tried are the sets of all
     tensors with a tail, or a head, of at least so much.
     """
-    prover = _Prover(known, nbytes, line, whole, beat_s, detours)
+    prover = _Prover(times, nbytes, line, all_reduce_only, beat_s, detours)
     best = None
     for near, order in zip(prover.ends, prover.orders, strict=True):
         sets = [order[k:] for k, t in enumerate(order) if k == 0 or near[t] > near[order[k - 1]]]
@@ -56,19 +56,19 @@ def squeezed(
         if found.seconds > beat_s:
             best, beat_s = found, found.seconds
     if detours:
-        found = _best([_latest(tensors, known, nbytes, line) for tensors in sets], prover)
+        found = _best([_latest(tensors, times, nbytes, line) for tensors in sets], prover)
         if found.seconds > beat_s:
             best = found
     return best
 
 
-def _best(sets: Sequence[Sequence[int]], prover: _Prover) -> Squeezed:
-    return prover(sets[highest(len(sets), lambda k: prover(sets[k]).seconds, first=_SETS)])
+def _best(sets: Sequence[Sequence[int]], prover: _Prover) -> Between:
+    return prover(sets[coarse_to_fine(len(sets), lambda k: prover(sets[k]).seconds, first=_SETS)])
 
 
-def _latest(tensors: Sequence[int], known: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> list[int]:
+def _latest(tensors: Sequence[int], times: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> list[int]:
     """Those of a set that are not ready before the one that is there last if all go at once, that one included."""
-    head = known.head_s
+    head = times.release_s
     last = max(tensors, key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t])
     return [t for t in tensors if head[t] >= head[last]]
 
@@ -78,25 +78,25 @@ class _Prover:
 
     What can be sent of the others before the least head h of a set: they have
     smaller heads, as all before the first of the set in order of head have. So
-    one `Window` over all tensors serves all sets, and one from the other end.
+    one `Capacity` over all tensors serves all sets, and one from the other end.
     """
 
     def __init__(
         self,
-        known: HeadsTails,
+        times: HeadsTails,
         nbytes: Sequence[int],
         line: LinearCost,
-        whole: bool,
+        all_reduce_only: bool,
         beat_s: float,
         detours: Detours | None,
     ) -> None:
         self.nbytes, self.line, self.beat_s, self.detours = nbytes, line, beat_s, detours
-        self.ends = known.head_s, known.tail_s
+        self.ends = times.release_s, times.tail_s
         self.orders = [sorted(range(len(nbytes)), key=near.__getitem__) for near in self.ends]
-        self.windows = windows(self.ends, nbytes, line, whole)
+        self.capacities = capacities(self.ends, nbytes, line, all_reduce_only)
         self.total = sum(nbytes)
 
-    def __call__(self, tensors: Sequence[int]) -> Squeezed:
+    def __call__(self, tensors: Sequence[int]) -> Between:
         first, last = (min(near[t] for t in tensors) for near in self.ends)
         own = sum(self.nbytes[t] for t in tensors)
         work = self.line.beta_s_per_byte * (self.total - own)
@@ -104,12 +104,12 @@ class _Prover:
         shared = self.detours.shared(tensors) if self.detours else 0
         detour = self.detours.least_s(shared, inside, 0.0) if self.detours else 0.0
         if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # with all of the others between
-            return Squeezed(-1.0, (), first, last)
+            return Between(-1.0, (), first, last)
         before, after = (
-            window.carried(until, of=bisect_left(window.near_s, until))
-            for window, until in zip(self.windows, (first, last), strict=True)
+            capacity.carried(until, of=bisect_left(capacity.release_s, until))
+            for capacity, until in zip(self.capacities, (first, last), strict=True)
         )
         if self.detours:
             detour = self.detours.least_s(shared, inside, after)
         begin = max(first, first + work - before - after, detour)
-        return Squeezed(begin + self.line.cost(own) + last, tuple(sorted(tensors)), first, last)
+        return Between(begin + self.line.cost(own) + last, tuple(sorted(tensors)), first, last)

@@ -11,7 +11,7 @@ half does half of the work of its bytes. Take all messages up to a moment x. If
 some of them hand out, others before them have collected the same bytes; so they
 pay alpha/2 twice at least, all after the first gradient is ready, at h: the work
 is at most x - h - alpha. If none hands out, it is what can be collected by x in
-messages of alpha/2 + beta/2 * n. `HalvesWindow` takes the larger of these, and
+messages of alpha/2 + beta/2 * n. `HalvesCapacity` takes the larger of these, and
 no more than messages of alpha/2 + beta * n allow, which both are. Time turned
 round, messages that collect and messages that hand out change places.
 """
@@ -27,34 +27,34 @@ from typing import NamedTuple
 from legato.core.cluster import LinearCost
 from legato.schedule.published.merge_optimal import earliest_finishes
 
-__all__ = ["HalvesWindow", "Window", "windows"]
+__all__ = ["Capacity", "HalvesCapacity", "capacities"]
 
 
-class Window(NamedTuple):
+class Capacity(NamedTuple):
     """Tensors from one end of the period: when each is there, f, and the network's seconds for the first j."""
 
-    near_s: list[float]
+    release_s: list[float]
     finish_s: list[float]
     work_s: list[float]
     alpha_s: float
 
     @classmethod
-    def of(cls, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> Window:
-        """For tensors whose `near_s` never falls."""
-        finish, _ = earliest_finishes(near_s, nbytes, cost)
+    def of(cls, release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> Capacity:
+        """For tensors whose `release_s` never falls."""
+        finish, _ = earliest_finishes(release_s, nbytes, cost)
         work = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]
-        return cls(list(near_s), finish, work, cost.alpha_s)
+        return cls(list(release_s), finish, work, cost.alpha_s)
 
     def _start(self, j: int) -> float:
         """Least of (start - work before it) for a message that ends with bytes of tensor j."""
-        ready = self.near_s[j]
+        ready = self.release_s[j]
         i = bisect_right(self.finish_s, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is the best
         start = ready - self.work_s[i - 1] if i else inf
         return start if i > j else min(start, self.finish_s[i] - self.work_s[i])
 
     def carried(self, until_s: float, *, of: int | None = None) -> float:
         """The most seconds of work (beta times bytes) that can be done by then, of the first so many tensors."""
-        last = len(self.near_s) if of is None else of
+        last = len(self.release_s) if of is None else of
         j = bisect_right(self.finish_s, until_s, hi=last + 1) - 1
         if j == last:
             return self.work_s[j]
@@ -64,35 +64,35 @@ class Window(NamedTuple):
         """The earliest moment by which so much work can be done."""
         if work_s <= 0:
             return 0.0
-        j = min(bisect_left(self.work_s, work_s), len(self.near_s)) - 1
+        j = min(bisect_left(self.work_s, work_s), len(self.release_s)) - 1
         return self._start(j) + self.alpha_s + work_s
 
 
-class HalvesWindow:
+class HalvesCapacity:
     """The same where a message is one half of an all-reduce, or both."""
 
-    def __init__(self, near_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> None:
+    def __init__(self, release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> None:
         """`cost`: of an all-reduce."""
         half_alpha, beta = cost.alpha_s / 2, cost.beta_s_per_byte
-        self.near_s, self.alpha_s = list(near_s), cost.alpha_s
-        self.any = Window.of(near_s, nbytes, LinearCost(half_alpha, beta))
-        self.one_kind = Window.of(near_s, nbytes, LinearCost(half_alpha, beta / 2))
+        self.release_s, self.alpha_s = list(release_s), cost.alpha_s
+        self.any = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta))
+        self.one_kind = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta / 2))
 
     def carried(self, until_s: float, *, of: int | None = None) -> float:
-        """As `Window.carried`."""
+        """As `Capacity.carried`."""
         if of == 0:
             return 0.0
-        both_kinds = until_s - self.near_s[0] - self.alpha_s
+        both_kinds = until_s - self.release_s[0] - self.alpha_s
         return min(self.any.carried(until_s, of=of), max(self.one_kind.carried(until_s, of=of), both_kinds))
 
 
-def windows(
-    ends: Iterable[Sequence[float]], nbytes: Sequence[int], cost: LinearCost, whole: bool
-) -> list[Window | HalvesWindow]:
-    """One from each end of the period: what is near, by tensor. `whole`: all-reduces are not sent in halves."""
+def capacities(
+    ends: Iterable[Sequence[float]], nbytes: Sequence[int], cost: LinearCost, all_reduce_only: bool
+) -> list[Capacity | HalvesCapacity]:
+    """One capacity from each end of the period, given release times and tails by tensor."""
     found = []
     for near in ends:
         order = sorted(range(len(near)), key=near.__getitem__)
-        make = Window.of if whole else HalvesWindow
+        make = Capacity.of if all_reduce_only else HalvesCapacity
         found.append(make([near[t] for t in order], [nbytes[t] for t in order], cost))
     return found

@@ -34,7 +34,7 @@ def verify_bound(
     *,
     compute: Compute = "one",
     order: Order = "captured",
-    whole: bool = False,
+    all_reduce_only: bool = False,
 ) -> Fraction:
     """The exact seconds that the certificate proves.
 
@@ -51,16 +51,18 @@ def verify_bound(
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
     elif case == "both":
-        proved = _both_ends(workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, whole)
+        proved = _both_ends(
+            workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
+        )
     elif case == "between":
-        proved = _between(workload, cluster, walk, chosen, whole)
+        proved = _between(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "last":
-        proved = _last(workload, cluster, walk, chosen, whole)
+        proved = _last(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "sequences":
-        proved = check_sequences(workload, cluster, walk, bound.certificate, whole)
+        proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:
         near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
-        proved = _network(workload, cluster, {t: near(t) for t in chosen}, whole) + Fraction(
+        proved = _network(workload, cluster, {t: near(t) for t in chosen}, all_reduce_only) + Fraction(
             min(map(far, chosen)), _SCALE
         )
     if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
@@ -68,35 +70,41 @@ def verify_bound(
     return proved
 
 
-def _network(workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool) -> Fraction:
+def _network(workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool) -> Fraction:
     """f(near), with alpha/2 on top where halves are allowed."""
-    end = _End(workload, cluster, near, whole)
-    return Fraction(end.finish[-1] + (0 if whole else end.half), end.unit)
+    end = _End(workload, cluster, near, all_reduce_only)
+    return Fraction(end.finish[-1] + (0 if all_reduce_only else end.half), end.unit)
 
 
 def _both_ends(
-    workload: Workload, cluster: Cluster, near: dict[int, tuple[int, int]], bound: Bound, whole: bool
+    workload: Workload, cluster: Cluster, near: dict[int, tuple[int, int]], bound: Bound, all_reduce_only: bool
 ) -> Fraction:
     """m - alpha/2 and the time that is needed, from the far end, for the work that cannot be done by m."""
     moment = bound.certificate.moment_s
     if not (math.isfinite(moment) and moment >= 0):
         raise InputError(f"certificate: moment_s {moment} (expected finite seconds, at least 0)")
-    front = _End(workload, cluster, {t: head for t, (head, _) in near.items()}, whole)
-    back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, whole)
+    front = _End(workload, cluster, {t: head for t, (head, _) in near.items()}, all_reduce_only)
+    back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, all_reduce_only)
     m = _whole(moment) * front.total
     left = front.sent[-1] - front.done_by(m)
     return Fraction(m - front.half + back.time_for(left), front.unit)
 
 
-def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+def _between(
+    workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
+) -> Fraction:
     """h + alpha + beta * B + q, and what is left of the other tensors when those before h and after q are done."""
     first, last = min(map(walk.head, chosen)), min(map(walk.tail, chosen))
     everything = range(len(workload.tensors))
-    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)  # for the slope of all bytes
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)  # for the slope of all bytes
     others = [t for t in everything if t not in chosen]
     work = entire.slope * sum(workload.tensors[t].nbytes for t in others)
-    before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, whole, entire).by(first * entire.total)
-    after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, whole, entire).by(last * entire.total)
+    before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, all_reduce_only, entire).by(
+        first * entire.total
+    )
+    after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, all_reduce_only, entire).by(
+        last * entire.total
+    )
     begin = Fraction(first * entire.total + max(0, work - before - after))
     if walk.reorders:
         shared = set.intersection(*(walk.needs(t) for t in chosen))
@@ -105,14 +113,16 @@ def _between(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[in
     return (begin + entire.alpha + own + last * entire.total) / entire.unit
 
 
-def _last(workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], whole: bool) -> Fraction:
+def _last(
+    workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
+) -> Fraction:
     """The least over all times after the arrival of the chosen tensor, as `lower_bound.py` has it."""
     if len(chosen) != 1 or not walk.reorders:
         raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
     everything = range(len(workload.tensors))
-    entire = _End(workload, cluster, dict.fromkeys(everything, 0), whole)
-    released = _Carried(workload, cluster, {t: walk.head(t) for t in everything}, whole, entire)
-    needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, whole, entire)
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)
+    released = _Carried(workload, cluster, {t: walk.head(t) for t in everything}, all_reduce_only, entire)
+    needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, all_reduce_only, entire)
     work = [entire.slope * tensor.nbytes for tensor in workload.tensors]
     tail = walk.tail(chosen[0]) * entire.total
     room = [entire.alpha + work[t] + walk.tail(t) * entire.total for t in everything]
@@ -154,7 +164,7 @@ class _End:
         workload: Workload,
         cluster: Cluster,
         near: dict[int, int],
-        whole: bool,
+        all_reduce_only: bool,
         of: int | None = None,
         one_kind: bool = False,
     ) -> None:
@@ -170,7 +180,7 @@ class _End:
         alpha = min(a for a, _ in costs)
         self.slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
         self.alpha = alpha * total
-        self.half = self.alpha if whole else self.alpha // 2  # what a message pays first
+        self.half = self.alpha if all_reduce_only else self.alpha // 2  # what a message pays first
         self.sent = [self.slope // (2 if one_kind else 1) * nbytes for nbytes in accumulate(sizes, initial=0)]
         self.near = [near[t] * total for t in inward]
         self.finish = [0]
@@ -197,15 +207,17 @@ class _End:
 class _Carried:
     """The most work for tensors by a moment, in the units of `entire`; in halves, as `lower_bound.py` has it."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, near: dict[int, int], whole: bool, entire: _End) -> None:
-        self.alpha, self.whole, self.empty = entire.alpha, whole, not near
-        self.any = _End(workload, cluster, near, whole, entire.total)
-        self.one_kind = _End(workload, cluster, near, whole, entire.total, one_kind=True)
+    def __init__(
+        self, workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool, entire: _End
+    ) -> None:
+        self.alpha, self.all_reduce_only, self.empty = entire.alpha, all_reduce_only, not near
+        self.any = _End(workload, cluster, near, all_reduce_only, entire.total)
+        self.one_kind = _End(workload, cluster, near, all_reduce_only, entire.total, one_kind=True)
 
     def by(self, moment: int) -> int:
         if self.empty:
             return 0
-        if self.whole:
+        if self.all_reduce_only:
             return self.any.done_by(moment)
         return min(self.any.done_by(moment), max(self.one_kind.done_by(moment), moment - self.any.near[0] - self.alpha))
 

@@ -43,7 +43,7 @@ class Walk(Protocol):
 
 
 def check_sequences(
-    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, whole: bool
+    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, all_reduce_only: bool
 ) -> Fraction:
     """The seconds that are claimed. Raises `InputError` if a sequence of messages may take no longer."""
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
@@ -51,11 +51,11 @@ def check_sequences(
     for levels in certificate.levels:
         if levels[:2] != (0, 1) or levels[-1] != total or any(b <= a for a, b in pairwise(levels)):
             raise InputError(f"certificate: levels of bytes (expected 0, 1, and more of them up to {total})")
-    if whole and certificate.levels[0] != certificate.levels[1]:
+    if all_reduce_only and certificate.levels[0] != certificate.levels[1]:
         raise InputError("certificate: bytes collected and handed out at different levels by all-reduces")
     if any(walk.tail(b) >= walk.tail(a) for a, b in pairwise(certificate.tensors)):
         raise InputError("certificate: tensors (expected falling tails)")
-    if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, whole).fits():
+    if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, all_reduce_only).fits():
         raise InputError(f"bound: a sequence of messages may take {float(claimed)} s")
     return claimed
 
@@ -67,10 +67,16 @@ class _Relaxed:
     """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, walk: Walk, claimed: Fraction, certificate: Certificate, whole: bool
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        walk: Walk,
+        claimed: Fraction,
+        certificate: Certificate,
+        all_reduce_only: bool,
     ) -> None:
         self.nbytes = [tensor.nbytes for tensor in workload.tensors]
-        self.walk, self.whole = walk, whole
+        self.walk, self.all_reduce_only = walk, all_reduce_only
         self.unit = claimed * walk.scale / _CLAIMED
         self.duration = [self.down(seconds) for seconds in walk.duration]
         self.producer = [tensor.ready_after for tensor in workload.tensors]
@@ -112,7 +118,7 @@ class _Relaxed:
         costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
         slope = (min(a + b * total for a, b in costs) - alpha) / total
-        share = Fraction(scale, 1 if self.whole else 2)
+        share = Fraction(scale, 1 if self.all_reduce_only else 2)
         self.alpha, self.first = self.down(alpha * share), self.down(slope * share * own)
         least_x, most_x, least_y, most_y = (np.array([self.down(slope * share * n) for n in of]) for of in levels)
         self.x, self.y = (least_x, most_x + (most_x > 0)), (least_y, most_y + (most_y > 0))
@@ -162,13 +168,13 @@ class _Relaxed:
 
     def fits(self) -> bool:
         """Whether everything can be handed out in time."""
-        handed, limits = (1, 1) if self.whole else (len(self.y[0]), len(self.limit))
+        handed, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.limit))
         least = np.full((len(self.x[0]), handed, len(self.release), limits), _NEVER)
         least[0, 0, 0, 0] = 0
         for i in range(len(least)):
             for c, release in enumerate(self.release[:, i]):
                 if release < _CLAIMED and (i or c):
-                    (self._all_reduces if self.whole else self._halves)(least, i, c)
+                    (self._all_reduces if self.all_reduce_only else self._halves)(least, i, c)
         return bool(least[-1, -1, -1, -1] < _NEVER)
 
     def _collected(self, least: Array, i: int, c: int, done: Array) -> Array:

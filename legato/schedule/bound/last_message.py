@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import Detours, HeadsTails
-from legato.schedule.bound.capacity import windows
+from legato.schedule.bound.capacity import capacities
 
 __all__ = ["Last", "last_message"]
 
@@ -55,10 +55,16 @@ class Last(NamedTuple):
 
 
 def last_message(
-    known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, detours: Detours, *, beat_s: float
+    times: HeadsTails,
+    nbytes: Sequence[int],
+    line: LinearCost,
+    all_reduce_only: bool,
+    detours: Detours,
+    *,
+    beat_s: float,
 ) -> Last | None:
-    """The best of these bounds, or None if none found is above `beat_s`. `whole`: no halves of all-reduces."""
-    prover = _Prover(known, nbytes, line, whole, detours)
+    """The best of these bounds, or None if none found is above `beat_s`."""
+    prover = _Prover(times, nbytes, line, all_reduce_only, detours)
     best = None
     for t in sorted(range(len(nbytes)), key=prover.alone_s, reverse=True)[:_TRIES]:
         found = prover(t, beat_s)
@@ -71,16 +77,16 @@ class _Prover:
     """What a tensor proves: the least over all times after its arrival, where what they leave room for changes."""
 
     def __init__(
-        self, known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, detours: Detours
+        self, times: HeadsTails, nbytes: Sequence[int], line: LinearCost, all_reduce_only: bool, detours: Detours
     ) -> None:
-        self.known, self.alpha_s, self.detours = known, line.alpha_s, detours
+        self.times, self.alpha_s, self.detours = times, line.alpha_s, detours
         self.send_s = [line.beta_s_per_byte * n for n in nbytes]
-        self.released, self.needed = windows((known.head_s, known.tail_s), nbytes, line, whole)
+        self.released, self.needed = capacities((times.release_s, times.tail_s), nbytes, line, all_reduce_only)
         self.work_s = sum(self.send_s)
-        self.room_s = [line.alpha_s + send + tail for send, tail in zip(self.send_s, known.tail_s, strict=True)]
+        self.room_s = [line.alpha_s + send + tail for send, tail in zip(self.send_s, times.tail_s, strict=True)]
 
     def alone_s(self, t: int) -> float:
-        return self.known.head_s[t] + self.send_s[t] + self.known.tail_s[t]
+        return self.times.release_s[t] + self.send_s[t] + self.times.tail_s[t]
 
     def __call__(self, t: int, beat_s: float) -> Last | None:
         """What tensor t proves, or None if no more than `beat_s`."""
@@ -101,7 +107,7 @@ class _Prover:
 
     def _choices(self, t: int) -> Iterator[tuple[float, int]]:
         """Seconds after the arrival of t at the least, and the ops (as bits) that are run before its message then."""
-        ops, tail = self.detours.needs[t], self.known.tail_s[t]
+        ops, tail = self.detours.needs[t], self.times.tail_s[t]
         wide = sorted((other for other, room in enumerate(self.room_s) if room > tail), key=self.room_s.__getitem__)
         while wide:
             after = self.room_s[wide[-1]]

@@ -51,7 +51,7 @@ not to keep the forward pass waiting.
 *Between.* Let h be the least head of S and q its least tail. All messages with
 bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
 the work for the other tensors, beta * b for b bytes, and U and V as above, but
-for the others only, and sharper where there are halves (`HalvesWindow`). The
+for the others only, and sharper where there are halves (`HalvesCapacity`). The
 messages that start before h have done a <= U(e) of it when the last of them
 ends, at e; if e > h, then e - a is at least h - U(h), since U grows no faster
 than time. The same at the other end. What neither has done is done between, so
@@ -109,10 +109,10 @@ from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Detours, HeadsTails, Order, heads_tails
 from legato.schedule.basics.jackson import jackson
-from legato.schedule.bound.between import squeezed
-from legato.schedule.bound.capacity import Window
+from legato.schedule.bound.between import between
+from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
-from legato.schedule.bound.release_times import InAnyOrder, InTurn
+from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.published.merge_optimal import merge_neighbours
 from legato.simulator.period import Compute
@@ -166,42 +166,42 @@ def lower_bound(
     *,
     compute: Compute = "one",
     order: Order = "captured",
-    whole: bool = False,
+    all_reduce_only: bool = False,
     thorough: bool = True,
 ) -> Bound:
     """The largest of the bounds above over the sets tried; without "sequences", which takes longest, if not `thorough`.
 
     It holds for every plan that `legato.simulator.collective` accepts under the
-    same `compute` and an `op_order` that `order` allows; with `whole`, for
+    same `compute` and an `op_order` that `order` allows; with `all_reduce_only`, for
     those of them that send all-reduces only, and is sharper then. Raises
     `InputError` on an unknown setting.
     """
-    known = heads_tails(workload, compute, order)
-    fees = 1.0 if whole else 0.5
+    times = heads_tails(workload, compute, order)
+    fees = 1.0 if all_reduce_only else 0.5
     line = cheapest_line(cluster, workload.nbytes)
-    nothing = Bound(known.compute_s, Certificate("compute", (), known.compute_s, 0.0, 0.0))
-    sets = dict.fromkeys(_promising_sets(workload, cluster, known))  # in order, each once
-    bounds = [_bound(case, tensors, workload, cluster, known, fees) for case, tensors in sets]
+    nothing = Bound(times.compute_s, Certificate("compute", (), times.compute_s, 0.0, 0.0))
+    sets = dict.fromkeys(_promising_sets(workload, cluster, times))  # in order, each once
+    bounds = [_bound(case, tensors, workload, cluster, times, fees) for case, tensors in sets]
     bounds.sort(key=lambda bound: bound.seconds, reverse=True)
     best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
-        bounds.append(_both(tensors, workload, cluster, known, fees))
+        bounds.append(_both(tensors, workload, cluster, times, fees))
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
     detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    late = squeezed(known, nbytes, line, whole, beat_s=found.seconds, detours=detours)
+    late = between(times, nbytes, line, all_reduce_only, beat_s=found.seconds, detours=detours)
     if late is not None:
         found = _certified("between", late.seconds, late.tensors, late.first_s, late.last_s)
-    last = detours and last_message(known, nbytes, line, whole, detours, beat_s=found.seconds)
+    last = detours and last_message(times, nbytes, line, all_reduce_only, detours, beat_s=found.seconds)
     if last:
         found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
     if not thorough:
         return found
-    ready = InAnyOrder(detours, nbytes) if detours else InTurn(known.head_s, nbytes)
-    relaxed = sequences(known, nbytes, line, whole, ready, beat_s=found.seconds)
+    ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
+    relaxed = sequences(times, nbytes, line, all_reduce_only, ready, beat_s=found.seconds)
     if relaxed is None:
         return found
-    first, last_s = min(known.head_s), min(known.tail_s)
+    first, last_s = min(times.release_s), min(times.tail_s)
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
     return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
 
@@ -210,16 +210,16 @@ def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: f
     return Bound(seconds, Certificate(case, tensors, before_s, seconds - before_s - after_s, after_s))
 
 
-def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, known: HeadsTails, fees: float) -> Bound:
+def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails, fees: float) -> Bound:
     """What S proves when time is looked at from both ends, for the best of some moments."""
     line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
     half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
-    windows = []
-    for near in (known.head_s, known.tail_s):
+    capacities = []
+    for near in (times.release_s, times.tail_s):
         inward = sorted(tensors, key=near.__getitem__)
-        windows.append(Window.of([near[t] for t in inward], [workload.tensors[t].nbytes for t in inward], half))
-    released, needed = windows
-    work, first, last = released.work_s[-1], released.near_s[0], needed.near_s[0]
+        capacities.append(Capacity.of([near[t] for t in inward], [workload.tensors[t].nbytes for t in inward], half))
+    released, needed = capacities
+    work, first, last = released.work_s[-1], released.release_s[0], needed.release_s[0]
 
     def proves(moment: float) -> float:
         # Rounded down by more than floats can be off: a trace of one more tensor would ask for all of its delay.
@@ -239,11 +239,11 @@ def _bound(
     tensors: tuple[int, ...],
     workload: Workload,
     cluster: Cluster,
-    known: HeadsTails,
+    times: HeadsTails,
     fees: float,
 ) -> Bound:
     """What S proves; the tail case is the release case with time turned round."""
-    near, far = (known.head_s, known.tail_s) if case == "release" else (known.tail_s, known.head_s)
+    near, far = (times.release_s, times.tail_s) if case == "release" else (times.tail_s, times.release_s)
     inward = sorted(tensors, key=lambda t: near[t])
     sizes = [workload.tensors[t].nbytes for t in inward]
     line = cheapest_line(cluster, sum(sizes))
@@ -263,7 +263,7 @@ def cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
 
 
 def _promising_sets(
-    workload: Workload, cluster: Cluster, known: HeadsTails
+    workload: Workload, cluster: Cluster, times: HeadsTails
 ) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
     """(case, S) worth trying: one family for when bytes are dear, one for when startup times are.
 
@@ -273,7 +273,7 @@ def _promising_sets(
     with head >= begin and tail >= q. Then, the tensors with the longest tails or
     heads: 1, 2, 3, 4, 6, 8, 11, 16 and so on of them.
     """
-    head, tail = known.head_s, known.tail_s
+    head, tail = times.release_s, times.tail_s
     everything = range(len(head))
     slope = cheapest_line(cluster, workload.nbytes).beta_s_per_byte
     pieces = jackson(head, [slope * tensor.nbytes for tensor in workload.tensors], tail)

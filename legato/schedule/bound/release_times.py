@@ -21,14 +21,14 @@ import numpy.typing as npt
 
 from legato.schedule.basics.heads_tails import Detours
 
-__all__ = ["InAnyOrder", "InTurn", "Readiness"]
+__all__ = ["AnyOrderReleaseTimes", "FixedReleaseTimes", "ReleaseTimes"]
 
 Floats = npt.NDArray[np.float64]
 #: Amounts of bytes.
 Amounts = npt.NDArray[np.int64]
 
 
-class Readiness(Protocol):
+class ReleaseTimes(Protocol):
     """When gradients can be ready."""
 
     def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
@@ -40,25 +40,25 @@ class Readiness(Protocol):
         ...
 
 
-class InTurn:
+class FixedReleaseTimes:
     """Each gradient is ready at a moment of its own. Looked at backwards in time, each is needed at one."""
 
-    def __init__(self, near_s: Sequence[float], nbytes: Sequence[int]) -> None:
-        self.near_s, self.nbytes = np.array(near_s), np.array(nbytes, dtype=np.int64)
+    def __init__(self, release_s: Sequence[float], nbytes: Sequence[int]) -> None:
+        self.release_s, self.nbytes = np.array(release_s), np.array(nbytes, dtype=np.int64)
 
     def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
-        least = max((self.near_s[t] for t in required), default=0.0)
-        return np.maximum(self.part_s(range(len(self.near_s)), amounts), least)
+        least = max((self.release_s[t] for t in required), default=0.0)
+        return np.maximum(self.part_s(range(len(self.release_s)), amounts), least)
 
     def part_s(self, tensors: Sequence[int], amounts: Amounts) -> Floats:
         chosen = np.array(tensors, dtype=np.int64)
-        order = chosen[np.argsort(self.near_s[chosen], kind="stable")]
+        order = chosen[np.argsort(self.release_s[chosen], kind="stable")]
         total = np.cumsum(self.nbytes[order])
-        moments = np.append(self.near_s[order], np.inf)
+        moments = np.append(self.release_s[order], np.inf)
         return np.where(amounts > 0, moments[np.searchsorted(total, amounts)], 0.0)
 
 
-class InAnyOrder:
+class AnyOrderReleaseTimes:
     """Ops run in any order on one stream."""
 
     def __init__(self, detours: Detours, nbytes: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class InAnyOrder:
             made.setdefault(op, []).append(t)
         self.tensors = list(made.values())
         self.needs = [detours.needs[of[0]] for of in self.tensors]
-        self.head_s = np.array([detours.weigh.of(bits) for bits in self.needs])
+        self.release_s = np.array([detours.weigh.of(bits) for bits in self.needs])
         self.duration_s = np.array([detours.duration_s[op] for op in made])
         self.nbytes = nbytes
 
@@ -96,7 +96,7 @@ class InAnyOrder:
         for deepest in np.flatnonzero(made > 0):
             run = self.needs[deepest] | needed
             inside = self._inside(run)
-            others = dear[(~inside & (made > 0) & (self.head_s <= self.head_s[deepest]))[dear]]
+            others = dear[(~inside & (made > 0) & (self.release_s <= self.release_s[deepest]))[dear]]
             total = made[inside].sum() + np.cumsum(np.append(0.0, made[others]))
             seconds = self.detours.weigh.of(run) + np.cumsum(np.append(0.0, self.duration_s[others]))
             least = np.minimum(least, np.interp(amounts, total, seconds, right=np.inf))

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Relaxed", "fits_halves", "fits_whole"]
+__all__ = ["Relaxed", "fits_all_reduces", "fits_halves"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,9 +31,9 @@ class Relaxed(NamedTuple):
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _begun(ready_s: float, level: int, alpha_s: float) -> float:
+def _begun(release_s: float, level: int, alpha_s: float) -> float:
     """When the message before has paid, if it carries what is ready then; nothing is before level 0."""
-    return ready_s + alpha_s if level > 0 and ready_s > 0.0 else 0.0
+    return release_s + alpha_s if level > 0 and release_s > 0.0 else 0.0
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -85,7 +85,7 @@ def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def fits_whole(seconds: float, relaxed: Relaxed) -> bool:
+def fits_all_reduces(seconds: float, relaxed: Relaxed) -> bool:
     """Messages are all-reduces. States: the level, of bytes collected and handed out, and the coverage."""
     alpha_s, first_s, x, _, release_s, before_s, left_s, limit_s = relaxed
     count, coverages = x.shape[1], len(release_s)

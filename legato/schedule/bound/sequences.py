@@ -47,7 +47,7 @@ import numpy as np
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
-from legato.schedule.bound.release_times import Amounts, Floats, InTurn, Readiness
+from legato.schedule.bound.release_times import Amounts, FixedReleaseTimes, Floats, ReleaseTimes
 
 __all__ = ["Levels", "Sequences", "sequences"]
 
@@ -73,14 +73,20 @@ class Sequences(NamedTuple):
 
 
 def sequences(
-    known: HeadsTails, nbytes: Sequence[int], line: LinearCost, whole: bool, ready: Readiness, *, beat_s: float
+    times: HeadsTails,
+    nbytes: Sequence[int],
+    line: LinearCost,
+    all_reduce_only: bool,
+    ready: ReleaseTimes,
+    *,
+    beat_s: float,
 ) -> Sequences | None:
-    """The best bound found, or None if that is not above `beat_s` seconds. `whole`: no halves of all-reduces."""
+    """The best bound found, or None if that is not above `beat_s` seconds."""
     if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2 or sum(nbytes) > _MOST_BYTES:
         return None
     best = None
     for levels, limits in (_COARSE, _FINE):
-        problem = _Problem(known, nbytes, line, whole, ready, levels, limits)
+        problem = _Problem(times, nbytes, line, all_reduce_only, ready, levels, limits)
         short = _longest_too_short(problem, beat_s)
         if short is not None:
             beat_s = short * (1 - _ROUNDING)
@@ -110,30 +116,30 @@ class _Problem:
 
     def __init__(
         self,
-        known: HeadsTails,
+        times: HeadsTails,
         nbytes: Sequence[int],
         line: LinearCost,
-        whole: bool,
-        ready: Readiness,
+        all_reduce_only: bool,
+        ready: ReleaseTimes,
         levels: int,
         limits: int,
     ) -> None:
-        self.whole, self.tensors = whole, _marks(known, nbytes, line, limits)
+        self.all_reduce_only, self.tensors = all_reduce_only, _marks(times, nbytes, line, limits)
         first = self.tensors[0]
         others, own = [t for t in range(len(nbytes)) if t != first], nbytes[first]
-        needed = InTurn(known.tail_s, nbytes)
-        self.levels = _levels(known, nbytes, others, ready, needed, whole, levels)
+        needed = FixedReleaseTimes(times.tail_s, nbytes)
+        self.levels = _levels(times, nbytes, others, ready, needed, all_reduce_only, levels)
         x, y = (np.array(of, dtype=np.int64) for of in self.levels)
         x_most, y_most = (np.append(of[1:] - 1, of[-1]) for of in (x, y))
         release = [ready.part_s(others, x), ready.least_s([first], x + own)]
         before: list[Floats] = [np.zeros((len(x), len(x)))] * 2
         for mark in self.tensors:
-            covered = [t for t in others if known.tail_s[t] >= known.tail_s[mark]]
+            covered = [t for t in others if times.tail_s[t] >= times.tail_s[mark]]
             carried = sum(nbytes[t] for t in covered)
             release.append(np.where(x_most < carried, np.inf, ready.least_s([first, *covered], x + own)))
             earlier = np.maximum(carried - (x_most[:, None] - x[None, :]), 0)
             before.append(ready.part_s(covered, earlier.ravel()).reshape(earlier.shape))
-        share = 1.0 if whole else 0.5
+        share = 1.0 if all_reduce_only else 0.5
         s_per_byte = share * line.beta_s_per_byte
         self.arrays = (  # of a `Relaxed`
             share * line.alpha_s,
@@ -143,19 +149,23 @@ class _Problem:
             np.array(release),
             np.array(before),
             needed.part_s(others, y[-1] - y_most),
-            np.array([*(known.tail_s[mark] for mark in self.tensors), 0.0]),
+            np.array([*(times.tail_s[mark] for mark in self.tensors), 0.0]),
         )
 
     def fits(self, seconds: float) -> bool:
         """Whether some sequence of messages takes so long at most."""
-        from legato.schedule.bound.sequence_states import Relaxed, fits_halves, fits_whole  # compiled when needed first
+        from legato.schedule.bound.sequence_states import (  # compiled when needed first
+            Relaxed,
+            fits_all_reduces,
+            fits_halves,
+        )
 
-        return bool((fits_whole if self.whole else fits_halves)(seconds, Relaxed(*self.arrays)))
+        return bool((fits_all_reduces if self.all_reduce_only else fits_halves)(seconds, Relaxed(*self.arrays)))
 
 
-def _marks(known: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
+def _marks(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
     """Tensors with falling tails: first the one that would take longest alone, then some that divide the time left."""
-    head, tail = known.head_s, known.tail_s
+    head, tail = times.release_s, times.tail_s
     marks = [max(range(len(nbytes)), key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t] + tail[t])]
     for limit in np.linspace(tail[marks[0]], min(tail), limits)[1:]:
         lower = [t for t in range(len(nbytes)) if limit <= tail[t] < tail[marks[-1]]]
@@ -165,20 +175,20 @@ def _marks(known: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: i
 
 
 def _levels(
-    known: HeadsTails,
+    times: HeadsTails,
     nbytes: Sequence[int],
     others: Sequence[int],
-    ready: Readiness,
-    needed: InTurn,
-    whole: bool,
+    ready: ReleaseTimes,
+    needed: FixedReleaseTimes,
+    all_reduce_only: bool,
     count: int,
 ) -> Levels:
     """Half of the levels divide the bytes evenly, half of them the time in which these become ready, or are needed."""
     total = sum(nbytes[t] for t in others)
-    edges = [_jumps([(near[t], nbytes[t]) for t in others]) for near in known[:2]]
+    edges = [_jumps([(near[t], nbytes[t]) for t in others]) for near in times[:2]]
     collected = _chosen(np.minimum(edges[0] + 1, total), lambda amounts: ready.part_s(others, amounts), total, count)
     handed = _chosen(total - edges[1], lambda amounts: needed.part_s(others, total - amounts), total, count)
-    if whole:
+    if all_reduce_only:
         collected = handed = collected | handed
     return tuple(sorted(collected)), tuple(sorted(handed))
 

@@ -19,18 +19,18 @@ from __future__ import annotations
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, whole
+from legato.schedule.basics.compose import compose, message_of, ready_order, resolve_collective
 
 __all__ = ["fifo", "single"]
 
 
 def fifo(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
     """A message a tensor, in ready order. Raises `InputError` on a collective the cluster lacks."""
-    name = known_collective(cluster, collective)
-    return compose("fifo", [whole(workload, [t], name) for t in ready_order(workload)], workload, cluster)
+    name = resolve_collective(cluster, collective)
+    return compose("fifo", [message_of(workload, [t], name) for t in ready_order(workload)], workload, cluster)
 
 
 def single(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
     """One message of all tensors. Raises `InputError` on a collective the cluster lacks."""
-    name = known_collective(cluster, collective)
-    return compose("single", [whole(workload, ready_order(workload), name)], workload, cluster)
+    name = resolve_collective(cluster, collective)
+    return compose("single", [message_of(workload, ready_order(workload), name)], workload, cluster)

@@ -37,7 +37,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, urgency
+from legato.schedule.basics.compose import compose, priorities, ready_order, release_times, resolve_collective
 
 __all__ = ["CREDIT_BYTES", "PARTITION_BYTES", "bytescheduler"]
 
@@ -60,12 +60,12 @@ def bytescheduler(
     Raises `InputError` when either is below 1, or on a collective the cluster
     lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
         if value < 1:
             raise InputError(f"{option}: {value} (expected at least 1)")
     cost, tensors = cluster.cost(name), workload.tensors
-    ready, place = ready_times(workload), urgency(workload)
+    ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))
     queue: list[tuple[int, int, int]] = []  # urgency, tensor, first byte not handed over
     window: deque[tuple[float, int]] = deque()  # what is under way: when it will have arrived, and its bytes

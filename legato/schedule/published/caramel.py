@@ -76,7 +76,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, whole
+from legato.schedule.basics.compose import compose, message_of, resolve_collective
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.simulator.pipelining import message_s
 
@@ -103,7 +103,7 @@ def caramel(
     another than the workload's own. Raises `InputError` on a negative
     threshold or on a collective the cluster lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
     limit = threshold_bytes(cost) if threshold is None else threshold
     if not limit >= 0:
@@ -116,7 +116,7 @@ def caramel(
     if batching:
         sizes = [workload.tensors[t].nbytes for t in tensors]
         groups = [[tensors[k] for k in batch] for batch in batches([ready[t] for t in tensors], sizes, cost, limit)]
-    messages = [whole(workload, group, name) for group in groups]
+    messages = [message_of(workload, group, name) for group in groups]
     if depth:
         messages = [msgspec.structs.replace(m, depth=adaptive_depth(m.nbytes, cluster, name, limit)) for m in messages]
     if scheduling:
@@ -194,26 +194,26 @@ def threshold_bytes(cost: LinearCost) -> float:
     return (1.6 * cost.floor_s - cost.alpha_s) / (2 * cost.beta_s_per_byte)
 
 
-def batches(ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:
+def batches(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:
     """Gradients (indices) in groups, a message each, in the order in which they go out.
 
-    `ready_s` never falls. Gradients larger than `threshold` bytes are alone.
+    `release_s` never falls. Gradients larger than `threshold` bytes are alone.
     Raises `ValueError` when the sequences differ in length.
     """
-    if len(ready_s) != len(nbytes):
-        raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many)")
+    if len(release_s) != len(nbytes):
+        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many)")
     sent: list[list[int]] = []
     idle = 0.0  # when the network will be done with all in `sent`
 
     def send(group: list[int]) -> None:
         nonlocal idle
-        idle = max(idle, ready_s[group[-1]]) + cost.cost(sum(nbytes[k] for k in group))
+        idle = max(idle, release_s[group[-1]]) + cost.cost(sum(nbytes[k] for k in group))
         sent.append(group)
 
     batch: list[int] = []
     size = 0
-    for k, ready in enumerate(ready_s):
-        if batch and max(idle, ready_s[batch[-1]]) < ready:
+    for k, ready in enumerate(release_s):
+        if batch and max(idle, release_s[batch[-1]]) < ready:
             send(batch)
             batch, size = [], 0
         if nbytes[k] > threshold:
@@ -237,7 +237,7 @@ class Packing(NamedTuple):
 
 
 def pack(
-    head_s: Sequence[float],
+    release_s: Sequence[float],
     tail_s: Sequence[float],
     send_s: Sequence[float],
     nbytes: Sequence[int],
@@ -246,14 +246,14 @@ def pack(
 ) -> Packing:
     """Place every message.
 
-    `head_s`: from the start of the backward pass until it may go out; `tail_s`:
+    `release_s`: from the start of the backward pass until it may go out; `tail_s`:
     computation from its first reader to the end of the iteration; `send_s`: its
     time on the network; `backward_s`, `forward_s`: the two passes when nothing
     waits. Equally large messages are placed in the order given. Raises
     `ValueError` when the sequences differ in length.
     """
     backward, forward = _Pass(backward_s), _Pass(forward_s)
-    messages = list(zip(head_s, tail_s, send_s, nbytes, strict=True))
+    messages = list(zip(release_s, tail_s, send_s, nbytes, strict=True))
     unassigned = []
     for m in sorted(range(len(messages)), key=lambda m: -messages[m][3]):
         head, tail, send, _ = messages[m]

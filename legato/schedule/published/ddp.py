@@ -22,7 +22,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, whole
+from legato.schedule.basics.compose import compose, message_of, ready_order, resolve_collective
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "bucket_caps", "ddp"]
 
@@ -48,7 +48,7 @@ def ddp(
     is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and
     stands alone. Raises `InputError` on a cap that is not above zero.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     if bucket_cap_mb_list is not None:
         if bucket_bytes is not None or first_bucket_bytes is not None:
             raise InputError("bucket_cap_mb_list: given together with bucket_bytes (expected one of them)")
@@ -63,7 +63,7 @@ def ddp(
         raise InputError(f"bucket of {min(caps)} bytes (expected at least 1)")
     order = ready_order(workload)
     sizes = [workload.tensors[t].nbytes for t in order]
-    messages = [whole(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps)]
+    messages = [message_of(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps)]
     return compose("ddp", messages, workload, cluster)
 
 

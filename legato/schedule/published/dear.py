@@ -28,7 +28,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, urgency, whole
+from legato.schedule.basics.compose import compose, message_of, priorities, resolve_collective
 
 __all__ = ["BUFFER_BYTES", "dear"]
 
@@ -44,14 +44,14 @@ def dear(
     A group holds less than `buffer_bytes`, or one tensor; 1 turns fusion off.
     Raises `InputError` when it is below 1, or on a collective the cluster lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     if buffer_bytes < 1:
         raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
     groups = _groups(workload, buffer_bytes)
     # A group is complete with its last gradient; of those complete at the same op, backward order.
     complete = [max(workload.tensors[t].ready_after for t in group) for group in groups]
     backward = sorted(range(len(groups)), key=lambda g: (complete[g], -g))
-    reduced = [whole(workload, group, name) for group in groups]
+    reduced = [message_of(workload, group, name) for group in groups]
     messages = [msgspec.structs.replace(reduced[g], kind="reduce_scatter") for g in backward]
     messages += [msgspec.structs.replace(message, kind="all_gather") for message in reduced]
     return compose("dear", messages, workload, cluster, forward_overlap=True)
@@ -59,7 +59,7 @@ def dear(
 
 def _groups(workload: Workload, buffer_bytes: int) -> list[list[int]]:
     """Tensors in the order in which the forward pass reads them, in buffers."""
-    place = urgency(workload)
+    place = priorities(workload)
     groups: list[list[int]] = []
     held = 0
     for t in sorted(range(len(place)), key=place.__getitem__):

@@ -29,7 +29,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, whole
+from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
 
 __all__ = ["CYCLE_TIME_S", "FUSION_THRESHOLD_BYTES", "horovod"]
 
@@ -54,12 +54,12 @@ def horovod(
     threshold below 0, a cycle shorter than a nanosecond, or a collective the
     cluster lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     if fusion_threshold_bytes < 0:
         raise InputError(f"fusion_threshold_bytes: {fusion_threshold_bytes} (expected at least 0)")
     if not _SHORTEST_CYCLE_S <= cycle_time_s < math.inf:
         raise InputError(f"cycle_time_s: {cycle_time_s} (expected finite seconds, at least {_SHORTEST_CYCLE_S})")
-    ready = ready_times(workload)
+    ready = release_times(workload)
     groups: list[list[int]] = []
     tick = held = 0  # of the last group: the cycle it leaves in, and its bytes
     for t in ready_order(workload):
@@ -70,4 +70,4 @@ def horovod(
         else:
             groups.append([t])
             tick, held = sees, nbytes
-    return compose("horovod", [whole(workload, group, name) for group in groups], workload, cluster)
+    return compose("horovod", [message_of(workload, group, name) for group in groups], workload, cluster)

@@ -40,29 +40,29 @@ import numpy as np
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, whole
+from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
 
 __all__ = ["earliest_finishes", "merge_neighbours", "merge_optimal"]
 
 
 def merge_optimal(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
     """The fastest plan without forward overlap. Raises `InputError` on a collective the cluster lacks."""
-    name = known_collective(cluster, collective)
-    order, ready = ready_order(workload), ready_times(workload)
+    name = resolve_collective(cluster, collective)
+    order, ready = ready_order(workload), release_times(workload)
     nbytes = [workload.tensors[t].nbytes for t in order]
     _, groups = merge_neighbours([ready[t] for t in order], nbytes, cluster.cost(name))
-    messages = [whole(workload, order[start:stop], name) for start, stop in groups]
+    messages = [message_of(workload, order[start:stop], name) for start, stop in groups]
     return compose("merge-optimal", messages, workload, cluster)
 
 
 def merge_neighbours(
-    ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
 ) -> tuple[float, list[tuple[int, int]]]:
-    """(f(n), the messages as (start, stop) ranges) for gradients whose `ready_s` never falls.
+    """(f(n), the messages as (start, stop) ranges) for gradients whose `release_s` never falls.
 
     Raises `ValueError` when the sequences differ in length or hold nothing.
     """
-    finish, split = (_with_floor if cost.floor_s else earliest_finishes)(ready_s, nbytes, cost)
+    finish, split = (_with_floor if cost.floor_s else earliest_finishes)(release_s, nbytes, cost)
     groups, stop = [], len(nbytes)
     while stop:
         groups.append((split[stop], stop))
@@ -71,18 +71,18 @@ def merge_neighbours(
 
 
 def earliest_finishes(
-    ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
 ) -> tuple[list[float], list[int]]:
     """f(0) to f(n), and for each the i that is best; a floor of the cost is left out.
 
     Raises `ValueError` as `merge_neighbours` does.
     """
-    if not ready_s or len(ready_s) != len(nbytes):
-        raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
+    if not release_s or len(release_s) != len(nbytes):
+        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
     sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j alone
     finish, count, split = [0.0], [0], [0]  # f(j); the messages it takes; where the last of them begins
     waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
-    for j, ready in enumerate(ready_s, start=1):
+    for j, ready in enumerate(release_s, start=1):
         while waiting < j and finish[waiting] <= ready:
             if sent[waiting] > sent[idle] or count[waiting] < count[idle]:
                 idle = waiting
@@ -98,13 +98,13 @@ def earliest_finishes(
     return finish, split
 
 
-def _with_floor(ready_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> tuple[list[float], list[int]]:
+def _with_floor(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> tuple[list[float], list[int]]:
     """As `earliest_finishes`, for any cost."""
-    if not ready_s or len(ready_s) != len(nbytes):
-        raise ValueError(f"{len(ready_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
+    if not release_s or len(release_s) != len(nbytes):
+        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     finish, count, split = np.zeros(len(upto)), np.zeros(len(upto), dtype=int), [0]
-    for j, ready in enumerate(ready_s, start=1):
+    for j, ready in enumerate(release_s, start=1):
         seconds = np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * (upto[j] - upto[:j]))
         ends = np.maximum(finish[:j], ready) + seconds
         best = np.flatnonzero(ends == ends.min())

@@ -23,16 +23,16 @@ from __future__ import annotations
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, whole
+from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
 
 __all__ = ["mg_wfbp"]
 
 
 def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
     """Algorithm 1's groups, a message each. Raises `InputError` on a collective the cluster lacks."""
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
-    order, ready = ready_order(workload), ready_times(workload)
+    order, ready = ready_order(workload), release_times(workload)
     groups: list[list[int]] = []
     start, nbytes = 0.0, 0  # of the group at the end: when the network could begin it, and what it holds
     for t in order:
@@ -43,4 +43,4 @@ def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = No
             free = start + cost.cost(nbytes) if groups else 0.0
             groups.append([t])
             start, nbytes = max(free, ready[t]), workload.tensors[t].nbytes
-    return compose("mg-wfbp", [whole(workload, group, name) for group in groups], workload, cluster)
+    return compose("mg-wfbp", [message_of(workload, group, name) for group in groups], workload, cluster)

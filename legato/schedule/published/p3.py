@@ -25,7 +25,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, ready_times, urgency
+from legato.schedule.basics.compose import compose, priorities, ready_order, release_times, resolve_collective
 
 __all__ = ["p3"]
 
@@ -36,11 +36,11 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
     A runtime sends whole elements: keep `slice_bytes` a multiple of 8. Raises
     `InputError` when it is below 1, or on a collective the cluster lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     if slice_bytes < 1:
         raise InputError(f"slice_bytes: {slice_bytes} (expected at least 1)")
     cost, tensors = cluster.cost(name), workload.tensors
-    ready, place = ready_times(workload), urgency(workload)
+    ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))
     queue: list[tuple[int, int, int]] = []  # urgency, tensor, first byte not sent
     messages = []

@@ -69,7 +69,7 @@ from typing import NamedTuple
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Tensor, Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_times
+from legato.schedule.basics.compose import compose, release_times, resolve_collective
 from legato.schedule.basics.heads_tails import HeadsTails, heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.simulator.period import Compute
@@ -94,16 +94,16 @@ def pace(
     `InputError` on a compute setting that does not exist or a collective the
     cluster lacks.
     """
-    name = known_collective(cluster, collective)
+    name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
-    known = _heads_tails(workload, compute)
-    order = sorted(range(len(workload.tensors)), key=lambda t: (known.head_s[t], workload.tensors[t].ready_after))
+    times = _heads_tails(workload, compute)
+    order = sorted(range(len(workload.tensors)), key=lambda t: (times.release_s[t], workload.tensors[t].ready_after))
     chain = Chain(
-        [known.head_s[t] for t in order],
+        [times.release_s[t] for t in order],
         [workload.tensors[t].nbytes for t in order],
-        [known.tail_s[t] for t in order],
+        [times.tail_s[t] for t in order],
     )
-    ends = fuse(chain, cost, known.compute_s) if fusion else list(range(1, len(order) + 1))
+    ends = fuse(chain, cost, times.compute_s) if fusion else list(range(1, len(order) + 1))
     groups = [_Fused([workload.tensors[t] for t in order[a:b]]) for a, b in pairwise([0, *ends])]
     _, pieces = preemptive(chain.fused(ends), cost)
     messages = [Message(slices, collective=name) for slices in _cut(groups, pieces, cost)]
@@ -117,7 +117,7 @@ def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
     backwards = workload.iteration_order()[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     tails = [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
-    return HeadsTails(ready_times(workload), tails, workload.compute_s)
+    return HeadsTails(release_times(workload), tails, workload.compute_s)
 
 
 class _Fused:

@@ -37,14 +37,14 @@ from legato.core.cluster import Cluster
 from legato.core.placement import Placement, place
 from legato.core.plan import Kind, Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, ready_order, urgency
+from legato.schedule.basics.compose import compose, priorities, ready_order, resolve_collective
 
 __all__ = ["pull_optimal", "pull_seconds", "push_and_pull", "random_pulls", "reading_order"]
 
 
 def reading_order(workload: Workload) -> list[int]:
     """Indices of the tensors in the order in which the captured forward pass first reads them."""
-    first_read = urgency(workload)
+    first_read = priorities(workload)
     return sorted(range(len(first_read)), key=lambda t: (first_read[t], t))
 
 
@@ -53,7 +53,7 @@ def pull_seconds(workload: Workload, cluster: Cluster, collective: str | None) -
 
     A pull is half of what the collective does (`legato.simulator.collective`).
     """
-    cost = cluster.cost(known_collective(cluster, collective))
+    cost = cluster.cost(resolve_collective(cluster, collective))
     return [cost.cost(tensor.nbytes) / 2 for tensor in workload.tensors]
 
 
@@ -70,7 +70,7 @@ def push_and_pull(
     Raises `InputError` when the cluster has no servers, on a collective that it
     lacks, or on an unknown placement.
     """
-    name, created = known_collective(cluster, collective), reading_order(workload)
+    name, created = resolve_collective(cluster, collective), reading_order(workload)
     tensors = [workload.tensors[t] for t in created]
     pieces = dict(zip(created, place((t.nbytes for t in tensors), cluster.servers, placement), strict=True))
     orders: tuple[tuple[Kind, Sequence[int]], ...] = (("push", ready_order(workload)), ("pull", pulls))

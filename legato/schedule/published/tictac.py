@@ -70,7 +70,7 @@ from legato.core.cluster import Cluster
 from legato.core.placement import Placement
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import urgency
+from legato.schedule.basics.compose import priorities
 from legato.schedule.published.pulls import pull_seconds, push_and_pull
 
 __all__ = ["NEVER", "TransferProperties", "find_dependencies", "picoseconds", "tac", "tac_order", "tic", "tic_order"]
@@ -183,7 +183,7 @@ def tic_order(workload: Workload, *, inference: bool = False) -> list[int]:
     """Indices of the tensors in TIC's order, for a worker or for an inference agent."""
     needs = find_dependencies(workload, inference=inference)
     properties = TransferProperties(needs, [0] * len(needs), [1] * len(workload.tensors))
-    impending, place = properties.impending(), urgency(workload)
+    impending, place = properties.impending(), priorities(workload)
     return sorted(range(len(place)), key=lambda t: (impending[t], place[t], t))
 
 
@@ -204,7 +204,7 @@ def tac_order(workload: Workload, transfer_s: Sequence[float], *, inference: boo
     needs = find_dependencies(workload, inference=inference)
     op_time = [picoseconds(op.duration_s) for op in workload.ops[: len(needs)]]
     properties = TransferProperties(needs, op_time, [picoseconds(s) for s in transfer_s])
-    place = urgency(workload)
+    place = priorities(workload)
     order: list[int] = []
     while len(order) < len(transfer_s):
         nearest = properties.least_impending(_not_beaten(properties))

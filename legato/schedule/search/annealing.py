@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,15 +25,13 @@ import numpy as np
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Kind, Message, Plan
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.basics.compose import compose, whole
+from legato.schedule.basics.compose import compose, message_of
 from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.search.annealing_kernel import MOST, AnnealingInstance, Halves, anneal, iteration_s
 from legato.schedule.search.op_orders import times_in_order
 from legato.simulator.period import Period
 
-if TYPE_CHECKING:
-    from legato.schedule.search.annealing_kernel import Halves, Instance
-
-__all__ = ["loaded_s", "waves"]
+__all__ = ["annealing", "load_kernel"]
 
 #: How many messages to start from.
 _STARTS = (2, 4, 8)
@@ -44,14 +41,12 @@ _HOT, _COLD = 0.35, 1e-4
 _TRIES = 256
 
 
-def waves(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, stop_at: float, seed: int) -> Plan:
+def annealing(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, stop_at: float, seed: int) -> Plan:
     """The best plan found in `rounds` tries from each start, or until it is `stop_at` (`perf_counter`).
 
     The same seed gives the same plan unless the time is up. The first call in a
-    process also takes what `loaded_s` takes.
+    process also takes what `load_kernel` takes.
     """
-    from legato.schedule.search.annealing_kernel import iteration_s  # compiled: other planning does without
-
     problem, rng = _Problem(workload, cluster, collective), np.random.default_rng(seed)
     heats = cluster.cost(collective).startup_s * np.geomspace(_HOT, _COLD, rounds)
     best, least = None, math.inf
@@ -66,18 +61,18 @@ def waves(workload: Workload, cluster: Cluster, collective: str, *, rounds: int,
     return problem.plan(best)
 
 
-def loaded_s() -> float:
+def load_kernel() -> float:
     """Load the compiled loop, or compile it where that has never been done; the seconds that this took."""
     began = time.perf_counter()
     workload = Workload("tiny", (Op("b", "backward", 1.0),), (Tensor("t", 1, 0),))
     cluster = Cluster(1, {"c": LinearCost(0.0, 0.0)})
-    waves(workload, cluster, "c", rounds=1, stop_at=math.inf, seed=0)
+    annealing(workload, cluster, "c", rounds=1, stop_at=math.inf, seed=0)
     return time.perf_counter() - began
 
 
-def _annealed(start: Halves, instance: Instance, heats: np.ndarray, stop_at: float, rng: np.random.Generator) -> Halves:
-    from legato.schedule.search.annealing_kernel import Halves, anneal
-
+def _annealed(
+    start: Halves, instance: AnnealingInstance, heats: np.ndarray, stop_at: float, rng: np.random.Generator
+) -> Halves:
     now, best = (Halves(start.place.copy(), start.first.copy(), start.number.copy()) for _ in range(2))
     for k in range(0, len(heats), _TRIES):
         if time.perf_counter() > stop_at:
@@ -117,7 +112,7 @@ class _Problem:
         for k in range(halves.number[0]):
             first = bool(halves.first[k])
             updates = np.flatnonzero(halves.place[0 if first else 1] == k).tolist()
-            message = whole(self.workload, sorted(t for i in updates for t in self.tensors[i]), self.collective)
+            message = message_of(self.workload, sorted(t for i in updates for t in self.tensors[i]), self.collective)
             kind: Kind = "reduce_scatter" if first else "all_gather"
             if messages and messages[-1].kind == "reduce_scatter" != kind and messages[-1].slices == message.slices:
                 messages[-1] = message
@@ -131,10 +126,8 @@ class _Problem:
 
 def _instance(
     updates: Sequence[int], tensors: Sequence[Sequence[int]], workload: Workload, cost: LinearCost
-) -> Instance:
+) -> AnnealingInstance:
     """The updates, and the ops that they need. An op that only one other needs is part of that one."""
-    from legato.schedule.search.annealing_kernel import Instance
-
     period = Period.of(workload)
     part_of = {update: update for update in updates}
     needed_by: defaultdict[int, set[int]] = defaultdict(set)
@@ -149,10 +142,10 @@ def _instance(
     for op, whole_op in part_of.items():
         duration_s[op_id[whole_op]] += period.duration_s[op]
         waits[op_id[whole_op]] |= {op_id[part_of[dep]] for dep in period.waits[op]} - {op_id[whole_op]}
-    _, tail = times_in_order(workload, workload.iteration_order())
+    _, tail = times_in_order(workload, period.captured)
     tail_s = np.array([max(tail[t] for t in of) for of in tensors])
     by_tail, ready = np.argsort(-tail_s, kind="stable"), np.arange(len(updates))
-    return Instance(
+    return AnnealingInstance(
         np.array([float(sum(workload.tensors[t].nbytes for t in of)) for of in tensors]),
         tail_s,
         np.array([ready, by_tail, ready[::-1], by_tail[::-1]]),
@@ -169,8 +162,6 @@ def _instance(
 
 def _halves(collects: np.ndarray, hands_out: np.ndarray) -> Halves:
     """A schedule of these places, by gradient."""
-    from legato.schedule.search.annealing_kernel import MOST, Halves
-
     first = np.zeros(MOST, np.bool_)
     first[collects] = True
     return Halves(np.array([collects, hands_out]), first, np.array([hands_out.max() + 1]))

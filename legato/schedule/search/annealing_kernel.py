@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MOST", "Halves", "Instance", "anneal", "iteration_s"]
+__all__ = ["MOST", "AnnealingInstance", "Halves", "anneal", "iteration_s"]
 
 #: The most halves of a schedule.
 MOST = 64
@@ -29,7 +29,7 @@ _FAR, _TWICE = 0.2, 0.2
 _BOTH_OF_RUN, _BOTH_AT_BORDER, _BOTH_OF_STRETCH = 0.2, 0.4, 0.65
 
 
-class Instance(NamedTuple):
+class AnnealingInstance(NamedTuple):
     """What there is to send, and what it costs. Gradients stand in an order in which they can be made."""
 
     nbytes: NDArray[np.float64]  # by gradient

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "Piece", "Refilled", "refill"]
+__all__ = ["ALIGNMENT", "Filled", "Piece", "fill"]
 
 #: Tensors are cut at multiples of so many bytes, so that no element of any dtype is cut in two.
 ALIGNMENT = 16
@@ -28,27 +28,27 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Refilled(NamedTuple):
+class Filled(NamedTuple):
     """The pieces of each message, and the latest arrival plus tail (seconds)."""
 
     seconds: float
     messages: list[list[Piece]]
 
 
-def refill(
+def fill(
     sizes: Sequence[int],
-    ready_s: Sequence[float],
+    release_s: Sequence[float],
     tail_s: Sequence[float],
     nbytes: Sequence[int],
     cost: Callable[[int], float],
     *,
     first_come: int = 0,
     whole_below: int | None = None,
-) -> Refilled:
+) -> Filled:
     """Fill messages of these sizes, which are kept but for the alignment of cuts.
 
     `sizes` (bytes of the messages, in order) add up to those of all tensors;
-    `ready_s`, `tail_s` and `nbytes` are by tensor, `cost` is the seconds of a
+    `release_s`, `tail_s` and `nbytes` are by tensor, `cost` is the seconds of a
     message by its bytes. The first `first_come` messages take what became ready
     first instead, which completes more tensors early, if it costs lateness.
     With `whole_below` every tensor lies in one piece of memory in the end
@@ -56,7 +56,7 @@ def refill(
     the nearest border of one, and cuts make further messages where one would
     hold two that were begun before it, or two that are left unfinished.
     """
-    arriving = sorted(range(len(nbytes)), key=ready_s.__getitem__, reverse=True)
+    arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
     sent = [0] * len(nbytes)
     out = _Outbox(tail_s, nbytes, cost, one_piece=whole_below is not None)
@@ -66,11 +66,11 @@ def refill(
             urgent = [(-tail_s[t], t) for _, t in urgent]
             heapq.heapify(urgent)
         asked += size
-        while arriving and (arrived < asked or ready_s[arriving[-1]] <= out.now):
+        while arriving and (arrived < asked or release_s[arriving[-1]] <= out.now):
             t = arriving.pop()
             arrived += nbytes[t]
-            out.now = max(out.now, ready_s[t])
-            heapq.heappush(urgent, (ready_s[t] if k < first_come else -tail_s[t], t))
+            out.now = max(out.now, release_s[t])
+            heapq.heappush(urgent, (release_s[t] if k < first_come else -tail_s[t], t))
         while urgent and given < asked:
             t = urgent[0][1]
             left = nbytes[t] - sent[t]
@@ -92,7 +92,7 @@ def refill(
     for _, t in sorted(urgent):  # what is left of cuts that were moved to their alignment
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
-    return Refilled(out.late, out.messages)
+    return Filled(out.late, out.messages)
 
 
 class _Outbox:

@@ -16,25 +16,25 @@ import msgspec
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Kind, Message, Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, whole
+from legato.schedule.basics.compose import compose, message_of
 from legato.schedule.published.merge_optimal import merge_neighbours
 
 __all__ = ["halves"]
 
 
 def halves(
-    workload: Workload, cluster: Cluster, ready_s: Sequence[float], tail_s: Sequence[float], collective: str
+    workload: Workload, cluster: Cluster, release_s: Sequence[float], tail_s: Sequence[float], collective: str
 ) -> Plan:
     """A plan for gradients that are ready, and followed by computation, at these seconds; by tensor."""
     cost = cluster.cost(collective)
     half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
 
-    def merged(near_s: Sequence[float], kind: Kind) -> list[Message]:
-        order = sorted(range(len(near_s)), key=near_s.__getitem__)
+    def merged(release_s: Sequence[float], kind: Kind) -> list[Message]:
+        order = sorted(range(len(release_s)), key=release_s.__getitem__)
         nbytes = [workload.tensors[t].nbytes for t in order]
-        _, groups = merge_neighbours([near_s[t] for t in order], nbytes, half)
-        messages = [whole(workload, order[start:stop], collective) for start, stop in groups]
+        _, groups = merge_neighbours([release_s[t] for t in order], nbytes, half)
+        messages = [message_of(workload, order[start:stop], collective) for start, stop in groups]
         return [msgspec.structs.replace(message, kind=kind) for message in messages]
 
-    messages = merged(ready_s, "reduce_scatter") + merged(tail_s, "all_gather")[::-1]
+    messages = merged(release_s, "reduce_scatter") + merged(tail_s, "all_gather")[::-1]
     return compose("legato", messages, workload, cluster, forward_overlap=True)

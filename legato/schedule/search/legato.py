@@ -39,28 +39,27 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, known_collective, runs
+from legato.schedule.basics.compose import compose, is_runnable, resolve_collective
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.lower_bound import cheapest_line, kind_of, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
-from legato.schedule.search.annealing import loaded_s, waves
-from legato.schedule.search.fill import Refilled
+from legato.schedule.search.fill import Filled
 from legato.schedule.search.halves import halves
-from legato.schedule.search.local_search import Job, Network, search
+from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
-from legato.schedule.search.optimizer_ops import busy_order
+from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.simulator.collective import iteration_times
 from legato.simulator.pipelining import message_s
 
 __all__ = ["legato"]
 
 #: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
-_MOVES, _WAVES = 0.25, 64
+_MOVES, _ANNEALING_TRIES = 0.25, 64
 #: Tensors are cut if they have so much of all bytes, where cuts have their price: nothing, large ones, all.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The part of the budget for few messages, at the most.
-_WAVES_SHARE = 0.8
+_ANNEALING_SHARE = 0.8
 
 
 def legato(
@@ -84,21 +83,24 @@ def legato(
     collective the cluster lacks.
     """
     stop_at = time.perf_counter() + budget_s
-    names = tuple(cluster.collectives) if collective is None else (known_collective(cluster, collective),)
-    network = _network(cluster, names)
+    names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
+    collectives = _collectives(cluster, names)
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    cheapest, _ = network.way(sum(nbytes))
+    cheapest, _ = collectives.choose(sum(nbytes))
     fastest = _Fastest(workload, cluster)
     for name in dict.fromkeys((names[0], cheapest) if any_order else names[:1]):
-        fastest.among(_published(workload, cluster, name, any_order))
+        fastest.consider(_published(workload, cluster, name, any_order))
     orders = _orders(workload, cluster, any_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
     if any_order:
-        fastest.among(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
+        fastest.consider(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
         if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
-            stop_at += loaded_s()  # takes seconds when it is first used on a machine
-            stop, tries = min(stop_at, time.perf_counter() + _WAVES_SHARE * budget_s), _WAVES * rounds
-            fastest.among([waves(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
+            # imported here because it compiles: other planning does without numba
+            from legato.schedule.search.annealing import annealing, load_kernel
+
+            stop_at += load_kernel()  # takes seconds when it is first used on a machine
+            stop, tries = min(stop_at, time.perf_counter() + _ANNEALING_SHARE * budget_s), _ANNEALING_TRIES * rounds
+            fastest.consider([annealing(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
         if k and time.perf_counter() > stop_at:
             break
@@ -106,9 +108,9 @@ def legato(
         for tails, part in itertools.product(_tails(workload, in_order, order), _cuts(cluster)):
             if fastest.seconds > bound_s * (1 + gap):
                 whole_below = None if part is None else int(part * workload.nbytes) + 1
-                job = Job(ready, tails, nbytes, network, bound_s, whole_below)
-                best = search(job, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
-                fastest.among(_plans(best, job, workload, cluster, order))
+                instance = Instance(ready, tails, nbytes, collectives, bound_s, whole_below)
+                best = local_search(instance, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
+                fastest.consider(_plans(best, instance, workload, cluster, order))
     assert fastest.plan is not None
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
 
@@ -121,7 +123,7 @@ class _Fastest:
         self.plan: Plan | None = None
         self.seconds = math.inf
 
-    def among(self, plans: Sequence[Plan]) -> None:
+    def consider(self, plans: Sequence[Plan]) -> None:
         for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
@@ -136,7 +138,7 @@ def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
     return fastest.seconds <= bound.seconds * (1 + gap)
 
 
-def _network(cluster: Cluster, names: Iterable[str]) -> Network:
+def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
     """The ways to send a message, but for those that another one beats at every size, whatever their depth."""
     ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
     terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
@@ -148,13 +150,13 @@ def _network(cluster: Cluster, names: Iterable[str]) -> Network:
         )
 
     kept = [way for k, way in enumerate(ways) if _priced_by_depth(cluster) or not beaten(k)]
-    return Network(tuple(kept), tuple(cluster.cost(*way) for way in kept))
+    return CheapestCollective(tuple(kept), tuple(cluster.cost(*way) for way in kept))
 
 
 def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
     """What all other schedulers make of it; only what the runtime carries out as predicted, unless `any_order`."""
     plans = [scheduler(workload, cluster, collective=collective) for scheduler in PUBLISHED.values()]
-    return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))]
+    return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and is_runnable(plan))]
 
 
 def _orders(
@@ -164,10 +166,10 @@ def _orders(
 
     What takes least comes first.
     """
-    captured = ((), lower_bound(workload, cluster, whole=True, thorough=False).seconds)
+    captured = ((), lower_bound(workload, cluster, all_reduce_only=True, thorough=False).seconds)
     if not any_order:
         return [captured]
-    least_s = lower_bound(workload, cluster, order="any", whole=True, thorough=False).seconds
+    least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
     orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, stop_at=stop_at, seed=seed)
@@ -204,33 +206,35 @@ def _cuts(cluster: Cluster) -> tuple[float | None, ...]:
     return _WHOLE_BELOW if cluster.unpack_s_per_byte else (None,)
 
 
-def _plans(best: Refilled, job: Job, workload: Workload, cluster: Cluster, order: tuple[int, ...]) -> list[Plan]:
+def _plans(
+    best: Filled, instance: Instance, workload: Workload, cluster: Cluster, order: tuple[int, ...]
+) -> list[Plan]:
     """Plans of these messages in this order of ops.
 
     With optimizer ops in the captured order, also with these in idle time, and
     with messages of the backward pass that complete whole tensors: an update
     has to wait for the last byte of its gradient.
     """
-    plan, arrival_s = _plan(best, job, workload, cluster)
+    plan, arrival_s = _plan(best, instance, workload, cluster)
     if order or not workload.phase_ops("optimizer"):
         return [msgspec.structs.replace(plan, op_order=order)]
-    plans = [plan, msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s))]
+    plans = [plan, msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s))]
     sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
     for part in (4, 2, 1):
-        plan, arrival_s = _plan(job.deal(sizes, first_come=len(sizes) // part), job, workload, cluster)
-        plans.append(msgspec.structs.replace(plan, op_order=busy_order(workload, arrival_s)))
+        plan, arrival_s = _plan(instance.fill(sizes, first_come=len(sizes) // part), instance, workload, cluster)
+        plans.append(msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)))
     return plans
 
 
-def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
+def _plan(best: Filled, instance: Instance, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
     """The plan of these messages, and when each tensor has arrived."""
     messages = []
     arrival_s = [0.0] * len(workload.tensors)
     now = 0.0
     for pieces in best.messages:
         nbytes = sum(p.nbytes for p in pieces)
-        name, depth = _way(job, cluster, nbytes)
-        now = max(now, *(job.ready_s[p.tensor] for p in pieces)) + message_s(cluster, name, depth, nbytes)
+        name, depth = _way(instance, cluster, nbytes)
+        now = max(now, *(instance.release_s[p.tensor] for p in pieces)) + message_s(cluster, name, depth, nbytes)
         slices = tuple(Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces)
         messages.append(Message(slices, collective=name, depth=depth))
         for p in pieces:
@@ -238,11 +242,11 @@ def _plan(best: Refilled, job: Job, workload: Workload, cluster: Cluster) -> tup
     return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
 
 
-def _way(job: Job, cluster: Cluster, nbytes: int) -> tuple[str, int]:
+def _way(instance: Instance, cluster: Cluster, nbytes: int) -> tuple[str, int]:
     """The cheapest collective for a message, and its depth, also where that is priced by a formula."""
     if not _priced_by_depth(cluster):
-        return job.network.way(nbytes)
-    ways = ((name, depth) for name, _ in job.network.ways for depth in range(1, MAX_DEPTH + 1))
+        return instance.collectives.choose(nbytes)
+    ways = ((name, depth) for name, _ in instance.collectives.choices for depth in range(1, MAX_DEPTH + 1))
     return min(ways, key=lambda way: (message_s(cluster, way[0], way[1], nbytes), way[1]))
 
 

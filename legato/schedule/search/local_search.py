@@ -16,19 +16,19 @@ import numpy as np
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.jackson import jackson
-from legato.schedule.search.fill import ALIGNMENT, Piece, Refilled, refill
-from legato.schedule.search.merge_deadlines import group
+from legato.schedule.search.fill import ALIGNMENT, Filled, Piece, fill
+from legato.schedule.search.merge_deadlines import merge_with_deadlines
 
-__all__ = ["Job", "Network", "search"]
+__all__ = ["CheapestCollective", "Instance", "local_search"]
 
 #: Pieces that tensors are cut into before they are merged, about so many in all.
 _PIECES = 256
 
 
-class Network(NamedTuple):
+class CheapestCollective(NamedTuple):
     """The ways a message can take, each a collective and a depth, and what it costs there."""
 
-    ways: tuple[tuple[str, int], ...]
+    choices: tuple[tuple[str, int], ...]
     costs: tuple[LinearCost, ...]
 
     def cost(self, nbytes: Any) -> Any:
@@ -39,29 +39,29 @@ class Network(NamedTuple):
             best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
         return best
 
-    def way(self, nbytes: int) -> tuple[str, int]:
+    def choose(self, nbytes: int) -> tuple[str, int]:
         """The cheapest collective and depth for a message."""
         seconds = [cost.cost(nbytes) for cost in self.costs]
-        return self.ways[seconds.index(min(seconds))]
+        return self.choices[seconds.index(min(seconds))]
 
 
-class Job(NamedTuple):
-    """What is to be sent, by tensor; `whole_below` as in `refill`."""
+class Instance(NamedTuple):
+    """What is to be sent, by tensor; `whole_below` as in `fill`."""
 
-    ready_s: list[float]
+    release_s: list[float]
     tail_s: list[float]
     nbytes: list[int]
-    network: Network
+    collectives: CheapestCollective
     bound_s: float
     whole_below: int | None = None
 
     def cost(self, nbytes: int) -> float:
-        return float(self.network.cost(nbytes))
+        return float(self.collectives.cost(nbytes))
 
-    def deal(self, sizes: Sequence[int], first_come: int = 0) -> Refilled:
-        return refill(
+    def fill(self, sizes: Sequence[int], first_come: int = 0) -> Filled:
+        return fill(
             sizes,
-            self.ready_s,
+            self.release_s,
             self.tail_s,
             self.nbytes,
             self.cost,
@@ -70,64 +70,68 @@ class Job(NamedTuple):
         )
 
 
-def search(job: Job, *, gap: float, rounds: int, stop_at: float, seed: int) -> Refilled:
+def local_search(instance: Instance, *, gap: float, rounds: int, stop_at: float, seed: int) -> Filled:
     """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) are up."""
-    enough_s = job.bound_s * (1 + gap)
-    return _improve(_best_start(job, enough_s, stop_at), job, enough_s, rounds, stop_at, random.Random(seed))
+    enough_s = instance.bound_s * (1 + gap)
+    return _improve(_best_start(instance, enough_s, stop_at), instance, enough_s, rounds, stop_at, random.Random(seed))
 
 
-def _best_start(job: Job, enough_s: float, stop_at: float) -> Refilled:
+def _best_start(instance: Instance, enough_s: float, stop_at: float) -> Filled:
     """The best of several starts, each brought to where the two steps change nothing any more, or the first enough."""
-    total = sum(job.nbytes)
+    total = sum(instance.nbytes)
     starts = []
     for count in (1, 2, 4, 8, 16, 32, 64, 128):
         sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
-        starts.append(job.deal([size for size in sizes if size]))
+        starts.append(instance.fill([size for size in sizes if size]))
         if time.perf_counter() > stop_at:
             break
-    in_ready_order = [Piece(t, 0, job.nbytes[t]) for t in sorted(range(len(job.nbytes)), key=job.ready_s.__getitem__)]
-    for pieces in (_jackson_pieces(job), in_ready_order):
+    in_ready_order = [
+        Piece(t, 0, instance.nbytes[t]) for t in sorted(range(len(instance.nbytes)), key=instance.release_s.__getitem__)
+    ]
+    for pieces in (_jackson_pieces(instance), in_ready_order):
         if time.perf_counter() < stop_at and min(starts, key=_rank).seconds > enough_s:
-            starts.append(_in_turns(_cut(pieces, job), job, stop_at))
+            starts.append(_in_turns(_cut(pieces, instance), instance, stop_at))
     best = min(starts, key=_rank)
     if best.seconds <= enough_s:
         return best
-    return _in_turns([piece for message in best.messages for piece in message], job, stop_at, best)
+    return _in_turns([piece for message in best.messages for piece in message], instance, stop_at, best)
 
 
-def _rank(plan: Refilled) -> tuple[float, int]:
+def _rank(plan: Filled) -> tuple[float, int]:
     return plan.seconds, len(plan.messages)
 
 
-def _in_turns(pieces: Sequence[Piece], job: Job, stop_at: float, best: Refilled | None = None) -> Refilled:
+def _in_turns(pieces: Sequence[Piece], instance: Instance, stop_at: float, best: Filled | None = None) -> Filled:
     """Merge, deal, merge, ... until it does not get better, or time is up."""
     while best is None or time.perf_counter() < stop_at:
-        found = group(
-            [job.ready_s[p.tensor] for p in pieces],
-            [job.tail_s[p.tensor] for p in pieces],
+        found = merge_with_deadlines(
+            [instance.release_s[p.tensor] for p in pieces],
+            [instance.tail_s[p.tensor] for p in pieces],
             [p.nbytes for p in pieces],
-            job.network.cost,
-            at_least_s=job.bound_s,
+            instance.collectives.cost,
+            at_least_s=instance.bound_s,
             at_most_s=np.inf if best is None else best.seconds,
             stop_at=stop_at,
         )
         if found is None:
             assert best is not None
             return best
-        dealt = job.deal([sum(p.nbytes for p in pieces[start:stop]) for start, stop in found.messages])
+        dealt = instance.fill([sum(p.nbytes for p in pieces[start:stop]) for start, stop in found.messages])
         if best is not None and _rank(dealt) >= _rank(best):
             return best
         best = dealt
-        pieces = _cut([piece for message in dealt.messages for piece in message], job)
+        pieces = _cut([piece for message in dealt.messages for piece in message], instance)
     return best
 
 
-def _cut(pieces: Sequence[Piece], job: Job) -> list[Piece]:
+def _cut(pieces: Sequence[Piece], instance: Instance) -> list[Piece]:
     """Pieces of a length that leaves a choice where to divide, and none that an alpha makes pointless."""
-    alpha = min(cost.startup_s for cost in job.network.costs)
-    beta = max(cost.beta_s_per_byte for cost in job.network.costs)
+    alpha = min(cost.startup_s for cost in instance.collectives.costs)
+    beta = max(cost.beta_s_per_byte for cost in instance.collectives.costs)
     least = alpha / beta / 2 if beta > 0 else np.inf
-    longest = int(max(sum(job.nbytes) / _PIECES, min(least, sum(job.nbytes)), ALIGNMENT)) // ALIGNMENT * ALIGNMENT
+    longest = (
+        int(max(sum(instance.nbytes) / _PIECES, min(least, sum(instance.nbytes)), ALIGNMENT)) // ALIGNMENT * ALIGNMENT
+    )
     return [
         Piece(t, at, min(longest, start + nbytes - at))
         for t, start, nbytes in pieces
@@ -135,17 +139,17 @@ def _cut(pieces: Sequence[Piece], job: Job) -> list[Piece]:
     ]
 
 
-def _jackson_pieces(job: Job) -> list[Piece]:
+def _jackson_pieces(instance: Instance) -> list[Piece]:
     """What goes out when, were messages free: at every moment what is needed first."""
-    slope = job.cost(sum(job.nbytes)) / sum(job.nbytes)
+    slope = instance.cost(sum(instance.nbytes)) / sum(instance.nbytes)
     if slope == 0:
-        return [Piece(t, 0, n) for t, n in enumerate(job.nbytes)]
-    sent = [0] * len(job.nbytes)
+        return [Piece(t, 0, n) for t, n in enumerate(instance.nbytes)]
+    sent = [0] * len(instance.nbytes)
     pieces = []
-    scheduled = jackson(job.ready_s, [slope * n for n in job.nbytes], job.tail_s)
+    scheduled = jackson(instance.release_s, [slope * n for n in instance.nbytes], instance.tail_s)
     last = {t: k for k, (t, _, _) in enumerate(scheduled)}
     for k, (t, start, stop) in enumerate(scheduled):
-        left = job.nbytes[t] - sent[t]
+        left = instance.nbytes[t] - sent[t]
         take = left if last[t] == k else min(left, int((stop - start) / slope) // ALIGNMENT * ALIGNMENT)
         if take:
             pieces.append(Piece(t, sent[t], take))
@@ -153,13 +157,15 @@ def _jackson_pieces(job: Job) -> list[Piece]:
     return pieces
 
 
-def _improve(best: Refilled, job: Job, enough_s: float, rounds: int, stop_at: float, rng: random.Random) -> Refilled:
+def _improve(
+    best: Filled, instance: Instance, enough_s: float, rounds: int, stop_at: float, rng: random.Random
+) -> Filled:
     """Change one or two sizes at random and deal anew, as long as there is something to win."""
     for _ in range(rounds):
         if best.seconds <= enough_s or time.perf_counter() > stop_at:
             break
         sizes = _changed([sum(piece.nbytes for piece in message) for message in best.messages], rng)
-        dealt = job.deal(sizes)
+        dealt = instance.fill(sizes)
         if _rank(dealt) < _rank(best):
             best = dealt
     return best

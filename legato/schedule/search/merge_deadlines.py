@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grouping", "group"]
+__all__ = ["Grouping", "merge_with_deadlines"]
 
 Floats = NDArray[np.float64]
 
@@ -39,8 +39,8 @@ class Grouping(NamedTuple):
     messages: list[tuple[int, int]]
 
 
-def group(
-    ready_s: Sequence[float],
+def merge_with_deadlines(
+    release_s: Sequence[float],
     tail_s: Sequence[float],
     nbytes: Sequence[int],
     cost: Callable[[Floats], Floats],
@@ -56,7 +56,7 @@ def group(
     relative `precision` of the best there is, unless `stop_at` (`perf_counter`)
     comes first.
     """
-    ready, tail = np.asarray(ready_s, dtype=float), np.asarray(tail_s, dtype=float)
+    ready, tail = np.asarray(release_s, dtype=float), np.asarray(tail_s, dtype=float)
     sent = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     low, high, best = at_least_s, at_most_s, None
     limit = at_most_s  # first, whether it is worth anything at all

@@ -22,8 +22,9 @@ from itertools import accumulate
 
 from legato.core.cluster import LinearCost
 from legato.core.workload import Workload
+from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.heads_tails import heads_tails
-from legato.schedule.basics.jackson import highest, jackson
+from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.op_order import serialized_order, update_order
 
 __all__ = ["OrderValue", "promising_orders", "times_in_order"]
@@ -76,7 +77,7 @@ def promising_orders(
     def takes(sequence: Sequence[int]) -> float:
         return value(serialized_order(workload, sequence))
 
-    best = split(highest(len(limits), lambda k: -takes(split(k)), first=_LIMITS))
+    best = split(coarse_to_fine(len(limits), lambda k: -takes(split(k)), first=_LIMITS))
     least, rng = takes(best), random.Random(seed)
     for _ in range(rounds):
         if least <= enough_s or time.perf_counter() > stop_at:

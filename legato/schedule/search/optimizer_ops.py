@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from legato.core.workload import Workload
 
-__all__ = ["busy_order"]
+__all__ = ["work_conserving_order"]
 
 
-def busy_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[int, ...]:
+def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[int, ...]:
     """An `op_order` for gradients that have arrived at these seconds of the period, by tensor. O(n log n)."""
     ops = workload.ops
     arrives = [0.0] * len(ops)  # when all that an op reads is there

@@ -111,9 +111,11 @@ def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
-    whole = all(message.kind == "all_reduce" for message in plan.messages)
+    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
     # A part in 10**12 for the one division in the bound, the slope between several collectives.
-    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order, whole=whole).seconds * (1 - 1e-12)
+    assert seconds >= lower_bound(
+        workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
+    ).seconds * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -123,15 +125,17 @@ def test_no_scheduler_is_faster(name, workload, cluster, setting):
     plan = schedule(name, workload, cluster)
     seconds = iteration_time(workload, plan, cluster, compute=compute)
     order = "any" if plan.op_order else order
-    whole = all(message.kind == "all_reduce" for message in plan.messages)
-    assert seconds >= lower_bound(workload, cluster, compute=compute, order=order, whole=whole).seconds * (1 - 1e-12)
+    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
+    assert seconds >= lower_bound(
+        workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
+    ).seconds * (1 - 1e-12)
 
 
 @given(workloads(max_ops=6, max_tensors=8), clusters(), settings_of_bound, st.booleans())
-def test_the_certificate_proves_the_bound(workload, cluster, setting, whole):
+def test_the_certificate_proves_the_bound(workload, cluster, setting, all_reduce_only):
     compute, order = setting
-    bound = lower_bound(workload, cluster, compute=compute, order=order, whole=whole)
-    proved = verify_bound(bound, workload, cluster, compute=compute, order=order, whole=whole)
+    bound = lower_bound(workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+    proved = verify_bound(bound, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
     certificate = bound.certificate
     assert bound.seconds <= float(proved) * (1 + 1e-12)
     if certificate.case not in ("both", "last"):  # which are rounded down where they would jump
@@ -140,9 +144,11 @@ def test_the_certificate_proves_the_bound(workload, cluster, setting, whole):
     assert parts == pytest.approx(bound.seconds) and min(parts, certificate.network_s) >= 0
     too_much = Bound(float(proved) * 1.001 + 1e-6, certificate)
     with pytest.raises(InputError, match="its certificate proves only"):
-        verify_bound(too_much, workload, cluster, compute=compute, order=order, whole=whole)
+        verify_bound(too_much, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
     claims_less = Bound(0.0, certificate)
-    at_least = float(verify_bound(claims_less, workload, cluster, compute=compute, order=order, whole=whole))
+    at_least = float(
+        verify_bound(claims_less, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+    )
     assert at_least == float(proved)
 
 
@@ -168,10 +174,10 @@ def test_without_startup_time_preemptive_priority_attains_it(workload, compute):
     if compute == "one":  # where an update runs is then a choice of its own
         workload = without_updates(workload)
     cluster = Cluster(2, {"c": LinearCost(0.0, 1 / 8)})  # durations are eighths: every cut falls between two bytes
-    known = heads_tails(workload, compute, "captured")
+    times = heads_tails(workload, compute, "captured")
     sent = [0] * len(workload.tensors)
     messages = []
-    for t, start, stop in jackson(known.head_s, [t.nbytes / 8 for t in workload.tensors], known.tail_s):
+    for t, start, stop in jackson(times.release_s, [t.nbytes / 8 for t in workload.tensors], times.tail_s):
         end = sent[t] + int((stop - start) * 8)
         messages.append(Message((Slice(workload.tensors[t].name, sent[t], end),)))
         sent[t] = end
@@ -226,7 +232,7 @@ def test_a_trace_of_one_more_tensor_is_not_taken_for_all_of_its_delay():
     x, rest = Slice("x", 0, 1), (Slice("y", 0, 1), Slice("z", 0, 1))
     plan = Plan("swapped", (Message((x,), collective="c"), Message(rest, collective="d")), True, (2, 1, 0))
     assert iteration_time(work, plan, cluster) == 1.0
-    assert lower_bound(work, cluster, order="any", whole=True).seconds <= 1.0
+    assert lower_bound(work, cluster, order="any", all_reduce_only=True).seconds <= 1.0
 
 
 def test_what_comes_late_is_squeezed_by_what_fits_nowhere_else():
@@ -234,7 +240,7 @@ def test_what_comes_late_is_squeezed_by_what_fits_nowhere_else():
     ops = [Op(f"f{i}", "forward", 1.0, (i - 1,) if i else ()) for i in range(2)]
     ops += [Op("b1", "backward", 2.0, (1,)), Op("b0", "backward", 2.0, (2,))]
     work = Workload("w", tuple(ops), (Tensor("big", 10, 2, (1,)), Tensor("late", 1, 3, (0,))))
-    bound = lower_bound(work, Cluster(2, {"c": LinearCost(1.0, 1.0)}), whole=True)
+    bound = lower_bound(work, Cluster(2, {"c": LinearCost(1.0, 1.0)}), all_reduce_only=True)
     # late: ready at 4, 2 s of forward pass after it, 1 + 1 on the network; of big, 1 fits before 4 (2 + 1 + 1), none
     # after the tail of 2 (1 + 1 + 0): 9 have to go between.
     assert bound.certificate.case == "between" and bound.certificate.tensors == (1,)
@@ -248,4 +254,4 @@ def test_a_free_order_can_skip_computation_or_sending_but_not_both():
     work = Workload("w", tuple(ops), (Tensor("wanted", 4, 2, (0,)), Tensor("other", 6, 3, (0,))))
     cluster = Cluster(2, {"c": LinearCost(0.5, 1.0)})
     # 2 s before `wanted`; then 3 s for b1 (or 6 for sending what it makes), 0.5 + 4 and the forward pass.
-    assert lower_bound(work, cluster, order="any", whole=True).seconds >= 2 + 3 + 4.5 + 1
+    assert lower_bound(work, cluster, order="any", all_reduce_only=True).seconds >= 2 + 3 + 4.5 + 1

@@ -17,7 +17,7 @@ from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import Detours, heads_tails
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, lower_bound
-from legato.schedule.bound.release_times import InAnyOrder, InTurn
+from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
@@ -36,15 +36,17 @@ def layered(nbytes=100, update_s=1.0):
     return Workload("layers", tuple(ops), tuple(tensors))
 
 
-@pytest.mark.parametrize(("order", "whole"), [("captured", False), ("any", False), ("any", True)])
-def test_it_proves_more_where_messages_are_dear(order, whole):
+@pytest.mark.parametrize(("order", "all_reduce_only"), [("captured", False), ("any", False), ("any", True)])
+def test_it_proves_more_where_messages_are_dear(order, all_reduce_only):
     work, cluster = layered(), Cluster(2, {"c": LinearCost(2.0, 0.02)})
-    quick = lower_bound(work, cluster, order=order, whole=whole, thorough=False)
-    bound = lower_bound(work, cluster, order=order, whole=whole)
+    quick = lower_bound(work, cluster, order=order, all_reduce_only=all_reduce_only, thorough=False)
+    bound = lower_bound(work, cluster, order=order, all_reduce_only=all_reduce_only)
     assert bound.certificate.case == "sequences" and bound.seconds > quick.seconds * 1.005
-    assert verify_bound(bound, work, cluster, order=order, whole=whole) >= bound.seconds * (1 - 1e-12)
+    assert verify_bound(bound, work, cluster, order=order, all_reduce_only=all_reduce_only) >= bound.seconds * (
+        1 - 1e-12
+    )
     ours = schedule("legato", work, cluster, any_order=order == "any")
-    if not whole or all(message.kind == "all_reduce" for message in ours.messages):
+    if not all_reduce_only or all(message.kind == "all_reduce" for message in ours.messages):
         assert bound.seconds <= iteration_time(work, ours, cluster)
 
 
@@ -53,13 +55,13 @@ def test_cheap_messages_are_not_followed():
     assert lower_bound(layered(), cluster) == lower_bound(layered(), cluster, thorough=False)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_of_a_real_model(whole):
+@pytest.mark.parametrize("all_reduce_only", [False, True])
+def test_of_a_real_model(all_reduce_only):
     cluster = Cluster.derive(512, 25e9, 30e-6, collectives=["ring"])
     work = model("bert-base")
-    bound = lower_bound(work, cluster, order="any", whole=whole)
+    bound = lower_bound(work, cluster, order="any", all_reduce_only=all_reduce_only)
     assert bound.certificate.case == "sequences"
-    verify_bound(bound, work, cluster, order="any", whole=whole)
+    verify_bound(bound, work, cluster, order="any", all_reduce_only=all_reduce_only)
 
 
 def test_what_the_search_finds_possible_the_checker_does():
@@ -68,7 +70,7 @@ def test_what_the_search_finds_possible_the_checker_does():
     while compared < 8:
         work = layered(nbytes=rng.randint(2, 1000), update_s=rng.choice([0.0, 0.5, 1.0, 3.0]))
         cluster = Cluster(2, {"c": LinearCost(rng.uniform(0.5, 4.0), rng.uniform(0.1, 3.0) / work.tensors[0].nbytes)})
-        where = {"order": rng.choice(["captured", "any"]), "whole": rng.random() < 0.5}
+        where = {"order": rng.choice(["captured", "any"]), "all_reduce_only": rng.random() < 0.5}
         bound = lower_bound(work, cluster, **where)
         if bound.certificate.case == "sequences":
             compared += 1
@@ -106,11 +108,11 @@ def test_certificates_that_prove_nothing(change, error):
 
 
 def test_all_reduces_have_one_kind_of_level():
-    bound = lower_bound(WORK, DEAR, order="any", whole=True)
+    bound = lower_bound(WORK, DEAR, order="any", all_reduce_only=True)
     levels = (bound.certificate.levels[0], (0, 1, 500))
     certificate = msgspec.structs.replace(bound.certificate, levels=levels)
     with pytest.raises(InputError, match="at different levels"):
-        verify_bound(Bound(bound.seconds, certificate), WORK, DEAR, order="any", whole=True)
+        verify_bound(Bound(bound.seconds, certificate), WORK, DEAR, order="any", all_reduce_only=True)
 
 
 @given(st.data(), workloads(max_ops=6, max_tensors=6))
@@ -120,7 +122,7 @@ def test_what_can_be_computed_against_all_sets_of_gradients(data, workload):
     everything = range(len(nbytes))
     required = data.draw(st.sets(st.sampled_from(list(everything)), max_size=2))
     amounts = np.arange(sum(nbytes) + 1)
-    found = InAnyOrder(detours, nbytes).least_s(sorted(required), amounts)
+    found = AnyOrderReleaseTimes(detours, nbytes).least_s(sorted(required), amounts)
     best = np.full(len(amounts), np.inf)
     for size in range(len(nbytes) + 1):
         for chosen in itertools.combinations(everything, size):
@@ -138,9 +140,9 @@ def test_what_can_be_computed_against_all_sets_of_gradients(data, workload):
 @given(workloads(max_tensors=6))
 def test_gradients_in_turn(workload):
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    head = heads_tails(workload, "one", "captured").head_s
+    head = heads_tails(workload, "one", "captured").release_s
     amounts = np.arange(sum(nbytes) + 2)
-    found = InTurn(head, nbytes).part_s(range(len(nbytes)), amounts)
+    found = FixedReleaseTimes(head, nbytes).part_s(range(len(nbytes)), amounts)
     for amount, seconds in zip(amounts, found, strict=True):
         enough = [h for h in [0.0, *head] if sum(n for n, at in zip(nbytes, head, strict=True) if at <= h) >= amount]
         assert seconds == (min(enough) if amount and enough else 0.0 if not amount else np.inf)

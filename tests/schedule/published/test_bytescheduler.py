@@ -14,7 +14,7 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.basics.compose import ready_times, urgency
+from legato.schedule.basics.compose import priorities, release_times
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.bytescheduler import bytescheduler
 from legato.simulator.collective import iteration_time
@@ -39,7 +39,7 @@ def duplex(workload, plan):
     A pull follows its own push; what goes up does not hinder what comes down. The simulator at collective fidelity
     has one network for both, so this one lives here.
     """
-    ready = dict(zip((t.name for t in workload.tensors), ready_times(workload), strict=True))
+    ready = dict(zip((t.name for t in workload.tensors), release_times(workload), strict=True))
     up = down = now = 0.0
     there = {}
     for message in plan.messages:
@@ -106,7 +106,11 @@ def test_with_credit_for_one_partition_it_is_p3(workload, cluster, partition):
 @given(workloads(max_tensors=8), clusters(), sizes)
 def test_with_endless_credit_only_what_comes_together_is_sorted(workload, cluster, partition):
     plan = bytescheduler(workload, cluster, partition_bytes=partition, credit_bytes=2**40)
-    ready, place, index = ready_times(workload), urgency(workload), {t.name: k for k, t in enumerate(workload.tensors)}
+    ready, place, index = (
+        release_times(workload),
+        priorities(workload),
+        {t.name: k for k, t in enumerate(workload.tensors)},
+    )
     keys = [(ready[index[name]], place[index[name]], index[name], start) for name, start, _ in sent(plan)]
     assert keys == sorted(keys)
     assert len(keys) == sum(math.ceil(t.nbytes / partition) for t in workload.tensors)

@@ -12,7 +12,7 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.basics.compose import urgency
+from legato.schedule.basics.compose import priorities
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.dear import dear
 from legato.simulator.collective import iteration_time
@@ -73,7 +73,7 @@ def test_plans_are_valid_and_above_the_bound(workload, cluster, buffer_bytes):
     first, second = plan.messages[:half], plan.messages[half:]
     assert {m.kind for m in first} == {"reduce_scatter"} and {m.kind for m in second} == {"all_gather"}
     assert all(message.nbytes < buffer_bytes or len(message.slices) == 1 for message in plan.messages)
-    place = dict(zip((t.name for t in workload.tensors), urgency(workload), strict=True))
+    place = dict(zip((t.name for t in workload.tensors), priorities(workload), strict=True))
     read = [place[piece.tensor] for message in second for piece in message.slices]
     assert read == sorted(read)
     ready = {t.name: t.ready_after for t in workload.tensors}

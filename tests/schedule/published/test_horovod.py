@@ -11,7 +11,7 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.basics.compose import ready_order, ready_times
+from legato.schedule.basics.compose import ready_order, release_times
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.horovod import horovod
 from legato.simulator.collective import iteration_time
@@ -61,7 +61,7 @@ def test_a_threshold_that_makes_no_sense():
 
 def cycles(workload, threshold, cycle_s):
     """Tick by tick, as the background thread does it."""
-    ready, waiting = ready_times(workload), ready_order(workload)
+    ready, waiting = release_times(workload), ready_order(workload)
     tick, messages = 0, []
     while waiting:
         seen = [t for t in waiting if ready[t] <= tick * cycle_s]

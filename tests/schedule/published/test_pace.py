@@ -17,7 +17,7 @@ from legato.core.files import identity
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.basics.compose import ready_times
+from legato.schedule.basics.compose import release_times
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.pace import Chain, balanced, fuse, pace, preemptive
@@ -207,7 +207,7 @@ def best_in_iteration_order(workload, cluster):
     after = {op: sum(workload.ops[i].duration_s for i in order[k:]) for k, op in enumerate(order)}
     jobs = [
         (r, cluster.cost().cost(t.nbytes), max((after[op] for op in t.readers), default=0))
-        for r, t in zip(ready_times(workload), workload.tensors, strict=True)
+        for r, t in zip(release_times(workload), workload.tensors, strict=True)
     ]
     sets = (s for size in range(1, len(jobs) + 1) for s in itertools.combinations(jobs, size))
     return max(workload.compute_s, *(min(r) + sum(p) + min(q) for r, p, q in (zip(*s, strict=True) for s in sets)))

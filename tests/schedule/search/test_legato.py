@@ -15,13 +15,13 @@ from legato.core.layout import scattered_tensors
 from legato.core.plan import check_messages, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.basics.compose import runs
+from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.lower_bound import kind_of, lower_bound
-from legato.schedule.search.fill import ALIGNMENT, refill
+from legato.schedule.search.fill import ALIGNMENT, fill
 from legato.schedule.search.halves import halves
-from legato.schedule.search.merge_deadlines import group
-from legato.schedule.search.optimizer_ops import busy_order
+from legato.schedule.search.merge_deadlines import merge_with_deadlines
+from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.simulator.collective import iteration_time
 
 PIECES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8)
@@ -39,7 +39,9 @@ def lateness(messages, ready, tail, nbytes, alpha):
 def test_grouping_is_exact_for_its_order(pieces, alpha):
     """Against all 2^(n-1) ways to merge neighbours."""
     ready, tail, nbytes = map(list, zip(*pieces, strict=True))
-    found = group(ready, tail, nbytes, lambda n: alpha + n, at_least_s=0.0, at_most_s=np.inf, precision=1e-6)
+    found = merge_with_deadlines(
+        ready, tail, nbytes, lambda n: alpha + n, at_least_s=0.0, at_most_s=np.inf, precision=1e-6
+    )
     n = len(pieces)
     best = min(
         lateness(list(itertools.pairwise((0, *cuts, n))), ready, tail, nbytes, alpha)
@@ -51,8 +53,8 @@ def test_grouping_is_exact_for_its_order(pieces, alpha):
 
 
 def test_grouping_says_when_there_is_nothing_to_win():
-    assert group([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.0) is None
-    assert group([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.1).seconds == 6.0
+    assert merge_with_deadlines([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.0) is None
+    assert merge_with_deadlines([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.1).seconds == 6.0
 
 
 def random_sizes(units, rng):
@@ -69,7 +71,7 @@ def test_refilling_is_exact_for_its_sizes(pieces, alpha, rng):
     ready, tail, units = map(list, zip(*pieces, strict=True))
     nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
     cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
-    found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost)
+    found = fill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost)
     assert [sum(p.nbytes for p in m) for m in found.messages] == [ALIGNMENT * n for n in sizes]
     for _ in range(20):
         unsent = [t for t, n in enumerate(units) for _ in range(n)]
@@ -93,7 +95,7 @@ def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
     nbytes, sizes = [ALIGNMENT * n for n in units], random_sizes(units, rng)
     cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
     whole_below = ALIGNMENT * units_whole
-    found = refill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost, whole_below=whole_below)
+    found = fill([ALIGNMENT * n for n in sizes], ready, tail, nbytes, cost, whole_below=whole_below)
     names = {str(t): n for t, n in enumerate(nbytes)}
     messages = [
         legato.Message(tuple(legato.Slice(str(p.tensor), p.start, p.start + p.nbytes) for p in m))
@@ -115,13 +117,13 @@ def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster
     """By default, than any other that can be run as predicted; and then it can be run as predicted itself."""
     cluster = replace(cluster, unpack_s_per_byte=unpack_s_per_byte)
     plan = schedule("legato", workload, cluster, rounds=20, any_order=any_order)
-    assert any_order or (kind_of(plan, workload)[0] == "captured" and runs(plan))
+    assert any_order or (kind_of(plan, workload)[0] == "captured" and is_runnable(plan))
     check_plan(plan, workload)
     ours = iteration_time(workload, plan, cluster)
     assert ours >= lower_bound(workload, cluster, order="any").seconds * (1 - 1e-9)
     for name in set(SCHEDULERS) - {"legato"}:
         other = schedule(name, workload, cluster)
-        if any_order or (kind_of(other, workload)[0] == "captured" and runs(other)):
+        if any_order or (kind_of(other, workload)[0] == "captured" and is_runnable(other)):
             assert ours <= iteration_time(workload, other, cluster) * (1 + 1e-12), name
     assert plan.scheduler == "legato" and plan.workload_id == legato.identity(workload)
 
@@ -129,7 +131,7 @@ def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster
 @given(workloads(), st.randoms(use_true_random=False))
 def test_a_busy_order_is_an_order_and_never_slower(workload, rng):
     arrival = [rng.uniform(0, 3) for _ in workload.tensors]
-    order = busy_order(workload, arrival)
+    order = work_conserving_order(workload, arrival)
     plan = legato.Plan("x", (legato.Message(tuple(legato.Slice(t.name, 0, t.nbytes) for t in workload.tensors)),), True)
     check_plan(replace(plan, op_order=order), workload)
 
@@ -137,12 +139,12 @@ def test_a_busy_order_is_an_order_and_never_slower(workload, rng):
 @given(workloads(max_tensors=4, optimizer=False), clusters(max_collectives=1))
 def test_halves_are_the_best_of_all_plans_that_scatter_first(workload, cluster):
     """Against every way to merge neighbours at either end."""
-    known = heads_tails(workload, "one", "captured")
+    times = heads_tails(workload, "one", "captured")
     name, cost = cluster.default_collective, cluster.cost()
-    plan = halves(workload, cluster, known.head_s, known.tail_s, name)
+    plan = halves(workload, cluster, times.release_s, times.tail_s, name)
     check_plan(plan, workload)
     ends = []
-    for near in (known.head_s, known.tail_s):
+    for near in (times.release_s, times.tail_s):
         order = sorted(range(len(near)), key=near.__getitem__)
         n, finishes = len(order), []
         for k in range(n):

@@ -9,7 +9,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
-from legato.schedule.basics.jackson import highest
+from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.bound.lower_bound import cheapest_line
 from legato.schedule.search.op_orders import OrderValue, promising_orders
@@ -20,7 +20,7 @@ NEVER = float("inf")
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 20))
 def test_the_highest_is_found_where_values_rise_and_then_fall(count, top, first):
-    assert highest(count, lambda k: -abs(k - top), first=first) == min(top, count - 1)
+    assert coarse_to_fine(count, lambda k: -abs(k - top), first=first) == min(top, count - 1)
 
 
 @settings(max_examples=40)
