@@ -1,10 +1,10 @@
-"""The report: one HTML file that needs no network, opened by double-click.
+"""The report: one HTML file that opens without a network connection.
 
-[Note: names are not trusted] Names of ops, tensors and workloads come from
-other people's traces. In the page jinja escapes them; in the figures' JSON no
-`<` is left (`_json`), and plotly, which reads some HTML in labels, gets them
-escaped (`drawing.label`). Behind that stands the page's own policy: it loads
-nothing from anywhere and runs three scripts, by their hashes, and no others.
+[Note: names are not trusted] The names of ops, tensors and workloads come from
+foreign traces. In the page jinja escapes them; the figures' JSON contains no `<`
+(`_json`); and plotly, which interprets some HTML in labels, gets them escaped
+(`figures.label`). In addition, the page's content security policy loads nothing
+from the network and allows only its three scripts, by their hashes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from legato.core import __version__
 from legato.core.errors import missing_extra
 from legato.core.files import write_text
 from legato.report.model import Report
-from legato.report.sections import overview, section
-from legato.report.sweep_section import sweep_sections
+from legato.report.schedulers import overview
+from legato.report.sections import section
+from legato.report.sweeps import sweep_sections
 
 __all__ = ["render", "write_report"]
 
-_SUBTITLE = "Where an iteration's time goes, and how near its schedule is to the best there can be"
-_SWEEP_SUBTITLE = "What an iteration takes on other networks, with other schedulers"
+_SUBTITLE = "Where an iteration's time goes, and how close its schedule is to the best possible one"
+_SWEEP_SUBTITLE = "How long an iteration takes on other networks and with other schedulers"
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 <path d="M4 14C9 4.5 23 4.5 28 14" fill="none" stroke="#5d7186" stroke-width="3" stroke-linecap="round"/>
 <rect x="3" y="18" width="9" height="10" fill="#e08a1e"/><rect x="12" y="18" width="9" height="10" fill="#1b8a77"/>
@@ -35,7 +36,7 @@ _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 
 
 def render(report: Report) -> str:
-    """The page as text: about 5 MB, nearly all of it plotly.js.
+    """The page as text, about 5 MB, most of it plotly.js.
 
     Raises `InputError` when plotly or jinja2, the extra `legato[report]`, is not installed.
     """
@@ -73,7 +74,7 @@ def render(report: Report) -> str:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the page to a file, whole or not at all. Raises `FileError`."""
+    """Write the page to a file completely or not at all. Raises `FileError`, and `InputError` as `render` does."""
     write_text(path, render(report))
 
 
@@ -82,12 +83,12 @@ def _asset(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element: pure ASCII, no `<`, `>` or `&`."""
+    """JSON for a script element: pure ASCII, without `<`, `>` and `&`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(*scripts: str) -> str:
-    """What the browser may do with this page: these scripts, inline styles, pictures made here, no network."""
+    """The content security policy: only these scripts, inline styles and inline images; no network."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"

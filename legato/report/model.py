@@ -1,4 +1,4 @@
-"""What a report is made of: plain values, so that any command can fill one in."""
+"""The contents of a report as plain values, which any command can fill in."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow"]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One scheduler's plan for one workload; its JSON is what `legato plan --json` prints.
+    """One scheduler's plan for one workload; `legato plan --json` prints it.
 
-    `iteration_s` is predicted, `lower_bound_s` what no plan can beat, `gap =
-    iteration_s / lower_bound_s - 1`; `plan_s` is the time planning took, None
-    where nobody measured it; `measured_s` the iteration that really ran.
-    Raises `InputError` where a number is not finite or a time is below zero.
+    `iteration_s` is the predicted iteration time, `lower_bound_s` a bound that
+    no plan can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
+    time that planning took, and `measured_s` the iteration time of a real run;
+    both are None if unknown. Raises `InputError` if a number is not finite or a
+    time is negative.
     """
 
     scheduler: str
@@ -45,11 +46,11 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One cell of a sweep; its JSON is what `legato sweep --json` prints.
+    """One cell of a sweep; `legato sweep --json` prints it.
 
-    `speedup` is over the sweep's first fabric and scheduler on the same
-    machines. What a cell could not give is None; where it gave nothing, `error`
-    says why. Seconds, and bits per second.
+    Times are in seconds. `speedup` is relative to the sweep's first fabric and
+    scheduler on the same cluster. Results that a cell does not have are None; if
+    it has none at all, `error` says why.
     """
 
     workload: str
@@ -77,12 +78,12 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ModelReport(msgspec.Struct, frozen=True):
-    """What there is to show about one workload; what is missing is left out of the page.
+    """Everything known about one workload; the page leaves out what is missing.
 
-    `timelines` are predicted and measured ones in any number, drawn in this
+    `timelines` are predicted or measured, any number of them, and drawn in this
     order; a predicted and a measured one of the same name belong together.
-    `advice` is one plain sentence; `plans`, by their schedulers' names, say
-    which tensors are in the timelines' messages.
+    `advice` is one plain sentence. `plans` say which tensors are in the messages
+    of the timeline that has the plan's scheduler as its name.
     """
 
     name: str
@@ -99,7 +100,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One page: a title, a section for every workload, and the plots of a sweep."""
+    """One page: a title, a section for each workload, and the plots of a sweep."""
 
     models: tuple[ModelReport, ...] = ()
     title: str = ""
@@ -107,4 +108,4 @@ class Report(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not (self.models or self.sweep):
-            raise InputError("report: no workload (expected at least one)")
+            raise InputError("report: nothing to show (expected at least one workload or one row of a sweep)")

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  // Figures name colours "@name"; the stylesheet knows what they are in this theme. Names of ops are never looked at.
+  // Figures name colours "@name"; the stylesheet defines them for each theme. Only keys of colours are replaced, never names of ops.
   const COLOURS = new Set(["color", "fgcolor", "bgcolor", "fillcolor", "gridcolor", "linecolor", "tickcolor",
     "spikecolor", "bordercolor", "paper_bgcolor", "plot_bgcolor"]);
   const figures = JSON.parse(document.getElementById("figures").textContent);
@@ -14,7 +14,7 @@
     return Object.fromEntries(Object.entries(node).map(([k, child]) => [k, themed(child, style, k)]));
   }
 
-  // What a search found in a timeline: outlines on top of everything else.
+  // The spans that a search finds in a timeline: outlines on top of everything else.
   const found = new Map();
   function marks(div, style) {
     const hits = found.get(div);
@@ -36,8 +36,8 @@
       found.set(div, hits);
       next = 0;
       const different = new Set(hits.map((span) => span[0])).size;
-      box.querySelector("output").textContent = !wanted ? "" : !hits.length ? "nothing of this name"
-        : `${hits.length} found, ${different} different ${different === 1 ? "name" : "names"}; Enter goes to the next`;
+      box.querySelector("output").textContent = !wanted ? "" : !hits.length ? "no match"
+        : `${hits.length} found, ${different} different ${different === 1 ? "name" : "names"}; press Enter for the next`;
       draw();
     });
     input.addEventListener("keydown", (event) => {
@@ -85,7 +85,7 @@
     const rows = [...table.tBodies[0].rows];
     rows.sort((a, b) => {
       const [x, y] = [key(a), key(b)];
-      if (x === "" || y === "") return (x === "") - (y === "");  // what nobody knows stands last, either way
+      if (x === "" || y === "") return (x === "") - (y === "");  // unknown values come last in both directions
       const difference = Number(x) - Number(y), order = Number.isNaN(difference) ? x.localeCompare(y) : difference;
       return down ? -order : order;
     });

@@ -1,27 +1,29 @@
 """Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-The format is "Trace Event Format" (JSON object form): `X` are complete events,
-`M` name and sort the rows, `i` mark one moment, `s` and `f` are the two ends of
-an arrow ("flow"): from a gradient's op to its message, and from a message to the
-op that stood idle for it. Times are microseconds.
+The format is the "Trace Event Format" (JSON object form): `X` are complete
+events, `M` name and sort the rows, `i` mark a moment, `s` and `f` are the two
+ends of an arrow ("flow"), from a gradient's op to its message and from a message
+to the op that waited for it. Times are microseconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from legato.core.files import write_text
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
-from legato.report.flows import flows
-from legato.report.lanes import stack
+from legato.report.idle import idle_causes
+from legato.report.timelines import stack
 
-__all__ = ["to_perfetto", "write_perfetto"]
+__all__ = ["flows", "to_perfetto", "write_perfetto"]
 
-#: Names of the viewers' own colours.
+#: The viewers' names for their colours.
 _COLOURS = {
     "forward": "thread_state_running",
     "backward": "thread_state_iowait",
@@ -31,12 +33,11 @@ _COLOURS = {
 
 
 def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None) -> str:
-    """The timelines as one trace: a process each, in it a thread for every worker and lane.
+    """The timelines as one trace: one process per timeline, one thread per worker and lane.
 
-    Their workload, where it is given, says which op a message's gradient comes from.
-
-    Spans of a lane that overlap (several messages in flight) go to threads of
-    their own, because the viewers only nest the events of one thread.
+    With the workload there are also arrows from ops to the messages of their
+    gradients (see `flows`). Overlapping spans of a lane (several messages in
+    flight) get separate threads, because viewers nest the events of one thread.
     """
     events = [event for pid, timeline in enumerate(timelines, 1) for event in _process(pid, timeline, workload)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": "legato"}})
@@ -45,7 +46,7 @@ def to_perfetto(timelines: Sequence[Timeline], workload: Workload | None = None)
 def write_perfetto(
     path: str | os.PathLike[str], timelines: Sequence[Timeline], workload: Workload | None = None
 ) -> None:
-    """Write `to_perfetto` to a file, whole or not at all. Raises `FileError`."""
+    """Write `to_perfetto` to a file completely or not at all. Raises `FileError`."""
     write_text(path, to_perfetto(timelines, workload))
 
 
@@ -70,19 +71,19 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
             thread |= dict.fromkeys(map(id, rows[row]), tid)
             yield from (_complete(pid, tid, span) for span in rows[row])
     for number, (start, end) in enumerate(flows(timeline, workload)):
-        # An arrow starts in the first span and ends at the start of the second, each on its own thread.
+        # An arrow goes from within the first span to the start of the second.
         arrow = {"pid": pid, "cat": "flow", "name": "waits for", "id": pid << 32 | number}
         yield {"ph": "s", "tid": thread[id(start)], "ts": _inside(start), **arrow}
         yield {"ph": "f", "bp": "e", "tid": thread[id(end)], "ts": _ns(end.start_s) / 1000, **arrow}
 
 
 def _inside(span: Span) -> float:
-    """Its last nanosecond, in which viewers still see the span."""
+    """The last nanosecond of a span, which viewers still count as part of it (microseconds)."""
     return max(_ns(span.start_s), _ns(span.end_s) - 1) / 1000
 
 
 def _lanes(spans: Iterable[Span]) -> list[tuple[tuple[int, str], list[Span]]]:
-    """Spans by (worker, lane): workers in order, a worker's compute before its network."""
+    """Spans by (worker, lane): workers in order, computation before network."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in spans:
         lanes.setdefault((span.worker, span.lane), []).append(span)
@@ -109,5 +110,50 @@ def _metadata(pid: int, tid: int, what: str, **args: str | int) -> dict[str, Any
 
 
 def _ns(seconds: float) -> int:
-    # Whole nanoseconds: the viewers' own resolution, so that spans that touch do not overlap by rounding.
+    # Whole nanoseconds are the viewers' resolution; finer times would let adjacent spans overlap by rounding.
     return round(seconds * 1e9)
+
+
+def flows(timeline: Timeline, workload: Workload | None = None) -> Iterator[tuple[Span, Span]]:
+    """(span, span that waits for it), worker by worker: a gradient's op and its message, a message and an idle op.
+
+    The workload tells which backward op makes the gradient of the tensor after
+    which a message is named; without it only idle ops have a pair.
+    """
+    workers: dict[int, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
+        workers.setdefault(span.worker, []).append(span)
+    for worker, spans in sorted(workers.items()):
+        yield from _gradients(spans, workload)
+        yield from _waits(timeline, worker, spans)
+
+
+def _gradients(spans: list[Span], workload: Workload | None) -> Iterator[tuple[Span, Span]]:
+    if workload is None:
+        return
+    op_of = {tensor.name: workload.ops[tensor.ready_after].name for tensor in workload.tensors}
+    made = {span.name: span for span in spans if span.kind == "backward"}
+    for span in spans:
+        if span.kind == "message":
+            source = made.get(op_of.get(_tensor(span.name, op_of), ""))
+            if source is not None and source.start_s < span.end_s:
+                yield source, span
+
+
+def _tensor(name: str, known: dict[str, str]) -> str:
+    """The tensor that a message is named after."""
+    return name if name in known else re.sub(r" \+ ?\d+$", "", name)
+
+
+def _waits(timeline: Timeline, worker: int, spans: list[Span]) -> Iterator[tuple[Span, Span]]:
+    messages = [span for span in spans if span.kind == "message"]
+    computing = [span for span in spans if span.kind != "message"]
+    starts = [span.start_s for span in computing]
+    for start, end, shares in idle_causes(timeline, worker):
+        cause = max(shares, key=lambda name: shares[name])
+        at = bisect_left(starts, end)
+        if cause is None or at == len(computing) or computing[at].kind == "backward":
+            continue
+        flying = [span for span in messages if span.name == cause and start < span.end_s and span.start_s < end]
+        if flying:
+            yield max(flying, key=lambda span: span.end_s), computing[at]

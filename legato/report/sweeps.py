@@ -1,4 +1,7 @@
-"""The plots of a sweep: a line a fabric and scheduler, a panel a set of machines, as in the papers' figures."""
+"""A sweep's part of the page: headline, table, and plots with one line per fabric and scheduler.
+
+As in the papers' figures, a plot has one panel per cluster (the values of all axes but the one along x).
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,123 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from legato.core.units import format_bandwidth, format_seconds
-from legato.report.drawing import axis, label, layout
+from legato.report.figures import axis, label, layout
 from legato.report.model import SweepRow
+from legato.report.tables import bar_percent, factor, heads, in_one_unit, percent, table_cell
 
-__all__ = ["AXES", "draw_sweep", "sweep_headline", "varying"]
+__all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
 
 #: What a plot can have along its x axis: the field, its title, and how a value is written.
-AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
+_AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", lambda value: f"{value:,}"),
     "bandwidth_bps": ("bandwidth of a link", lambda value: format_bandwidth(value).removesuffix("/s")),
     "latency_s": ("latency", format_seconds),
     "racks": ("racks", str),
     "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),
-    "slow": ("slowness of the last worker", lambda value: f"{value:g}×"),
-    "slow_link": ("slowness of the last worker's link", lambda value: f"{value:g}×"),
+    "slow": ("slowdown of the last worker", lambda value: f"{value:g}×"),
+    "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}×"),
     "jitter": ("jitter", lambda value: f"{value:g}"),
 }
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
-_SAME = 1.0005  # what takes longer by less is as fast
+_SAME = 1.0005  # iteration times whose ratio is smaller count as equal
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "pentagon", "hexagon")
 _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
-#: The height of plotly's buttons, which lie above the legend.
+#: The height of plotly's buttons above the legend, in pixels.
 _BUTTONS = 26
+
+#: A table of more rows would make the page slow; the file of rows has them all.
+_MOST_ROWS = 2000
 
 Key = tuple[Any, ...]
 
 
+def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values that the template needs for each workload of a sweep; adds the figures to `figures` by id."""
+    parts = []
+    for number, name in enumerate(dict.fromkeys(row.workload for row in rows)):
+        mine = [row for row in rows if row.workload == name]
+        drawn = []
+        several = len({(row.fabric, row.scheduler) for row in mine}) > 1
+        for x in varying(mine) or [""]:
+            for y, caption in (("iteration_s", "Iteration time"), ("speedup", _over(mine))):
+                if y == "speedup" and not several:
+                    continue
+                figure = draw_sweep(mine, x, y)
+                if any(trace["x"] for trace in figure["data"]):
+                    figures[f"sweep-{number}-{x}-{y}"] = figure
+                    over = f" by {_AXES[x][0]}" if x else ""
+                    drawn.append({"id": f"sweep-{number}-{x}-{y}", "caption": caption + over})
+        parts.append(
+            {
+                "id": f"sweep-{number}",
+                "name": name,
+                "headline": sweep_headline(mine),
+                "facts": _facts(mine),
+                "figures": drawn,
+                "table": _table(mine),
+                "left_out": max(0, len(mine) - _MOST_ROWS),
+            }
+        )
+    return parts
+
+
+def _over(rows: Sequence[SweepRow]) -> str:
+    first = rows[0]
+    parts = [first.fabric] if len({row.fabric for row in rows}) > 1 else []
+    parts += [first.scheduler] if len({row.scheduler for row in rows}) > 1 else []
+    return f"Speedup over {', '.join(parts)}"
+
+
+def _facts(rows: Sequence[SweepRow]) -> str:
+    failed = sum(row.error is not None for row in rows)
+    facts = [f"{len(rows):,} cells", f"{rows[0].fidelity} fidelity"]
+    return " · ".join([*facts, *([f"{failed:,} failed"] if failed else [])])
+
+
+def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
+    times = in_one_unit([row.iteration_s for row in rows])
+    longest = max((row.iteration_s or 0.0 for row in rows), default=0.0) or 1.0
+    bars = [bar_percent(row.iteration_s, longest) for row in rows]
+    columns: list[tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]] = [
+        ("fabric", lambda r: r.fabric, lambda r: r.fabric),
+        ("scheduler", lambda r: r.scheduler, lambda r: r.scheduler),
+        ("workers", lambda r: r.workers, lambda r: f"{r.workers:,}"),
+        ("servers", lambda r: r.servers or None, lambda r: str(r.servers or "")),
+        ("link", lambda r: r.bandwidth_bps, lambda r: format_bandwidth(r.bandwidth_bps)),
+        ("latency", lambda r: r.latency_s, lambda r: format_seconds(r.latency_s)),
+        ("racks", lambda r: r.racks, lambda r: str(r.racks)),
+        ("oversubscription", lambda r: r.oversubscription, lambda r: f"{r.oversubscription:g}:1"),
+        ("slow worker", lambda r: r.slow, lambda r: factor(r.slow)),
+        ("slow link", lambda r: r.slow_link, lambda r: factor(r.slow_link)),
+        ("jitter", lambda r: r.jitter, lambda r: f"{r.jitter:g}"),
+        ("speedup", lambda r: r.speedup, lambda r: factor(r.speedup)),
+        ("above bound", lambda r: r.gap, lambda r: percent(r.gap)),
+        ("utilization", lambda r: r.utilization, lambda r: percent(r.utilization)),
+    ]
+    shown = [column for column in columns if len({column[1](row) for row in rows} - {None}) > 1] or columns[:1]
+    table_rows = []
+    for row, time, bar in list(zip(rows, times, bars, strict=True))[:_MOST_ROWS]:
+        cells = [table_cell(text(row), sort(row)) for _, sort, text in shown]
+        cells.insert(1, table_cell(row.error or time, row.iteration_s, bar=bar))
+        table_rows.append({"cells": cells, "best": False})
+    names = [name for name, _, _ in shown]
+    return {"heads": heads([names[0], "iteration", *names[1:]]), "rows": table_rows}
+
+
 def varying(rows: Sequence[SweepRow]) -> list[str]:
     """The axes along which the rows differ."""
-    return [name for name in AXES if len({getattr(row, name) for row in rows}) > 1]
+    return [name for name in _AXES if len({getattr(row, name) for row in rows}) > 1]
 
 
 def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
-    """What is the fastest, and on how many of the sets of machines, as pieces of (text, bold?)."""
-    every: dict[Key, dict[Key, SweepRow]] = {}  # machines -> line -> row
+    """One sentence on what is fastest, and on how many of the clusters, as pieces of (text, bold?)."""
+    every: dict[Key, dict[Key, SweepRow]] = {}  # cluster -> line -> row
     for row in rows:
         if row.iteration_s is not None:
-            every.setdefault(_at(row, list(AXES)), {})[_series(row)] = row
+            every.setdefault(_at(row, list(_AXES)), {})[_series(row)] = row
     if not every:
-        return [("No cell gave a result.", False)]
+        return [("No cell has a result.", False)]
     wins: dict[Key, list[SweepRow]] = {}
     for found in every.values():
         fastest_s = min(row.iteration_s or 0.0 for row in found.values())
@@ -56,15 +136,15 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
     names = _names(rows)
     first = max(wins, key=lambda key: (len(wins[key]), sum(row.speedup or 0.0 for row in wins[key])))
     won, gain = len(wins[first]), max(row.speedup or 1.0 for row in wins[first])
-    where = "everywhere" if won == len(every) else f"on {won} of {len(every)} sets of machines"
-    words = [(names[first], True), (f" is the fastest {where}" if len(names) > 1 else " is alone", False)]
+    where = "everywhere" if won == len(every) else f"on {won} of {len(every)} clusters"
+    words = [(names[first], True), (f" is the fastest {where}" if len(names) > 1 else " was simulated alone", False)]
     if gain > 1.005 and first != _series(rows[0]):
         words += [(", up to ", False), (f"{gain:.3g}× faster than {names[_series(rows[0])]}", True)]
     return [*words, (".", False)]
 
 
 def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:
-    """{"data", "layout"} of `y` ("iteration_s" or "speedup") over the axis `x`, or, where it is "", as bars."""
+    """The figure of `y` ("iteration_s" or "speedup") over the axis `x`, or as bars if `x` is ""."""
     rows = [row for row in rows if getattr(row, y) is not None]
     others = [name for name in varying(rows) if name != x]
     panels = _spread(sorted({_at(row, others) for row in rows}), _MOST_PANELS)
@@ -80,7 +160,7 @@ def _at(row: SweepRow, axes: Sequence[str]) -> Key:
 
 
 def _spread(values: list[Key], most: int) -> list[Key]:
-    """At most so many of the values, the first and the last among them."""
+    """At most `most` of the values, evenly spread, with the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
@@ -91,7 +171,7 @@ def _series(row: SweepRow) -> Key:
 
 
 def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
-    """What the lines are called: only what tells them apart."""
+    """The names of the lines, made of the fields in which they differ."""
     keys = list(dict.fromkeys(map(_series, rows)))
     differs = [len({key[i] for key in keys if key[i]}) > 1 for i in range(3)]
     if not any(differs):
@@ -104,7 +184,7 @@ def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
 
 
 def _look(key: Key, rows: Sequence[SweepRow]) -> dict[str, Any]:
-    """Colour by fabric and dashes by scheduler where both differ, colour alone where one does."""
+    """Colours by fabric and dashes by scheduler if both differ, else colours alone."""
     every = [list(dict.fromkeys(v for row in rows if (v := _series(row)[i]))) for i in range(3)]
     at = [every[i].index(key[i]) if key[i] else 0 for i in range(3)]
     main, second = (at[0], at[1] + at[2]) if len(every[0]) > 1 else (at[1] if len(every[1]) > 1 else at[2], 0)
@@ -190,7 +270,7 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
             "anchor": _axis_name("x", number),
             **({"matches": "y", "showticklabels": column == 0} if number else {}),
         }
-        text = " · ".join(_said(name, value) for name, value in zip(others, panel, strict=True))
+        text = " · ".join(_described(name, value) for name, value in zip(others, panel, strict=True))
         notes.append(_note(label(text), left + width / 2, top))
     legend = {"orientation": "h", "x": 0, "y": 1 + _TOP / height, "yanchor": "bottom", "font": {"color": "@soft"}}
     margin = {"l": 74, "r": 18, "t": _TOP + _BUTTONS + 34 if named else _TOP, "b": 52}
@@ -204,21 +284,21 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
     )
 
 
-def _said(name: str, value: Any) -> str:
-    text = AXES[name][1](value)
+def _described(name: str, value: Any) -> str:
+    text = _AXES[name][1](value)
     if name == "bandwidth_bps":
         return text
-    return f"{text} {AXES[name][0]}" if name in ("workers", "racks") else f"{AXES[name][0]} {text}"
+    return f"{text} {_AXES[name][0]}" if name in ("workers", "racks") else f"{_AXES[name][0]} {text}"
 
 
 def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
     if not x:
         return axis(showgrid=False)
-    title, write = AXES[x]
+    title, write = _AXES[x]
     values = sorted({getattr(row, x) for row in rows})
     ticks = values if len(values) <= 6 else [value for (value,) in _spread([(v,) for v in values], 6)]
     return axis(
-        title={"text": title, "font": {"color": "@soft", "size": 12}, "standoff": 6},
+        title,
         type="log" if values[0] > 0 else "linear",
         tickvals=ticks,
         ticktext=[write(value) for value in ticks],
@@ -234,7 +314,7 @@ def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]
     title = "iteration time" if y == "iteration_s" else "speedup"
     ticks = _ticks(min(values), max(values)) if wide else []
     return axis(
-        title={"text": title if titled else "", "font": {"color": "@soft", "size": 12}, "standoff": 6},
+        title if titled else "",
         type="log" if wide else "linear",
         rangemode="normal" if wide or y == "speedup" else "tozero",
         **({"tickvals": [v / _scale(y) for v in ticks], "ticktext": list(map(write, ticks))} if wide else {}),
@@ -243,7 +323,7 @@ def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 and so on from below `low` to above `high`; only the tens where those are many."""
+    """1, 2, 5, 10 and so on from below `low` to above `high`; only powers of ten for a wide range."""
     digits = (1, 2, 5) if high < 300 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [float(f"{digit}e{power}") for power in powers for digit in digits]

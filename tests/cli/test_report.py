@@ -44,7 +44,7 @@ def test_a_folder_of_a_rehearsal_becomes_a_page_that_says_what_to_do(capsys, fol
     assert status == 0 and json.loads(out)["timelines"] == 4
     page = (folder / "r.html").read_text()
     assert "Use this plan: legato, 1." in page and "The workload" in page and "The cluster" in page
-    assert "tensors cost you" in page  # what is in the messages is known from the plan
+    assert "tensors takes" in page  # what is in the messages is known from the plan
     at = [
         page.index(f"<h4><span>{name}</span> <small>{kind}")
         for name in ("ddp", "legato")

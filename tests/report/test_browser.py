@@ -184,12 +184,12 @@ def test_names_stay_text_in_the_browser(tmp_path):
 
 def test_a_search_marks_what_it_finds_and_enter_goes_there(answers):
     seen = answers["search"]
-    assert seen["found"] == "3 found, 1 different name; Enter goes to the next"
+    assert seen["found"] == "3 found, 1 different name; press Enter for the next"
     assert seen["marked"] == 3 and seen["traces"] == len(answers["zoom"]["names"])
     start, length = seen["span"]
     assert seen["range"][0] < start and start + length < seen["range"][1]
     assert seen["first"] == "1 of 3: conv7.weight" and seen["second"] == "2 of 3: conv7.weight"
-    assert seen["nothing"] == "nothing of this name"
+    assert seen["nothing"] == "no match"
 
 
 SWEEP = """(() => {

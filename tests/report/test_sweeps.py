@@ -6,8 +6,7 @@ from support.report_samples import EVIL, sweep_rows
 
 from legato.report.html import render
 from legato.report.model import Report
-from legato.report.sweep_section import sweep_sections
-from legato.report.sweeps import draw_sweep, sweep_headline, varying
+from legato.report.sweeps import draw_sweep, sweep_headline, sweep_sections, varying
 
 
 def points(figure):
@@ -45,7 +44,7 @@ def test_the_headline_says_what_is_fastest_and_where():
         "ring is the fastest everywhere, up to 8× faster than parameter-server."
     )
     failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error="no") for row in sweep_rows()]
-    assert sweep_headline(failed) == [("No cell gave a result.", False)]
+    assert sweep_headline(failed) == [("No cell has a result.", False)]
 
 
 @pytest.mark.parametrize("one_is_wrong", [False, True])
@@ -64,7 +63,7 @@ def test_a_section_has_four_plots_and_all_sweep_rows(one_is_wrong):
 def test_failed_sweeps_and_strange_names_are_pages_too():
     failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error=EVIL) for row in sweep_rows(name=EVIL)]
     page = render(Report(sweep=tuple(failed)))
-    assert EVIL not in page and "No cell gave a result." in page
+    assert EVIL not in page and "No cell has a result." in page
 
 
 def test_what_is_as_fast_as_the_fastest_counts():

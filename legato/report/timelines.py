@@ -1,16 +1,14 @@
-"""Timelines drawn one below the other: a plotly figure, as plain JSON values.
+"""The figure of timelines, one below the other on one time axis; and spans laid out in rows.
 
-[Note: few traces, few bars] A plotly figure slows down with its traces and its
-bars. All timelines share one figure, with a trace a kind of span; and spans
-that would be narrower than a pixel are drawn together (`coalesce`), which
-bounds the bars of a lane by its pixels, whatever the number of ops.
-
-Colours are names with an `@`; the page's script puts in the theme's.
+[Note: few traces, few bars] A plotly figure becomes slow with many traces and
+many bars. All timelines therefore share one figure, with one trace per kind of
+span, and spans narrower than a pixel are drawn together (`coalesce`), so that
+the number of bars depends on the pixels of a lane and not on the number of ops.
 """
 
 from __future__ import annotations
 
-import html
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,25 +16,44 @@ import msgspec
 
 from legato.core.timeline import Span, Timeline
 from legato.core.units import format_bytes, format_seconds
-from legato.report.lanes import stack
-from legato.report.summary import in_one_unit, own_worker, percent, time_unit
-from legato.report.waits import blame, idle_gaps
+from legato.report.figures import axis, label, layout
+from legato.report.idle import drawn_worker, idle_causes, idle_gaps
+from legato.report.tables import in_one_unit, percent, time_unit
 
-__all__ = ["Bar", "axis", "coalesce", "draw_timelines", "label", "layout"]
+__all__ = ["Bar", "coalesce", "draw_timelines", "stack"]
 
-#: The finest that is drawn, as a share of the time axis: a third of a pixel; a whole one where timelines are many.
+#: The shortest bar as a share of the time axis: a third of a pixel, or a whole one with many timelines.
 _FINEST, _COARSEST, _MANY = 1 / 3000, 1 / 1000, 12
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-_MOST_FOUND = 5000  # spans of a row that the page can search
+_MOST_FOUND = 5000  # spans in a row that the search covers
 _KINDS = {"backward": "backward", "forward": "forward", "optimizer": "optimizer", "message": "messages"}
-_HEIGHT = 118  # pixels a timeline
-_ROWS = {"compute": 1.62, "network": 2.62}  # centre of a lane below its timeline's upper edge; a timeline is 3.4 high
-_PITCH = 3.4
+_HEIGHT = 118  # pixels per timeline
+_ROWS = {"compute": 1.62, "network": 2.62}  # from the upper edge of a timeline to the centre of a lane
+_PITCH = 3.4  # height of a timeline in the same unit
 _LANE = 0.88
 
 
+def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """(row, span) in order of start; no two spans of a row overlap, and the number of rows is minimal.
+
+    Each span takes the lowest free row (first fit in order of start, which for
+    intervals needs no more rows than spans overlap at once). Times that round to
+    the same nanosecond count as equal.
+    """
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    placed = []
+    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
+        start = round(span.start_s * 1e9)
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (max(round(span.end_s * 1e9), start), row))
+        placed.append((row, span))
+    return placed
+
+
 class Bar(msgspec.Struct):
-    """What is drawn of one or more spans of a row: seconds, and how many spans."""
+    """One bar for `count` spans of a row; times in seconds."""
 
     start_s: float
     end_s: float
@@ -47,14 +64,14 @@ class Bar(msgspec.Struct):
 
 
 def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
-    """Spans of one row, in order of start, as bars; neighbours shorter than `finest_s` become one.
+    """The bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share one.
 
-    Nothing is moved: spans are joined only where less than `finest_s` lies
-    between them. Spans of different kinds are joined until the bar is
-    `finest_s` long, and the kind that takes most of it gives it its colour.
+    Spans keep their places: they are joined only where less than `finest_s`
+    separates them. Spans of different kinds are joined until the bar is
+    `finest_s` long; the kind that takes most of its time determines its colour.
     """
     bars: list[Bar] = []
-    busy: dict[str, float] = {}  # seconds by kind in the last bar, if it is still open
+    busy: dict[str, float] = {}  # seconds by kind in the last bar while it can grow
     for span in spans:
         seconds = span.end_s - span.start_s
         last = bars[-1] if busy and seconds < finest_s else None
@@ -73,51 +90,12 @@ def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     return bars
 
 
-def label(text: str, most: int = 90) -> str:
-    """A name as plotly shows it literally, cut to `most` characters: plotly reads a subset of HTML."""
-    return html.escape(
-        text if len(text) <= most else f"{text[: most - most // 3]}…{text[1 - most // 3 :]}", quote=False
-    )
-
-
-def axis(**more: Any) -> dict[str, Any]:
-    """An axis of this page."""
-    return {
-        "gridcolor": "@grid",
-        "zeroline": False,
-        "linecolor": "@grid",
-        "tickcolor": "@grid",
-        "tickfont": {"color": "@soft"},
-        "title": {"font": {"color": "@soft", "size": 12}, "standoff": 8},
-        **more,
-    }
-
-
-def layout(**more: Any) -> dict[str, Any]:
-    """What all figures of this page share."""
-    return {
-        "paper_bgcolor": "@paper",
-        "plot_bgcolor": "@paper",
-        "font": {"family": _FONT, "size": 12, "color": "@ink"},
-        "margin": {"l": 72, "r": 24, "t": 34, "b": 46},
-        "hovermode": "closest",
-        "hoverlabel": {
-            "bgcolor": "@card",
-            "bordercolor": "@line",
-            "font": {"color": "@ink", "size": 12, "family": _FONT},
-            "align": "left",
-        },
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "font": {"color": "@soft"}},
-        "uirevision": "keep",
-        **more,
-    }
-
-
 def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Timelines of a workload on one time axis: {"data", "layout"} for plotly, and {"spans"} for the page's search.
+    """The figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
-    Each has a lane for compute, its idle gaps hatched, and one for the
-    network; a dashed line is the lower bound, a solid one the iteration's end.
+    Each timeline has a lane for computation, with idle gaps hatched, and one for
+    the network. A solid line marks the end of the iteration, a dashed one the
+    lower bound.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))
@@ -142,7 +120,7 @@ def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _own(timeline: Timeline) -> list[Span]:
-    worker = own_worker(timeline)
+    worker = drawn_worker(timeline)
     return [s for s in timeline.spans if s.worker == worker]
 
 
@@ -173,12 +151,12 @@ def _add_spans(traces: dict[str, dict[str, Any]], timeline: Timeline, i: int, sc
                 times = (bar.start_s / scale, bar.end_s / scale)
                 trace = traces[bar.kind]
                 _add_bar(trace, y, height, times, _hover(bar))
-                # Two shades in turn keep neighbours apart without a border, which would hide narrow bars.
+                # Two alternating shades separate neighbours; a border would hide narrow bars.
                 trace["marker"]["color"].append(f"@{bar.kind}{'-2' if k % 2 else ''}")
 
 
 def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
-    """Every span that can be searched for, however short: its name's number, start, end, centre and height."""
+    """The spans for the search, also short ones: the name's number, start, end, centre and height of each."""
     numbers: dict[str, int] = {}
     found = []
     for i, timeline in enumerate(timelines):
@@ -192,7 +170,7 @@ def _index(timelines: Sequence[Timeline], scale: float) -> dict[str, Any]:
 
 
 def _places(timeline: Timeline, i: int, lane: str) -> Iterator[tuple[float, float, list[Span]]]:
-    """(centre, height, spans) of the rows that a lane of timeline `i` needs for spans that lie over one another."""
+    """(centre, height, spans) of each row of a lane of timeline `i`; spans that overlap are in different rows."""
     placed = stack([s for s in _own(timeline) if (s.kind == "message") == (lane == "network")])
     lines: dict[int, list[Span]] = {}
     for row, span in placed:
@@ -204,18 +182,18 @@ def _places(timeline: Timeline, i: int, lane: str) -> Iterator[tuple[float, floa
 
 
 def _hover(bar: Bar) -> list[str]:
-    name = label(bar.name) if bar.count == 1 else f"{bar.count} short ones from {label(bar.name)} on"
+    name = label(bar.name) if bar.count == 1 else f"{bar.count} short spans, the first is {label(bar.name)}"
     size = f" · {format_bytes(bar.nbytes)}" if bar.nbytes else ""
-    return [name, f"at {format_seconds(bar.start_s)} · takes {format_seconds(bar.end_s - bar.start_s)}{size}"]
+    return [name, f"starts at {format_seconds(bar.start_s)} · takes {format_seconds(bar.end_s - bar.start_s)}{size}"]
 
 
 def _add_idle(trace: dict[str, Any], timeline: Timeline, i: int, scale: float, finest_s: float) -> None:
-    for start, end, shares in blame(timeline, own_worker(timeline)):
+    for start, end, shares in idle_causes(timeline, drawn_worker(timeline)):
         if end - start < finest_s:
             continue
         cause = max(shares, key=lambda name: shares[name])
         why = f"waits for {label(cause)}" if cause is not None else "no message in flight"
-        hover = [f"idle for {format_seconds(end - start)}", f"at {format_seconds(start)} · {why}"]
+        hover = [f"idle for {format_seconds(end - start)}", f"starts at {format_seconds(start)} · {why}"]
         _add_bar(trace, -i * _PITCH - _ROWS["compute"], _LANE, (start / scale, end / scale), hover)
         trace["text"].append(format_seconds(end - start))
 
@@ -246,10 +224,10 @@ def _layout(timelines: Sequence[Timeline], unit: str, first: float, longest: flo
         y = -i * _PITCH - 0.62
         facts = [f"<b>{end}</b>"]
         if timeline.lower_bound_s:
-            facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
-        idle_s = sum(end - start for start, end in idle_gaps(timeline, own_worker(timeline)))
+            facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the lower bound")
+        idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
         if timeline.iteration_s:
-            facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)}")
+            facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)} of the time")
         title = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{timeline.source}</span>"
         notes.append(_note(title, 0, "left", y, 15, "@ink"))
         notes.append(_note("  ·  ".join(facts), 1, "right", y, 12, "@soft"))
@@ -263,7 +241,7 @@ def _layout(timelines: Sequence[Timeline], unit: str, first: float, longest: flo
         annotations=notes,
         uniformtext={"mode": "hide", "minsize": 10},
         xaxis=axis(
-            title={"text": f"time since the backward pass began [{unit}]", "font": {"color": "@soft"}, "standoff": 10},
+            f"time since the start of the backward pass [{unit}]",
             range=[first - margin * (first < 0), longest + margin],
             showspikes=True,
             spikemode="across",

@@ -6,8 +6,7 @@ from support.report_samples import cnn, timelines
 
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
-from legato.report.flows import flows
-from legato.report.perfetto import to_perfetto
+from legato.report.perfetto import flows, to_perfetto
 
 WORKLOAD = Workload(
     "w",

@@ -1,4 +1,4 @@
-"""The shape of a workload: when gradients appear, how large tensors are, how long ops take."""
+"""The figures of a workload: when gradients are ready, how large tensors are, how long ops take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from legato.core.cluster import Cluster
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
-from legato.report.drawing import axis, label, layout
-from legato.report.summary import time_unit
+from legato.report.figures import axis, label, layout
+from legato.report.tables import time_unit
 
 __all__ = ["drained", "draw_op_times", "draw_readiness", "draw_tensor_sizes", "readiness"]
 
@@ -18,14 +18,14 @@ _MIB = 2.0**20
 
 
 def readiness(workload: Workload) -> list[tuple[float, int, str]]:
-    """(seconds, bytes, tensor) as gradients appear while the worker computes without waiting."""
+    """(seconds, bytes, tensor) of each gradient, in the order in which a worker that never waits makes them."""
     order = workload.iteration_order()
     ends = dict(zip(order, itertools.accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return sorted((ends[t.ready_after], t.nbytes, t.name) for t in workload.tensors)
 
 
 def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tuple[float, int]]:
-    """(seconds, bytes sent) at the corners of what a network sends that never waits while anything is ready."""
+    """(seconds, bytes sent) at the corners of the curve of a network that sends whenever a gradient is ready."""
     corners: list[tuple[float, int]] = []
     at, sent = 0.0, 0
     for ready_s, nbytes, _ in ready:
@@ -38,7 +38,7 @@ def drained(ready: list[tuple[float, int, str]], s_per_byte: float) -> list[tupl
 
 
 def draw_readiness(workload: Workload, cluster: Cluster | None) -> dict[str, Any]:
-    """Bytes ready, and bytes that the network can have sent, over time."""
+    """The bytes that are ready, and the bytes that the network can have sent, over time."""
     ready = readiness(workload)
     sent = drained(ready, cluster.cost().beta_s_per_byte) if cluster else []
     compute_s = workload.compute_s
@@ -71,25 +71,25 @@ def draw_readiness(workload: Workload, cluster: Cluster | None) -> dict[str, Any
             }
         )
     backward_s = sum(op.duration_s for op in workload.ops if op.phase == "backward")
-    marks = [("backward ends", backward_s / scale), ("computation ends", compute_s / scale)]
+    marks = [("backward pass ends", backward_s / scale), ("computation ends", compute_s / scale)]
     return {
         "data": data,
         "layout": layout(
             height=340,
             shapes=[_upright(x) for _, x in marks],
             annotations=[_mark(text, x) for text, x in marks],
-            xaxis=axis(title=_title(f"time since the backward pass began [{unit}]"), rangemode="tozero"),
-            yaxis=axis(title=_title("gradients [MiB]"), rangemode="tozero"),
+            xaxis=axis(f"time since the start of the backward pass [{unit}]", rangemode="tozero"),
+            yaxis=axis("gradients [MiB]", rangemode="tozero"),
         ),
     }
 
 
 def draw_tensor_sizes(workload: Workload) -> dict[str, Any]:
-    """Sizes of the tensors in the order in which the forward pass reads them, on a logarithmic axis."""
+    """The sizes of the tensors, in the order in which the forward pass reads them, on a logarithmic axis."""
     forward = set(workload.phase_ops("forward"))
     last = len(workload.ops)
     tensors = list(enumerate(workload.tensors))
-    # What no forward op is known to read stands where its gradient says: the backward pass runs the other way.
+    # A tensor without a known reader is placed by its gradient: the backward pass runs in reverse order.
     tensors.sort(
         key=lambda it: (min([r for r in it[1].readers if r in forward], default=last), -it[1].ready_after, -it[0])
     )
@@ -109,14 +109,14 @@ def draw_tensor_sizes(workload: Workload) -> dict[str, Any]:
         "layout": layout(
             height=300,
             bargap=0.15,
-            xaxis=axis(title=_title("tensors, in the order the forward pass reads them"), showgrid=False),
+            xaxis=axis("tensors in the order in which the forward pass reads them", showgrid=False),
             yaxis=axis(type="log", tickvals=[2**p for p in powers], ticktext=[format_bytes(2**p) for p in powers]),
         ),
     }
 
 
 def draw_op_times(workload: Workload) -> dict[str, Any]:
-    """Durations of the ops over the iteration, on a logarithmic axis; of very many the longest."""
+    """The durations of the ops (at most the 3,000 longest) over the iteration, on a logarithmic axis."""
     order = workload.iteration_order()
     starts = dict(
         zip(order, itertools.accumulate((workload.ops[i].duration_s for i in order), initial=0.0), strict=False)
@@ -143,16 +143,12 @@ def draw_op_times(workload: Workload) -> dict[str, Any]:
         "data": [trace for trace in data if trace["x"]],
         "layout": layout(
             height=300,
-            xaxis=axis(title=_title(f"time of computation [{unit}]"), showgrid=False),
+            xaxis=axis(f"computation time [{unit}]", showgrid=False),
             yaxis=axis(
                 type="log", tickvals=[10.0**p for p in powers], ticktext=[format_seconds(10.0**p) for p in powers]
             ),
         ),
     }
-
-
-def _title(text: str) -> dict[str, Any]:
-    return {"text": text, "font": {"color": "@soft", "size": 12}, "standoff": 8}
 
 
 def _upright(x: float) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Where the time went: gaps, and the messages that they are laid to."""
+"""Idle time: gaps, the messages that cause them, and the tensors that cost most."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.report_samples import cnn, timelines
+from support.report_samples import CLUSTER, cnn, timelines
 
 from legato.core.timeline import Span, Timeline
-from legato.report.waits import Wait, blame, idle_gaps, waits
+from legato.report.idle import Wait, idle_causes, idle_costs, idle_gaps, idle_sentence, waits
+from legato.schedule import schedule
+from legato.simulator.collective import simulate
 
 
 def timeline(iteration_s, compute, messages, source="predicted"):
@@ -72,6 +74,38 @@ pieces = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)).map(lambda p:
 @given(pieces, pieces, st.sampled_from(["predicted", "measured"]))
 def test_shares_of_a_gap_are_the_gap(compute, flights, source):
     t = timeline(40.0, compute, [(f"m{i}", a, b) for i, (a, b) in enumerate(flights)], source)
-    for start, end, shares in blame(t):
+    for start, end, shares in idle_causes(t):
         assert sum(shares.values()) == pytest.approx(end - start) and min(shares.values()) >= 0
     assert sum(w.seconds for w in waits(t)) == pytest.approx(40.0 - t.computation_s)
+
+
+def test_the_sentence_names_the_tensors_that_cost_most_of_the_idle_time():
+    spans = [Span(0, "compute", "b", 0.0, 1.0, "backward")]
+    for k, seconds in enumerate((0.55, 0.3, 0.15)):
+        start = spans[-1].end_s
+        spans.append(Span(0, "network", f"t{k}", start, start + seconds, "message"))
+        spans.append(Span(0, "compute", f"f{k}", start + seconds, start + seconds + 0.1, "forward"))
+    found = Timeline("x", "predicted", spans[-1].end_s, tuple(spans))
+    assert idle_sentence(*idle_costs(found)) == (
+        "Waiting for these two tensors takes 850 ms of 1 s of idle time: t0, t1."
+    )
+    assert idle_sentence(*idle_costs(timelines(cnn(50))[0])).startswith("Waiting for this message takes ")
+
+
+@pytest.mark.parametrize("name", ["ddp", "mg-wfbp", "legato", "fifo"])
+def test_with_the_plan_the_cost_of_messages_is_that_of_their_tensors(name):
+    job = cnn(30)
+    plan = schedule(name, job, CLUSTER)
+    timeline = simulate(job, plan, CLUSTER)
+    found, tensors = idle_costs(timeline, [plan])
+    assert tensors and {wait.message for wait in found} <= {tensor.name for tensor in job.tensors} | {None}
+    assert sum(w.seconds for w in found) == pytest.approx(sum(w.seconds for w in waits(timeline)))
+    seconds = [wait.seconds for wait in found]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_plan_of_another_timeline_says_nothing():
+    job = cnn(30)
+    timeline = simulate(job, schedule("ddp", job, CLUSTER), CLUSTER)
+    for other in (schedule("fifo", job, CLUSTER), schedule("ddp", job, CLUSTER, bucket_bytes=2**21)):
+        assert idle_costs(timeline, [other]) == (waits(timeline), False)

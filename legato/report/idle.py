@@ -1,0 +1,145 @@
+"""Idle time: what computation waits for, how much each message and tensor costs, and a sentence that sums it up."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from legato.core.plan import Plan
+from legato.core.timeline import Span, Timeline, merge_intervals
+from legato.core.units import format_seconds
+
+__all__ = ["Wait", "drawn_worker", "idle_causes", "idle_costs", "idle_gaps", "idle_sentence", "waits"]
+
+#: A message caused a gap when the two end within this share of an iteration of each other.
+_TOLERANCE = {"predicted": 1e-6, "measured": 5e-3}
+#: The sentence names the most expensive tensors that together cost this share of the idle time, at most five.
+_ENOUGH = 0.8
+_MOST_NAMED = 5
+_SUBJECTS = ("", "this {}", "these two {}s", "these three {}s", "these four {}s", "these five {}s")
+#: Messages of several tensors are called "first +2", those in traces by their kind and number.
+_MESSAGE = re.compile(r" \+ ?\d+$|^(all|broadcast|gather|recv|reduce|scatter|send|unknown)[_a-z]* \d+$")
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Seconds for which computation waited for one message, or one of its tensors, in `gaps` gaps.
+
+    `message` is None for idle time in which no message was in flight.
+    """
+
+    message: str | None
+    seconds: float
+    gaps: int
+
+
+def drawn_worker(timeline: Timeline) -> int:
+    """The worker that the page shows: the one with the lowest number."""
+    return min((s.worker for s in timeline.spans), default=0)
+
+
+def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
+    """(start, end) in seconds of every gap in a worker's computation, from 0 to the end of the iteration."""
+    computing = merge_intervals(
+        (s.start_s, s.end_s) for s in timeline.spans if s.worker == worker and s.kind != "message"
+    )
+    gaps, at = [], 0.0
+    for start, end in [*computing, (timeline.iteration_s, timeline.iteration_s)]:
+        if min(start, timeline.iteration_s) > at:
+            gaps.append((at, min(start, timeline.iteration_s)))
+        at = max(at, end)
+    return gaps
+
+
+def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float, dict[str | None, float]]]:
+    """(start, end, seconds by message) of every gap; None stands for time in which no message was in flight.
+
+    A gap is attributed to the message that ends when the gap ends (if there are
+    several, to the one that started last). If there is none, each moment of the
+    gap is divided equally among the messages in flight.
+    """
+    messages = [s for s in timeline.spans if s.worker == worker and s.kind == "message"]
+    messages.sort(key=lambda span: span.start_s)
+    tolerance = _TOLERANCE[timeline.source] * timeline.iteration_s
+    causes: list[tuple[float, float, dict[str | None, float]]] = []
+    for start, end in idle_gaps(timeline, worker):
+        near = [m for m in messages if m.end_s > start and abs(m.end_s - end) <= tolerance]
+        shares: dict[str | None, float] = {near[-1].name: end - start} if near else _divided(start, end, messages)
+        causes.append((start, end, shares))
+    return causes
+
+
+def _divided(start: float, end: float, messages: Sequence[Span]) -> dict[str | None, float]:
+    """The gap's seconds by message, each moment divided equally among the messages in flight."""
+    over = [m for m in messages if m.start_s < end and m.end_s > start]
+    edges = sorted({start, end} | {t for m in over for t in (m.start_s, m.end_s) if start < t < end})
+    shares: dict[str | None, float] = {}
+    for a, b in itertools.pairwise(edges):
+        flying: list[str | None] = [m.name for m in over if m.start_s <= a and m.end_s >= b]
+        for name in flying or [None]:
+            shares[name] = shares.get(name, 0.0) + (b - a) / max(len(flying), 1)
+    return shares
+
+
+def waits(timeline: Timeline, worker: int = 0) -> list[Wait]:
+    """The sums of `idle_causes` by message, the largest first."""
+    cost: dict[str | None, float] = {}
+    gaps: dict[str | None, int] = {}
+    for _, _, shares in idle_causes(timeline, worker):
+        for name, seconds in shares.items():
+            cost[name] = cost.get(name, 0.0) + seconds
+            gaps[name] = gaps.get(name, 0) + 1
+    return _largest_first([Wait(name, seconds, gaps[name]) for name, seconds in cost.items()])
+
+
+def _largest_first(found: list[Wait]) -> list[Wait]:
+    return sorted(found, key=lambda wait: (-wait.seconds, wait.message or ""))
+
+
+def idle_costs(timeline: Timeline, plans: Sequence[Plan] = ()) -> tuple[list[Wait], bool]:
+    """What the drawn worker waits for, the largest first, and whether the names are tensors (else messages).
+
+    If a plan has the timeline's name and its messages, the cost of each message
+    is divided among its tensors in proportion to their bytes.
+    """
+    every = waits(timeline, drawn_worker(timeline))
+    plan = next((plan for plan in plans if plan.scheduler == timeline.name), None)
+    inside = {} if plan is None else _contents(plan)
+    names = {wait.message for wait in every if wait.message is not None}
+    if not names <= inside.keys():
+        return every, not any(_MESSAGE.search(name) for name in names)
+    shares: dict[str | None, list[tuple[float, int]]] = {}
+    for wait in every:
+        content = {None: 1} if wait.message is None else inside[wait.message]
+        for tensor, nbytes in content.items():
+            shares.setdefault(tensor, []).append((wait.seconds * nbytes / sum(content.values()), wait.gaps))
+    found = [Wait(tensor, sum(s for s, _ in parts), sum(g for _, g in parts)) for tensor, parts in shares.items()]
+    return _largest_first(found), True
+
+
+def _contents(plan: Plan) -> dict[str, dict[str | None, int]]:
+    """The bytes of each tensor by the messages' names; messages of one name are added up."""
+    inside: dict[str, dict[str | None, int]] = {}
+    for message in plan.messages:
+        first, more = message.slices[0].tensor, len(message.slices) - 1
+        content = inside.setdefault(f"{first} +{more}" if more else first, {})
+        for piece in message.slices:
+            content[piece.tensor] = content.get(piece.tensor, 0) + piece.stop - piece.start
+    return inside
+
+
+def idle_sentence(every: Sequence[Wait], tensors: bool) -> str:
+    """`Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" if computation waits for none."""
+    idle_s = sum(wait.seconds for wait in every)
+    largest = [wait for wait in every if wait.message is not None]
+    if not largest or not idle_s:
+        return ""
+    named: list[Wait] = []
+    while len(named) < min(_MOST_NAMED, len(largest)) and sum(w.seconds for w in named) < _ENOUGH * idle_s:
+        named.append(largest[len(named)])
+    cost_s = sum(wait.seconds for wait in named)
+    subject = _SUBJECTS[len(named)].format("tensor" if tensors else "message")
+    names = ", ".join(wait.message or "" for wait in named)
+    return f"Waiting for {subject} takes {format_seconds(cost_s)} of {format_seconds(idle_s)} of idle time: {names}."

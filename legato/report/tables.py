@@ -1,0 +1,52 @@
+"""Heads and cells of the page's tables, and how numbers are written in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["bar_percent", "factor", "heads", "in_one_unit", "percent", "table_cell", "time_unit"]
+
+
+def heads(
+    names: Sequence[str], ordered: int | None = None, help: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The heads of the columns; the rows are sorted by column `ordered`, and `help` has the tooltips."""
+    return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
+
+
+def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:
+    """A cell that is sorted by `sort` (None comes last), with a bar of `bar` percent of its width."""
+    return {"text": text, "sort": "" if sort is None else sort, "href": href, "bar": bar}
+
+
+def bar_percent(value: float | None, largest: float) -> float | None:
+    """The length of a bar in percent, where `largest` has 100; None without a value."""
+    return None if value is None else round(100 * min(1.0, value / largest), 2)
+
+
+def factor(ratio: float | None) -> str:
+    """`1.24×`."""
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
+def percent(share: float | None) -> str:
+    """`3.1%`, without decimals from 100% on."""
+    if share is None:
+        return ""
+    share = share if abs(share) >= 5e-4 else 0.0
+    return (f"{share:.1%}" if abs(share) < 1 else f"{share:,.0%}").replace("-", "−")
+
+
+def in_one_unit(seconds: list[float | None]) -> list[str]:
+    """Times to compare, all in one unit and with the number of decimals that gives the largest four digits."""
+    known = [abs(s) for s in seconds if s is not None]
+    largest = max(known, default=0.0)
+    unit, scale = time_unit(largest)
+    whole = len(str(int(largest / scale)))
+    return ["" if s is None else f"{s / scale:,.{max(0, 4 - whole)}f} {unit}" for s in seconds]
+
+
+def time_unit(largest_s: float) -> tuple[str, float]:
+    """(unit, seconds in it) for times up to `largest_s`: milliseconds between 1 ms and 10 s."""
+    return ("s", 1.0) if largest_s >= 10 else ("ms", 1e-3) if largest_s >= 1e-3 else ("us", 1e-6)
