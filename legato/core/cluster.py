@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from legato.core.errors import InputError, unknown_name
-from legato.core.units import Int64
+from legato.core.text import count, shorten, table
+from legato.core.units import Int64, format_bandwidth, format_seconds
 
 __all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
 
@@ -33,6 +34,10 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+
+    def __str__(self) -> str:
+        floor = f", at least {format_seconds(self.floor_s)}" if self.floor_s else ""
+        return f"{format_seconds(self.alpha_s)} + {format_seconds(self.beta_s_per_byte * 2**20)} per MiB{floor}"
 
     def cost(self, nbytes: float) -> float:
         """Seconds to send `nbytes` bytes as one message."""
@@ -221,6 +226,20 @@ class Cluster(
             latency_s=latency_s,
             reduce_s_per_byte=reduce_s_per_byte,
         )
+
+    def __str__(self) -> str:
+        """The machines, and one line per collective: the cost of a message, the default first."""
+        servers = f", {count(self.servers, 'server')}" if self.servers else ""
+        speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
+        latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
+        rows = [[f"  {shorten(name)}", str(cost)] for name, cost in self.collectives.items()]
+        rows += [
+            [f"  {shorten(name)}, depth {depth}", str(cost)]
+            for name, measured in self.depths.items()
+            for depth, cost in measured.items()
+        ]
+        heading = f"{count(self.workers, 'worker')}{servers}{speed}{latency}"
+        return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0)])
 
     @property
     def default_collective(self) -> str:

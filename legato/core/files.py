@@ -16,6 +16,7 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import FileError
 from legato.core.plan import Plan
+from legato.core.text import one_line
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
@@ -60,7 +61,7 @@ def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = 
     try:
         return _decode(data, _checked_kind(data, kind))
     except FileError as error:
-        raise FileError(_one_line(f"{source}: {error}")) from None
+        raise FileError(one_line(f"{source}: {error}")) from None
 
 
 @overload
@@ -84,9 +85,9 @@ def load(path: str | os.PathLike[str]) -> bytes:
             while len(data) <= MOST_BYTES and (block := file.read(_BLOCK_BYTES)):
                 data += block
     except (OSError, ValueError) as error:
-        raise FileError(_one_line(f"{path}: cannot read: {_reason(error)}")) from None
+        raise FileError(one_line(f"{path}: cannot read: {_reason(error)}")) from None
     if len(data) > MOST_BYTES:
-        raise FileError(_one_line(f"{path}: more than {MOST_BYTES // 2**20} MiB (too large for a file of legato's)"))
+        raise FileError(one_line(f"{path}: more than {MOST_BYTES // 2**20} MiB (too large for a file of legato's)"))
     return bytes(data)
 
 
@@ -95,7 +96,7 @@ def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
     try:
         text = encode(value).decode() + "\n"
     except ValueError as error:
-        raise FileError(_one_line(f"{path}: cannot write: {error}")) from None
+        raise FileError(one_line(f"{path}: cannot write: {error}")) from None
     write_text(path, text)
 
 
@@ -104,7 +105,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         data = text.encode("utf-8")
     except ValueError as error:
-        raise FileError(_one_line(f"{path}: cannot write: {_reason(error)}")) from None
+        raise FileError(one_line(f"{path}: cannot write: {_reason(error)}")) from None
     write_bytes(path, data)
 
 
@@ -123,7 +124,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
     except (OSError, ValueError) as error:
-        raise FileError(_one_line(f"{path}: cannot write: {_reason(error)}")) from None
+        raise FileError(one_line(f"{path}: cannot write: {_reason(error)}")) from None
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -132,11 +133,6 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _one_line(text: str) -> str:
-    """Control characters, line ends among them, as escapes: names come from files and may hold any."""
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspec.Struct]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
 from legato.core.errors import InputError, PlanError
-from legato.core.units import Int64
+from legato.core.text import count, shorten, table
+from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
 __all__ = ["Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
@@ -19,6 +20,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
 #: ... and handed out again by the second half of the two that need one.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
+_AGGREGATED_BY = {second: first for first, second in _DISTRIBUTE.items()}
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +63,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.slices)
 
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the tensors in it, each once."""
+        return list(dict.fromkeys(piece.tensor for piece in self.slices))
+
 
 class Plan(
     msgspec.Struct,
@@ -89,6 +96,81 @@ class Plan(
     def __post_init__(self) -> None:
         if not self.messages:
             raise InputError("messages: none given (expected at least one)")
+
+    def __str__(self) -> str:
+        """The schedule, one line per message."""
+        return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])
+
+    def describe(self, workload: Workload) -> str:
+        """The schedule, one line per message, with the op after which it is sent and the first that waits for it.
+
+        Messages that distribute what others aggregated (all_gather, pull) are
+        sent after those. Raises `PlanError` if the plan does not fit the workload.
+        """
+        check_plan(self, workload)
+        order = self.op_order or workload.iteration_order()
+        place = {op: k for k, op in enumerate(order)}
+        tensors = {tensor.name: tensor for tensor in workload.tensors}
+        carriers = self._carriers()
+        rows = []
+        for message, row in zip(self.messages, self._rows(), strict=True):
+            mine = [tensors[name] for name in message.tensors]
+            if message.kind in _AGGREGATE:
+                after = workload.ops[max((tensor.ready_after for tensor in mine), key=place.__getitem__)].name
+            else:
+                after = f"message {max(carriers[_AGGREGATED_BY[message.kind], name][-1] for name in message.tensors)}"
+            readers = [reader for tensor in mine for reader in tensor.readers]
+            needed = workload.ops[min(readers, key=place.__getitem__)].name if readers else ""
+            if message.kind in _DISTRIBUTE:
+                needed = f"message {min(carriers[_DISTRIBUTE[message.kind], name][0] for name in message.tensors)}"
+            rows.append([*row, shorten(after), shorten(needed)])
+        headings = ["#", "size", "kind", "tensors", "sent after", "needed by"]
+        return "\n".join([self._title(), *table(headings, rows, right=2)])
+
+    def _carriers(self) -> dict[tuple[str, str], list[int]]:
+        """The messages of a kind, by their index, that carry bytes of a tensor."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for i, message in enumerate(self.messages):
+            for name in message.tensors:
+                found.setdefault((message.kind, name), []).append(i)
+        return found
+
+    def _title(self) -> str:
+        nbytes = sum(message.nbytes for message in self.messages if message.kind in _AGGREGATE)
+        size = f"{count(len(self.messages), 'message')}, {format_bytes(nbytes)} of gradients"
+        overlap = "with forward overlap" if self.forward_overlap else "forward ops wait for the last message"
+        return f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
+
+    def _rows(self) -> list[list[str]]:
+        """Index, size, kind and tensors of each message. A plan has every byte, so it knows the sizes of tensors."""
+        sizes: dict[str, int] = {}
+        for message in self.messages:
+            for piece in message.slices:
+                sizes[piece.tensor] = max(sizes.get(piece.tensor, 0), piece.stop)
+        return [
+            [str(i), format_bytes(message.nbytes), _kind(message), _contents(message, sizes)]
+            for i, message in enumerate(self.messages)
+        ]
+
+
+def _kind(message: Message) -> str:
+    options = [] if message.collective is None else [shorten(message.collective)]
+    options += [f"depth {message.depth}"] if message.depth > 1 else []
+    options += [] if message.server is None else [f"server {message.server}"]
+    return f"{message.kind} ({', '.join(options)})" if options else message.kind
+
+
+def _contents(message: Message, sizes: Mapping[str, int]) -> str:
+    """The tensors of a message: the first and the last of many; [start:stop] are bytes of one sent in part."""
+    names = [
+        shorten(piece.tensor) + (f"[{piece.start}:{piece.stop}]" if piece.nbytes < sizes[piece.tensor] else "")
+        for piece in message.slices
+    ]
+    if len(names) <= 2:
+        return ", ".join(names)
+    parts = sum(piece.nbytes < sizes[piece.tensor] for piece in message.slices)
+    partial = f", {parts} in part" if parts else ""
+    return f"{names[0]} ... {names[-1]} ({count(len(message.tensors), 'tensor')}{partial})"
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 
 from legato.core.errors import InputError
-from legato.core.units import Int64
+from legato.core.text import count, shorten
+from legato.core.units import Int64, format_bytes, format_seconds
 
 __all__ = ["Op", "Phase", "Tensor", "Workload"]
 
@@ -107,7 +108,7 @@ class Workload(
                     raise InputError(f"ops[{i}].deps: {dep} (expected the id of an earlier op, 0 to {i - 1})")
 
     def _check_tensors(self) -> None:
-        ops, count = self.ops, len(self.ops)
+        ops, end = self.ops, len(self.ops)
         names = set()
         for i, tensor in enumerate(self.tensors):
             if tensor.name in names:
@@ -115,11 +116,25 @@ class Workload(
             names.add(tensor.name)
             if tensor.nbytes < 1:
                 raise InputError(f"tensors[{i}].nbytes: {tensor.nbytes} (expected at least 1)")
-            if not 0 <= tensor.ready_after < count or ops[tensor.ready_after].phase != "backward":
+            if not 0 <= tensor.ready_after < end or ops[tensor.ready_after].phase != "backward":
                 raise InputError(f"tensors[{i}].ready_after: {tensor.ready_after} (expected the id of a backward op)")
             for reader in tensor.readers:
-                if not 0 <= reader < count or ops[reader].phase == "backward":
+                if not 0 <= reader < end or ops[reader].phase == "backward":
                     raise InputError(f"tensors[{i}].readers: {reader} (expected ids of forward or optimizer ops)")
+
+    def __str__(self) -> str:
+        """One line: the model, its ops and tensors, and the time of each phase."""
+        phases: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+        times = [
+            f"{phase} {format_seconds(math.fsum(self.ops[i].duration_s for i in ops))}"
+            for phase in phases
+            if (ops := self.phase_ops(phase))
+        ]
+        return (
+            f"{shorten(self.name)}: {count(self.batch_size, 'sample')} on {shorten(self.device)}, "
+            f"{count(len(self.ops), 'op')}, {count(len(self.tensors), 'tensor')} of {format_bytes(self.nbytes)}, "
+            f"{', '.join(times)}"
+        )
 
     @property
     def compute_s(self) -> float:

@@ -203,3 +203,18 @@ def test_a_cluster_file_from_before_there_were_depths():
     assert decode(old, Cluster) == Cluster(2, {"c": LinearCost(1.0, 0.0)})
     measured = Cluster(2, FREE, depths={"c": {4: LinearCost(1.0, 0.0)}})
     assert decode(encode(measured), Cluster) == measured
+
+
+def test_a_cluster_as_text():
+    ring = {"ring": LinearCost(1e-3, 1e-9, 2e-3), "tree": LinearCost(5e-4, 0.0)}
+    measured = Cluster(2, ring, depths={"ring": {4: LinearCost(2e-3, 0.0)}})
+    assert str(measured).split("\n") == [
+        "2 workers",
+        "  collective     cost of a message",
+        "  ring           1 ms + 1.05 ms per MiB, at least 2 ms",
+        "  tree           500 us + 0 s per MiB",
+        "  ring, depth 4  2 ms + 0 s per MiB",
+    ]
+    assert str(Cluster.derive(1, 1e9, 5e-5, servers=2)).startswith(
+        "1 worker, 2 servers, 1 Gbit/s per link, latency 50 us\n"
+    )

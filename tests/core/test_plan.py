@@ -144,3 +144,50 @@ def test_random_plans_are_valid_until_a_slice_is_lost_or_doubled(data, workload,
     if len(found.messages) > 1:
         with pytest.raises(PlanError):
             check_plan(Plan("p", found.messages[:k] + found.messages[k + 1 :]), workload)
+
+
+def test_a_plan_is_a_schedule_that_one_can_read():
+    plan = Plan(
+        "mine",
+        (
+            Message((X, Slice("y", 0, 1)), collective="ring", depth=2),
+            Message((Slice("y", 1, 4),), "push", server=1),
+            Message((Slice("y", 1, 4),), "pull", server=1),
+        ),
+        forward_overlap=True,
+    )
+    assert str(plan).split("\n") == [
+        "mine: 3 messages, 12 B of gradients, with forward overlap",
+        "#  size  kind                        tensors",
+        "0   9 B  all_reduce (ring, depth 2)  x, y[0:1]",
+        "1   3 B  push (server 1)             y[1:4]",
+        "2   3 B  pull (server 1)             y[1:4]",
+    ]
+    assert plan.describe(WORK).split("\n")[1:] == [
+        "#  size  kind                        tensors    sent after  needed by",
+        "0   9 B  all_reduce (ring, depth 2)  x, y[0:1]  b0          f0",
+        "1   3 B  push (server 1)             y[1:4]     b0          message 2",
+        "2   3 B  pull (server 1)             y[1:4]     message 1   f0",
+    ]
+
+
+def test_a_long_plan_is_shown_whole_and_a_long_message_by_its_ends():
+    name = "a" * 30 + "\n" + "b" * 30
+    slices = [Slice(f"t{i}", 0, 4) for i in range(20)]
+    alone = tuple(Message((piece,)) for piece in slices)
+    lines = str(Plan("many", (*alone, Message((Slice(name, 0, 4), Slice("u", 0, 4), Slice("v", 0, 4)))))).split("\n")
+    assert lines[0] == "many: 21 messages, 92 B of gradients, forward ops wait for the last message"
+    assert len(lines) == 23
+    assert lines[-1].endswith(f" {'a' * 13}...{'b' * 24} ... v (3 tensors)")
+
+
+def test_describing_a_plan_for_another_workload_is_refused():
+    with pytest.raises(PlanError, match="the workload has no tensor 'z'"):
+        plan(("all_reduce", Slice("z", 0, 4))).describe(WORK)
+
+
+@given(st.data())
+def test_every_plan_can_be_described(data):
+    workload, cluster = data.draw(workloads()), data.draw(clusters())
+    drawn = data.draw(plans(workload, cluster))
+    assert len(drawn.describe(workload).split("\n")) == len(str(drawn).split("\n")) == len(drawn.messages) + 2

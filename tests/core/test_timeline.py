@@ -1,6 +1,7 @@
 """Timeline metrics, on examples small enough to work out by hand."""
 
 import itertools
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given
@@ -92,3 +93,52 @@ def test_a_span_needs_finite_times_in_order(start, end):
 def test_an_iteration_needs_finite_seconds(seconds):
     with pytest.raises(InputError, match="iteration_s"):
         Timeline("t", "predicted", seconds, ())
+
+
+def test_a_timeline_as_text():
+    t = Timeline("ddp", "measured", 0.005, (Span(0, "compute", "op", 0, 0.003, "backward"),), 0.004)
+    assert str(t) == (
+        "ddp (measured): iteration 5 ms, lower bound 4 ms, computation 3 ms, "
+        "communication 0 s (0 s exposed), overlap 0.00, utilization 0.60"
+    )
+
+
+def picture(t):
+    """The rectangles of spans, by their titles, and all other text."""
+    svg = ElementTree.fromstring(t._repr_html_())
+    name = "{http://www.w3.org/2000/svg}"
+    bars = {rect[0].text: rect for rect in svg.iter(f"{name}rect") if len(rect)}
+    return bars, [text.text for text in svg.iter(f"{name}text")]
+
+
+def test_a_notebook_shows_a_timeline_to_scale():
+    bars, texts = picture(timeline(4.0, [(0, 1)], [(1, 3)]))
+    assert list(bars) == ["op0, 1 s", "m0, 2 s"]
+    one, two = (float(bar.get("width")) for bar in bars.values())
+    assert two == pytest.approx(2 * one, abs=1) and one == pytest.approx(200, abs=1)
+    assert bars["op0, 1 s"].get("fill") != bars["m0, 2 s"].get("fill")
+    assert {"t (predicted)", "4 s per iteration", "worker 0 compute", "worker 0 network"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        Timeline("<script>&\n\x00", "predicted", 1.0, (Span(0, "</svg>", "<b>\x07", 0.0, 1.0, "message", 7),), 0.5),
+        Timeline("empty", "predicted", 0.0, ()),
+        Timeline("earlier", "measured", 1.0, (Span(3, "compute", "x", -2.0, -1.0, "forward"),)),
+        Timeline("no length", "measured", 0.0, (Span(0, "compute", "x", 0.0, 0.0, "forward"),)),
+    ],
+    ids=lambda t: t.name[:8].strip("<"),
+)
+def test_any_timeline_has_a_picture(t):
+    bars, _ = picture(t)
+    assert len(bars) == len(t.spans) and "script" not in t._repr_html_().replace("&lt;script", "")
+    assert all(0 <= float(bar.get("x")) <= 950 for bar in bars.values())
+
+
+def test_a_picture_of_many_spans_and_workers_stays_small():
+    spans = [Span(w, "compute", "x", i / 1000, (i + 1) / 1000, "forward") for w in range(2) for i in range(10_000)]
+    assert len(Timeline("many", "predicted", 10.0, tuple(spans))._repr_html_()) < 1_000_000
+    workers = [Span(w, "compute", "x", 0, 1, "forward") for w in range(1000)]
+    _, texts = picture(Timeline("workers", "predicted", 1.0, tuple(workers)))
+    assert "and 936 more lanes" in texts

@@ -80,3 +80,9 @@ def test_the_order_of_an_iteration_is_one_that_plans_accept(work):
     assert phases[: phases.count("backward")] == ["backward"] * phases.count("backward")
     for phase in ("backward", "forward"):
         assert [i for i in order if work.ops[i].phase == phase] == work.phase_ops(phase)
+
+
+def test_a_workload_as_text():
+    assert str(Workload("net", (F, B, U), (W,), batch_size=8)) == (
+        "net: 8 samples on cpu, 3 ops, 1 tensor of 4 B, forward 1 s, backward 2 s, optimizer 500 ms"
+    )

@@ -106,6 +106,7 @@ import msgspec
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Detours, HeadsTails, Order, heads_tails
 from legato.schedule.basics.jackson import jackson
@@ -158,6 +159,9 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     seconds: float
     certificate: Certificate
+
+    def __str__(self) -> str:
+        return f"no schedule takes less than {format_seconds(self.seconds)} (certificate: {self.certificate.case!r})"
 
 
 def lower_bound(

@@ -1,0 +1,36 @@
+"""Names and tables as text. Names come from files and models, so they may be long and hold any character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+__all__ = ["count", "one_line", "shorten", "table"]
+
+
+def one_line(text: str) -> str:
+    """The text with control characters, line ends among them, as escapes."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def shorten(name: str, most: int = 40) -> str:
+    """The name on one line, without its middle if it has more than `most` characters; the end tells most."""
+    name = one_line(name)
+    return name if len(name) <= most else f"{name[: most // 3]}...{name[len(name) - (most - most // 3 - 3) :]}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 tensor`, `2,000 tensors`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[str]:
+    """Lines of columns as wide as their widest cell; the first `right` columns are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if k < right else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (headings, *rows)
+    ]
