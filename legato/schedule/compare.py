@@ -15,10 +15,11 @@ from legato.core.workload import Workload
 from legato.schedule import schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import Order
+from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
 from legato.simulator.collective import simulate
 
-__all__ = ["Candidate", "best", "compare"]
+__all__ = ["Candidate", "best", "check_bounds", "compare"]
 
 #: A plan with more messages has to be predicted faster by more than this part.
 _NOT_WORTH_A_MESSAGE = 0.005
@@ -93,6 +94,27 @@ def compare(
         if progress:
             progress(i + 1, len(names))
     return found
+
+
+def check_bounds(
+    candidates: Iterable[Candidate],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    compute: Literal["one", "unlimited"] = "one",
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Prove the bounds of candidates again, from their certificates, in exact arithmetic.
+
+    The arguments are those given to `compare`; `progress(done, total)` is called
+    after each bound. Raises `InputError` when a certificate proves less than its
+    bound claims.
+    """
+    bounds = {kind_of(candidate.plan, workload): candidate.bound for candidate in candidates}
+    for i, ((order, all_reduce_only), bound) in enumerate(bounds.items()):
+        verify_bound(bound, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+        if progress:
+            progress(i + 1, len(bounds))
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:

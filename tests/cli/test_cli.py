@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import legato
 from legato.cli import main
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
+from legato.schedule.bound.lower_bound import lower_bound
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +58,25 @@ def test_plan_on_parameter_servers(capsys, workload):
     status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--servers", 2)
     assert status == 0 and [row["scheduler"] for row in json.loads(out)] == list(SERVER_SCHEDULERS)
     assert "0 parameter servers (expected at least 1" in fails(capsys, "plan", workload, "--scheduler", "tac")
+
+
+@pytest.mark.parametrize("options", [(), ("--compute", "unlimited"), ("--workers", 4, "--servers", 2)])
+def test_plan_proves_its_bounds_again(capsys, workload, options):
+    status, out, _ = run(capsys, "plan", workload, "--check-bound", "--json", *options)
+    assert status == 0 and all(row["bound_checked"] is True for row in json.loads(out))
+    assert "(proved in exact arithmetic)" in run(capsys, "plan", workload, "--check-bound", *options)[1]
+
+
+def test_a_bound_that_its_certificate_does_not_prove_gets_one_line(capsys, workload, tmp_path, monkeypatch):
+    def too_much(*arguments, **options):
+        bound = lower_bound(*arguments, **options)
+        return msgspec.structs.replace(bound, seconds=bound.seconds * 1.01)
+
+    monkeypatch.setattr("legato.schedule.compare.lower_bound", too_much)
+    plan = tmp_path / "plan.json"
+    line = fails(capsys, "plan", workload, "--scheduler", "fifo", "--check-bound", "-o", plan)
+    assert "its certificate proves only" in line and not plan.exists()
+    assert run(capsys, "plan", workload, "--scheduler", "fifo")[0] == 0
 
 
 def test_plan_by_hand(capsys, workload):
