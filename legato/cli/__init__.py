@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -60,6 +61,8 @@ app.command("workload")(workload.workload)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; ends the process with its exit status."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         status = app(list(arguments) if arguments is not None else None, standalone_mode=False)
     except Exit as done:
@@ -79,7 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _interrupt(number: int, _: object) -> None:
+    """On the first Ctrl-C, end the command; ignore further ones, which would interrupt its cleaning up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _fail(message: str, status: int) -> int:

@@ -1,13 +1,21 @@
-"""Where cells run: in this process, on all cores of this machine, or on a Dask or Ray cluster (joblib's backends)."""
+"""Where cells run: in this process, on all cores of this machine, or on a Dask or Ray cluster (joblib's backends).
+
+[Note: Ctrl-C] Only this process reacts to it. Workers on this machine ignore it from their start, and are killed
+when the iterator of results is closed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
 import socket
+import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
+from types import FrameType
 from typing import Any, TypeVar
 
 from legato.core.errors import InputError, LegatoError
@@ -52,30 +60,87 @@ def in_parallel(
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-    with _joblib_backend(backend) as active:
+    with _one_interrupt(), _joblib_backend(backend) as active:
         cores = min(len(items), jobs or active.effective_n_jobs(-1))
         if backend is None and cores <= 1:
             yield from map(function, items)
             return
         calls = (joblib.delayed(function)(item) for item in items)
+        options = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)} if backend is None else {}
         try:
             if active.supports_return_generator:
                 pool = joblib.Parallel(
-                    n_jobs=cores, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs"
+                    n_jobs=cores, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs", **options
                 )
-                yield from _until_closed(pool(calls))
+                with ExitStack() as stack:
+                    with _interrupts_held_back():
+                        results = stack.enter_context(_closing_quietly(pool(calls)))
+                    for result in results:  # noqa: UP028 - `yield from` would close them with the warning
+                        yield result
             else:
-                with joblib.Parallel(n_jobs=cores, batch_size=1) as pool:
+                with joblib.Parallel(n_jobs=cores, batch_size=1, **options) as pool:
                     while some := list(itertools.islice(calls, cores * _ROUND)):
                         yield from pool(some)
         except TerminatedWorkerError:
             raise LegatoError("a worker process was killed, perhaps for want of memory: try fewer --jobs") from None
 
 
-def _until_closed(results: Iterable[R]) -> Iterator[R]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that work was left undone is what closing means
-        yield from results
+@contextmanager
+def _closing_quietly(results: Generator[R, None, None]) -> Iterator[Generator[R, None, None]]:
+    """Close `results` at the end, without joblib's warning about unfinished work."""
+    try:
+        yield results
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.close()
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Let the first Ctrl-C inside the block raise `KeyboardInterrupt`, and ignore further ones until the block ends.
+
+    A second one would interrupt joblib while it ends the worker processes, and the program would then hang at exit.
+    A handler that somebody else installed stays.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Deliver a Ctrl-C inside the block at its end, and never to the threads and processes that are started inside.
+
+    They inherit a signal mask that blocks SIGINT. The terminal sends Ctrl-C to
+    the workers too, and one that is still importing would print a traceback.
+    """
+    resource_tracker.ensure_running()  # when it starts inside the block, CPython 3.11 and 3.12 unblock SIGINT
+    held: list[tuple[int, FrameType | None]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    replaced = threading.current_thread() is threading.main_thread() and callable(handler)
+    if replaced:
+        signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if replaced:
+            signal.signal(signal.SIGINT, handler)
+    if held and callable(handler):
+        handler(*held[0])
 
 
 @contextmanager
