@@ -1,4 +1,4 @@
-"""A synchronous parameter-server mode: k servers, n workers and some inference agents from one `torchrun`."""
+"""Synchronous training with parameter servers: servers, workers and optional inference agents of one `torchrun`."""
 
 from legato.pytorch.servers.launch import parameter_servers
 from legato.pytorch.servers.model import AgentModel, Iteration, ServedModel

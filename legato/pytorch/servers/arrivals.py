@@ -1,4 +1,4 @@
-"""In which order transfers arrive: looked at while they do, without touching them."""
+"""Observe the order in which transfers arrive, without interfering with them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Arrivals", "out_of_order"]
 
-#: Between two looks. What arrives between them counts as in order.
+#: Time between two polls. Transfers that arrive between the same two polls count as in order.
 _POLL_S = 1e-4
 
 
 class Arrivals:
-    """A thread that looks at the trailers of one receiver's values, which arrive behind the values themselves.
+    """A thread that polls the trailers of one receiver's values; each trailer arrives after its value.
 
-    `previous` is (out of order, seconds from the beginning to each) of the
-    iteration before the one that is on its way.
+    `previous` describes the iteration before the current one: the number of
+    transfers that arrived out of order, and the seconds from the start of the
+    iteration to each arrival.
     """
 
     def __init__(self, arena: Arena, shards: Sequence[Shard]) -> None:
@@ -34,7 +35,7 @@ class Arrivals:
         self._thread.start()
 
     def begin(self, iteration: int, order: Sequence[int]) -> None:
-        """From now on, the values of this iteration are expected, in this order."""
+        """Start to observe an iteration, whose values are expected in this order."""
         late = out_of_order(self._order, [group for _, group in self._seen], self._server)
         self.previous = late, tuple(at - self._began_s for at, group in self._seen for _ in group)
         self._order, self._seen = list(order), []
@@ -43,7 +44,7 @@ class Arrivals:
         self._begun.set()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._work = None
         self._begun.set()
         self._thread.join()
@@ -66,9 +67,10 @@ class Arrivals:
 
 
 def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:
-    """How many transfers were seen before one of the same server that stands before them in `order`.
+    """Count the transfers that arrived before another one of the same server that precedes them in `order`.
 
-    `seen` are groups, in the order in which they were seen.
+    `seen` holds groups of transfers, in order of arrival; transfers in one
+    group were observed at the same time.
     """
     place = {index: k for k, index in enumerate(order)}
     missing: dict[int, set[int]] = {}

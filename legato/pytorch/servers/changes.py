@@ -1,10 +1,11 @@
-"""What a worker's script does to gradients and parameters behind the servers' back: brought to them, or refused.
+"""Detect changes that a training script makes to gradients and parameters; send them to the servers or refuse them.
 
-The servers have a gradient as soon as it was pushed, and hold the parameters.
-So whoever reads `.grad` between the backward pass and `step()` gets the average
-of all workers, as under `DistributedDataParallel`, and what he makes of it is
-sent once more, by worker 0. What nobody can see in time is noticed by the
-version of a tensor, and refused.
+The servers receive each gradient as soon as it is pushed, and they hold the
+parameters. Reading `.grad` between the backward pass and `step()` therefore
+returns the average over all workers, as under `DistributedDataParallel`. If the
+script then changes this average (to clip it, for example), worker 0 sends the
+changed gradient to the servers. Changes that cannot be intercepted in time are
+detected by the tensor's version counter, and raise an error.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Averages", "ParameterCheck"]
 
-#: Iterations in which all parameters are compared, also those whose version says that nothing happened (`.data`).
+#: In the first iterations every parameter is compared, because changes through `.data` leave the version as it is.
 _THOROUGH = 3
 
 
 class Averages:
-    """The averaged gradients of an iteration, once somebody asked for them."""
+    """The averaged gradients of an iteration, fetched when the script first reads a gradient."""
 
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
@@ -35,16 +36,16 @@ class Averages:
         self._pushed: dict[str, tuple[int, int] | None] = {}  # which tensor, and its version
 
     def forget(self) -> None:
-        """A backward pass begins."""
+        """Forget the previous iteration; called when a backward pass begins."""
         self._here = False
         self._pushed.clear()
 
     def note(self, name: str, gradient: Tensor | None) -> None:
-        """This goes out as the gradient of a parameter."""
+        """Remember which tensor is pushed as the gradient of a parameter."""
         self._pushed.setdefault(name, _mark(gradient))
 
     def fetch(self, iteration: int) -> None:
-        """Put the averages in the place of this worker's own gradients."""
+        """Replace this worker's own gradients by the averages."""
         puller = self._puller
         self._check_pushed()
         if self._arena is None:
@@ -62,7 +63,7 @@ class Averages:
         self._here = True
 
     def changed(self) -> list[tuple[int, bool]]:
-        """Shards that are not the average any more, and whether there still is a gradient."""
+        """Return (shard index, whether a gradient exists) for each shard that the script changed."""
         self._check_pushed()
         if not self._here or self._arena is None:
             return []
@@ -84,13 +85,13 @@ class Averages:
             for name, slot in self._puller.slots.items():
                 if _mark(slot.parameter.grad) != self._pushed.get(name):
                     raise RankError(
-                        f"the gradient of {name!r} was changed after it went to the servers, by other means than its "
-                        "parameter's .grad (a reference from before, a hook?)"
+                        f"the gradient of {name!r} was changed after it went to the servers, and not through its "
+                        "parameter's .grad (by an older reference or a hook?)"
                     )
 
 
 class ParameterCheck:
-    """Whether the parameters of a worker are what the servers sent."""
+    """Checks that a worker's parameters still have the values that the servers sent."""
 
     def __init__(self, puller: Puller) -> None:
         self._puller = puller
@@ -100,11 +101,11 @@ class ParameterCheck:
                 puller.values.elements[shard.index].copy_(shard.of(puller.slots[shard.name].parameter.detach()))
 
     def note(self, slot: Slot) -> None:
-        """This parameter has just come from its servers."""
+        """Remember the version of a parameter that has just received its value."""
         self._versions[slot.name] = slot.parameter._version
 
     def check(self, iteration: int) -> None:
-        """Raise `RankError` on a parameter that was changed here: the servers' value would take its place."""
+        """Raise `RankError` if the script changed a parameter: the servers' next value would overwrite the change."""
         puller = self._puller
         with gate.invisible():
             for name, slot in puller.slots.items():
@@ -113,8 +114,8 @@ class ParameterCheck:
                     continue
                 if not all(_same(shard, slot.parameter, puller.values) for shard in puller.shards_of[name]):
                     raise RankError(
-                        f"parameter {name!r} was changed on this worker, and servers hold it: "
-                        "only the optimizer can change parameters there"
+                        f"parameter {name!r} was changed on this worker, but the servers hold it: "
+                        "only the optimizer may change parameters"
                     )
                 self.note(slot)
 
@@ -124,6 +125,6 @@ def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
 
 
 def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     mine = shard.of(tensor.detach()).contiguous().to(arena.elements[shard.index].device)
     return torch.equal(mine.view(torch.uint8), arena.elements[shard.index].view(torch.uint8))

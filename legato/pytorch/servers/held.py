@@ -1,10 +1,11 @@
-"""What one server holds: its shards of the parameters, and the user's own optimizer for just these.
+"""The state that one server holds: its shards of the parameters, and the user's optimizer for these shards.
 
-[Note: shards of an optimizer] A whole parameter is updated by itself. A piece of
-one is a parameter of its own, a view of the elements, with the same elements of
-every state tensor that is shaped like the parameter (momentum) and a copy of
-the others (counters). That is exact for an optimizer that treats every element
-alike; one that looks at rows or norms (Adafactor, Muon) needs whole parameters.
+[Note: optimizer state of a shard] Each shard is a parameter of the server's
+optimizer. A shard that is part of a parameter gets the matching elements of
+every state tensor that has the parameter's shape (momentum), and a copy of
+every other state tensor (counters). This is exact for an optimizer that updates
+each element from its own gradient and state. An optimizer that uses rows or
+norms of a parameter (Adafactor, Muon) needs whole parameters.
 """
 
 from __future__ import annotations
@@ -27,41 +28,45 @@ from legato.pytorch.servers.shards import Shard
 
 __all__ = ["HeldState", "check_optimizer", "check_step", "describe_state", "settings"]
 
-#: Of torch.optim: every element is updated by its own gradient and state.
+#: Optimizers of torch.optim that update each element from its own gradient and state.
 _BY_ELEMENT = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-#: ... every parameter by its own.
+#: Optimizers of torch.optim that update each parameter from its own gradient and state.
 _BY_PARAMETER = (*_BY_ELEMENT, "Adafactor", "Muon")
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard]) -> None:
-    """Raise `InputError` unless servers can apply it to their shards one by one."""
+    """Raise `InputError` unless the servers can apply the optimizer to each of their shards separately."""
     known = {id(p) for p in parameters.values()}
     kind = type(optimizer)
     alone = kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_PARAMETER
     if not (alone or getattr(kind, "steps_parameters_alone", False)):
-        raise InputError(f"optimizer: {kind.__name__} (expected one that updates every parameter by itself)")
+        raise InputError(f"optimizer: {kind.__name__} (expected one that updates each parameter independently)")
     if kind.__name__ not in _BY_ELEMENT:
-        cut = next((s for s in shards if not s.whole), None)
-        if cut is not None:
-            raise InputError(f"optimizer: {kind.__name__} needs whole parameters, and {cut.name!r} is cut in pieces")
+        partitioned = next((s for s in shards if not s.whole), None)
+        if partitioned is not None:
+            raise InputError(
+                f"optimizer: {kind.__name__} needs whole parameters, but {partitioned.name!r} is partitioned"
+            )
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-        raise InputError("the optimizer has a parameter that is not the model's: no server would hold it")
+        raise InputError("the optimizer has a parameter that does not belong to the model, so no server would hold it")
     check_step(optimizer)
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Raise `InputError` if a step of the optimizer would do more than a server can."""
+    """Raise `InputError` if a step of the optimizer does something that a server cannot do."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        raise InputError("the optimizer has hooks on its step, which no server could call")
+        raise InputError("the optimizer has hooks on its step, which a server cannot call")
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        raise InputError("GradScaler lets a fused optimizer scale its gradients, which no server could do: fused=False")
+        raise InputError(
+            "GradScaler lets a fused optimizer scale its gradients, which a server cannot (use fused=False)"
+        )
 
 
 def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
-    """What goes with a STEP: the hyper-parameters of all groups as they are now, and the `changed` gradients."""
+    """Encode the content of a STEP: the current hyper-parameters of all groups, and the `changed` gradients."""
     groups = []
     for group in optimizer.param_groups:
         groups.append({k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
@@ -72,7 +77,7 @@ def settings(optimizer: Optimizer, changed: list[tuple[int, bool]]) -> bytes:
 
 
 def describe_state(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """A digest of the optimizer's state and of which parameters are in which group; `names` are by id()."""
+    """Return a digest of the optimizer's state and of the parameters of each group; `names` maps `id()` to the name."""
     digest = hashlib.blake2b(digest_size=8)
     for group in optimizer.param_groups:
         digest.update(repr([names.get(id(p)) for p in group["params"]]).encode())
@@ -89,7 +94,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class HeldState:
-    """`parameters[shard index]` is what the optimizer updates."""
+    """A server's shards and its optimizer; `parameters[shard index]` is the tensor that the optimizer updates."""
 
     def __init__(self, shards: Sequence[Shard], parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
         self.shards = shards
@@ -114,7 +119,7 @@ class HeldState:
         self._updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def configure(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the settings of all groups. Raises `RankError` on other groups than ours."""
+        """Apply the hyper-parameters of all groups. Raises `RankError` if the number of groups differs."""
         if len(groups) != len(self._optimizer.param_groups):
             here = len(self._optimizer.param_groups)
             raise RankError(f"the optimizer has {len(groups)} groups on the workers, {here} on a server")
@@ -127,7 +132,7 @@ class HeldState:
                     mine[key] = tuple(value) if isinstance(before, tuple) else value
 
     def aggregate(self, shard: Shard, gradients: Sequence[Tensor]) -> None:
-        """The gradient is the sum of these, added in their order; none if there are none."""
+        """Set the gradient of a shard to the sum of `gradients`, added in this order; to None if there are none."""
         own = self.parameters[shard.index]
         if not gradients:
             own.grad = None
@@ -146,14 +151,14 @@ class HeldState:
             flat.add_(gradient.to(flat.device))
 
     def update(self, shards: Sequence[Shard]) -> None:
-        """Let the optimizer step these, and no others."""
+        """Let the optimizer step these shards, and no others."""
         chosen = [self.parameters[shard.index] for shard in shards]
         chosen = [p for p in chosen if id(p) in self._updated]
         if chosen:
             Update(self._optimizer, self._base).apply(chosen)
 
     def state(self) -> tuple[bytes, Tensor]:
-        """The optimizer's state of all shards: a list as JSON, and the bytes of all tensors in its order."""
+        """Return the optimizer's state of all shards: a JSON list, and the bytes of its tensors in order."""
         listed: list[tuple[int, str, str | None, list[int] | None, Any]] = []
         blocks = []
         for shard in self.shards:

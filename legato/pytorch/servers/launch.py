@@ -1,4 +1,4 @@
-"""The face of the parameter-server mode: who is what, everybody's agreement, and the part of each."""
+"""Start the parameter-server mode: assign roles, check that all ranks agree, and run each rank's part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["parameter_servers"]
 
 
 class _Setup(NamedTuple):
-    """What every rank needs for its part."""
+    """What every rank needs to run its part."""
 
     transport: Transport
     plan: Plan
@@ -62,25 +62,28 @@ def parameter_servers(
     patience_s: float = 30.0,
     process_group: Any = None,
 ) -> Any:
-    """Train `model` on workers whose parameters live on `servers`, and are updated there by `optimizer`.
+    """Train `model` on workers, with its parameters on `servers` servers that apply `optimizer`.
 
-    Called by all ranks with the same arguments. The first ranks are workers and
-    run `train(model, optimizer)`, the loop of a single process; the next
-    `servers` ranks serve; the last `agents` ranks run `infer(model)`. Returns
-    what `train` or `infer` returned, None on a server, once its part is done.
+    All ranks call this with the same arguments. The first ranks are workers and
+    run `train(model, optimizer)`, written like the loop of a single process; the
+    next `servers` ranks are servers; the last `agents` ranks run `infer(model)`.
+    Returns the result of `train` or `infer` (None on a server) when this rank's
+    part is done.
 
-    `plan` is a `Plan` of pushes and pulls or a file's path, and says where the
-    parameters lie and in which order they are pulled. None: by `placement`, in
-    the order of the model. With `shuffle`, pulls have a new order for every
-    worker and iteration, by `seed`, which is what TicTac is compared with;
-    "random" is short for no plan and `shuffle`.
+    `plan` is a `Plan` of pushes and pulls, or the path of its file. It says which
+    server holds which parameters, and in which order they are pulled. Without a
+    plan, `placement` assigns the parameters, and they are pulled in the order of
+    the model. With `shuffle`, every worker pulls in a new random order in each
+    iteration, drawn from `seed`; this is TicTac's baseline. The plan "random"
+    means no plan, and `shuffle`.
 
-    A `process_group` of fewer than all ranks has to be a gloo group that nobody
-    else uses meanwhile.
+    `process_group` has to include all ranks, or be a gloo group that nothing
+    else uses at the same time.
 
-    Raises `InputError` for what cannot be served, `PlanError` for a plan of
-    another model, and `RankError`, naming rank and parameter, when a rank
-    differs, fails, or says nothing for `patience_s` seconds.
+    Raises `InputError` for a model or optimizer that cannot be served,
+    `PlanError` for a plan of another model, and `RankError`, which names the
+    rank and the parameter, if a rank differs, fails, or does not respond for
+    `patience_s` seconds.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
@@ -101,8 +104,8 @@ def parameter_servers(
         raise
     role = _Role()
     own = _rendezvous(group, roles, patience_s)
-    watch = Watchdog(own, FlightRecorder(own.rank()), _status(weakref.ref(role)))
-    transport = Transport(own, roles, patience_s, watch)
+    watchdog = Watchdog(own, FlightRecorder(own.rank()), _status(weakref.ref(role)))
+    transport = Transport(own, roles, patience_s, watchdog)
     _agree(model, parameters, chosen, optimizer, transport)
     setup = _Setup(transport, chosen, shards, pulls, parameters, seed if shuffle else None)
     rank = own.rank()
@@ -115,7 +118,7 @@ def parameter_servers(
 
 
 class _Role:
-    """What this rank is; it can say what it is doing."""
+    """The part that this rank runs, once it has begun."""
 
     part: Worker | Server | None = None
 
@@ -124,7 +127,7 @@ def _status(of: weakref.ref[_Role]) -> Callable[[], str]:
     def say() -> str:
         role = of()
         part = role.part if role is not None else None
-        return part.status if part is not None else "begins or ends"
+        return part.status if part is not None else "is starting or ending"
 
     return say
 
@@ -134,9 +137,9 @@ def _roles(size: int, servers: int, agents: int, infer: Any) -> Roles:
         if not isinstance(count, int) or count < least:
             raise InputError(f"{name}: {count} (expected at least {least})")
     if size - servers - agents < 1:
-        raise InputError(f"{size} ranks, {servers} servers and {agents} agents: there is no worker left")
+        raise InputError(f"{size} ranks, {servers} servers and {agents} agents: no rank is left for a worker")
     if agents and infer is None:
-        raise InputError(f"{agents} agents and nothing to do for them (expected infer=, a function of the model)")
+        raise InputError(f"{agents} agents without infer= (expected a function of the model)")
     return Roles(size - servers - agents, servers, agents)
 
 
@@ -149,13 +152,13 @@ def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, place
 
 
 def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") -> Any:
-    """A group of our own, once everybody is there; one that is not everybody's is used as it is."""
+    """Wait for all ranks; return a new group for them, or `group` itself if it has only some of the ranks."""
     rank, store = group.rank(), _get_default_store()
     prefix = f"legato/servers/{group.group_name}"
     number = store.add(f"{prefix}/calls/{rank}", 1)
     join(torch._C._distributed_c10d.PrefixStore(f"{prefix}/{number}", store), rank, roles.size, patience_s, problem)
     if roles.size < dist.get_world_size():
-        return group  # a new one would need the ranks that are not in it
+        return group  # to make a new one, all ranks would have to take part
     try:
         with batch_policy_threads():
             return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
@@ -166,7 +169,7 @@ def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") 
 def _agree(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], plan: Plan, optimizer: Optimizer, transport: Transport
 ) -> None:
-    """The same job everywhere, and worker 0's values."""
+    """Check that all ranks have the same model, plan and optimizer, and give them the values of rank 0."""
     roles = transport.roles
     facts = describe_model(plan, model, dict(parameters))
     facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
@@ -179,7 +182,7 @@ def _agree(
     except RankError:
         raise
     except RuntimeError as error:
-        raise transport.watch.failure("the ranks compare their models", error) from error
+        raise transport.watchdog.failure("the ranks compare their models", error) from error
 
 
 def _work(setup: _Setup, role: _Role, model: nn.Module, optimizer: Optimizer, train: Callable[..., Any]) -> Any:

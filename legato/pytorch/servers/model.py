@@ -1,4 +1,4 @@
-"""What a worker's training loop and an agent's inference loop hold in their hands."""
+"""The model and optimizer of a worker's training loop, and the model of an agent's inference loop."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ __all__ = ["AgentModel", "Iteration", "ServedModel", "serve_optimizer"]
 class Iteration(msgspec.Struct, frozen=True):
     """One measured iteration of a worker or an agent: from one forward pass to the next.
 
-    `waited_s` is how long the computation stood still for parameters;
-    `transfers` of the parameters were seen to arrive, `out_of_order` of them
-    before one of the same server that should have come first; `arrivals` are
-    the seconds from the `step()` (or the pull) to each.
+    `waited_s` is the time for which computation waited for parameters;
+    `transfers` the number of transfers whose arrival was observed; `out_of_order`
+    the number of these that arrived before another one of the same server that
+    should have come first; `arrivals` the seconds from `step()` (or the pull) to
+    each arrival.
     """
 
     seconds: float
@@ -45,7 +46,7 @@ class Iteration(msgspec.Struct, frozen=True):
 
 
 class _Measured(nn.Module):
-    """A model on a puller, with a record of its iterations if one is wanted."""
+    """A model whose parameters a puller receives, and which can record its iterations."""
 
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
         super().__init__()
@@ -62,9 +63,9 @@ class _Measured(nn.Module):
 
     @contextmanager
     def measure(self, arrivals: bool = True) -> Iterator[list[Iteration]]:
-        """Record the iterations inside, each from one forward pass to the next; the list grows as they end.
+        """Record the iterations inside the block, each from one forward pass to the next; the list grows as they end.
 
-        Without `arrivals` nobody looks at the order of transfers, which costs a part of a processor.
+        `arrivals` says whether to observe the order of transfers, which needs part of a CPU core.
         """
         puller = self._puller
         record: list[Iteration] = []
@@ -80,7 +81,7 @@ class _Measured(nn.Module):
             puller.arrivals = None
 
     def _mark(self) -> None:
-        """A forward pass begins: one iteration is over, if there was one."""
+        """End the current iteration, if there is one, and begin the next; called when a forward pass begins."""
         now, waited, arrivals = time.perf_counter(), self._puller.waited_s, self._puller.arrivals
         if self._since is not None and self._record is not None:
             late, seconds = arrivals.previous if arrivals is not None else (0, ())
@@ -90,11 +91,11 @@ class _Measured(nn.Module):
 
 
 class ServedModel(_Measured):
-    """A worker's model: its parameters come from the servers, its gradients go there.
+    """A worker's model: it receives its parameters from the servers, and pushes its gradients to them.
 
     `module` is the user's model, and `state_dict()` has the prefix `module.`,
-    as under `DistributedDataParallel`. `worker` (0 to `workers` - 1) says which
-    part of the data is this one's. Buffers stay each worker's own.
+    as under `DistributedDataParallel`. `worker` (0 to `workers` - 1) selects
+    this worker's part of the data. Each worker keeps its own buffers.
     """
 
     def __init__(self, module: nn.Module, worker: Worker, plan: Plan) -> None:
@@ -107,7 +108,7 @@ class ServedModel(_Measured):
         training = torch.is_grad_enabled()
         if training and self._fingerprint.changed():
             raise RankError(
-                "a module or parameter of the model was added, replaced or unfrozen, and no server knows of it; "
+                "a module or parameter of the model was added, replaced or unfrozen, which the servers do not know; "
                 "change the model before parameter_servers() is called"
             )
         if training:
@@ -119,7 +120,7 @@ class ServedModel(_Measured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this worker alone; nothing is pushed."""
+        """Accumulate the gradients of backward passes inside the block on this worker, and push nothing."""
         before, self._worker.enabled = self._worker.enabled, False
         try:
             yield
@@ -131,18 +132,18 @@ class ServedModel(_Measured):
         self._worker.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in `nn.Module`; gradients that `step()` did not use are dropped on the servers too."""
+        """As in `nn.Module`; the servers drop gradients that `step()` did not use."""
         self._worker.drop()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
 
 class AgentModel(_Measured):
-    """An inference agent's model: `pull()`, then forward passes, while training goes on elsewhere.
+    """An inference agent's model: `pull()`, then run forward passes, while the workers train.
 
-    `training_goes_on` says whether it did at the last pull, `iteration` how many
-    updates the parameters had seen. Each parameter is of one moment; those of
-    two servers may be an update apart.
+    `training_goes_on` says whether they were still training at the last pull,
+    and `iteration` how many updates the parameters had received. All elements of
+    a shard are from the same update; shards of two servers may differ by one.
     """
 
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
@@ -151,7 +152,7 @@ class AgentModel(_Measured):
         self._pulls = 0
 
     def pull(self) -> None:
-        """Ask for all parameters; from here on, reading one waits for its own."""
+        """Request all parameters; from here on, reading a parameter waits for its value."""
         puller = self._puller
         puller.settle()
         puller.transport.finish(puller.tell_servers(PULL, 0))
@@ -163,7 +164,7 @@ class AgentModel(_Measured):
 
 
 class _ServedOptimizer:
-    """Laid over the class of a worker's optimizer: it says when to step and how; the servers do."""
+    """A subclass of a worker's optimizer, whose `step()` tells the servers to step."""
 
     _legato_base: type[Optimizer]
     _legato_worker: Worker
@@ -185,12 +186,12 @@ class _ServedOptimizer:
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
     def state_dict(self) -> Any:
-        """As of a single process: parameters by their number, whole, from all servers."""
+        """As in a single process: whole parameters by their number, with the state from all servers."""
         return self._legato_base.state_dict(_with_state(cast(Optimizer, self)))
 
     @property
     def state(self) -> Any:
-        raise InputError("the optimizer's state is with the servers; optimizer.state_dict() brings a copy")
+        raise InputError("the optimizer's state is on the servers; optimizer.state_dict() fetches a copy")
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise InputError("load a checkpoint into the optimizer, on every rank, before parameter_servers() is called")
@@ -200,10 +201,10 @@ class _ServedOptimizer:
 
 
 def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], seed: int | None) -> None:
-    """From here on, the optimizer's steps are made by the servers."""
+    """From here on, let the servers make the optimizer's steps."""
 
     def order(iteration: int) -> Sequence[int]:
-        """As the servers have it."""
+        """Return the order of the pulls, as the servers have it."""
         if seed is None:
             return pulls
         parts = [[i for i in pulls if worker.by_index[i].server == server] for server in worker.servers]
@@ -217,7 +218,7 @@ def serve_optimizer(optimizer: Optimizer, worker: Worker, pulls: Sequence[int], 
 
 
 def release(optimizer: Optimizer) -> None:
-    """Give the optimizer its own class back, and the state that it has by now."""
+    """Restore the optimizer's class, with its current state."""
     if isinstance(optimizer, _ServedOptimizer):
         vars(optimizer)["state"] = _with_state(optimizer).state
         overlay = type(optimizer)
@@ -228,7 +229,7 @@ def release(optimizer: Optimizer) -> None:
 
 
 def _with_state(optimizer: Optimizer) -> Optimizer:
-    """The optimizer as a single process would have it, state and all."""
+    """Return a copy of the optimizer as a single process would have it, with its state."""
     served = cast(_ServedOptimizer, optimizer)
     whole = object.__new__(served._legato_base)
     vars(whole).update({k: v for k, v in vars(optimizer).items() if not k.startswith("_legato")})
@@ -237,7 +238,7 @@ def _with_state(optimizer: Optimizer) -> Optimizer:
 
 
 def _fetch_state(worker: Worker) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state of all servers, put together."""
+    """Fetch the optimizer's state from all servers, and combine it."""
     worker.settle()
     worker.transport.finish(worker.tell_servers(STATE, worker.iteration))
     found: dict[Tensor, dict[str, Any]] = {}

@@ -1,17 +1,17 @@
-"""What travels between workers and servers, and what becomes of it when somebody is gone.
+"""The protocol between workers, servers and agents: commands, transfers of shards, and timeouts.
 
-[Note: the wire] Between any two ranks gloo has one TCP connection, and what is
-handed over for it first goes first, once the receiver has said where to put it.
-So receivers post all buffers of an iteration at once, before they are asked
-for, and the order of transfers is decided at the sender and nowhere else.
+[Note: transfer order] Gloo has one TCP connection between any two ranks. It
+sends messages in the order in which they are launched, each once its receive is
+posted. Receivers post the receives of an iteration at once, before the sends
+are launched, so the sender alone decides the order of transfers.
 
-    tag 0       commands, 24 bytes: (command, iteration, length of what follows), then that many bytes of JSON
+    tag 0       a command, 24 bytes: (kind, iteration, length of the content), then the content (JSON)
     tag 1 + i   shard i: its gradient from a worker, its value from a server
 
-[Note: nobody waits for ever] Every wait ends after `patience_s`. Waiting for
-what a rank should send, gloo also reports at once when that rank's connection
-closes. Either way `Watchdog` asks all ranks what they are doing, so that the error
-names who is gone, and what was missing from whom.
+[Note: timeouts] Every wait ends after `patience_s`. When a rank waits for a
+message and the sender's connection closes, gloo reports this at once. In both
+cases `Watchdog` asks all ranks what they are doing, so the error names the rank
+that failed and the message that is missing.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = [
     "join",
 ]  # fmt: skip
 
-GRADIENTS = 1  # a worker's gradients of an iteration follow
-STEP = 2  # optimizer.step() was called; `StepRequest` goes with it
-STATE = 3  # the optimizer's state, please
-PULL = 4  # an agent wants all parameters
-BYE = 5  # this rank needs nothing any more
-REPLY = 6  # of a server, to STATE, PULL or DROP
-AVERAGES = 7  # the averaged gradients of this iteration, please
-DROP = 8  # the gradients of this iteration will not be used
+GRADIENTS = 1  # from a worker: its gradients of this iteration follow
+STEP = 2  # from a worker: optimizer.step() was called; the content is a `StepRequest`
+STATE = 3  # from a worker: a request for the optimizer's state
+PULL = 4  # from an agent: a request for all parameters
+BYE = 5  # from a worker or agent: it is done
+REPLY = 6  # from a server: the answer to STATE, PULL or DROP
+AVERAGES = 7  # from a worker: a request for the averaged gradients of this iteration
+DROP = 8  # from a worker: the gradients of this iteration will not be used
 
 _ANY_TIME = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Which rank is what: workers first, then servers, then inference agents."""
+    """The role of each rank: workers come first, then servers, then inference agents."""
 
     workers: int
     servers: int
@@ -73,7 +73,7 @@ class Roles:
         return self.workers + server
 
     def role(self, rank: int) -> str:
-        """`worker 0` or the like."""
+        """Return the role and its number, such as `worker 0`."""
         if rank < self.workers:
             return f"worker {rank}"
         rank -= self.workers
@@ -81,7 +81,7 @@ class Roles:
 
 
 class PendingSend(NamedTuple):
-    """Something that was handed to the network, for a rank."""
+    """A send that was launched, and its destination."""
 
     work: Any
     to: int
@@ -89,7 +89,7 @@ class PendingSend(NamedTuple):
 
 
 class Command(msgspec.Struct, frozen=True):
-    """What came with tag 0."""
+    """A received command."""
 
     kind: int
     iteration: int
@@ -97,9 +97,9 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class StepRequest(msgspec.Struct, frozen=True):
-    """How to step: the settings of all groups, and which gradients the user changed after they were averaged.
+    """How to step: the hyper-parameters of all groups, and the gradients that the script changed after averaging.
 
-    Of each of these, its shard and whether there still is a gradient; if so, worker 0 sends it after this.
+    `changed` has the shard index of each, and whether a gradient exists; if it does, worker 0 sends it next.
     """
 
     groups: list[dict[str, Any]]
@@ -107,60 +107,60 @@ class StepRequest(msgspec.Struct, frozen=True):
 
 
 class Transport:
-    """This rank's end of all connections."""
+    """Sends and receives messages and commands between this rank and all others."""
 
-    def __init__(self, group: Any, roles: Roles, patience_s: float, watch: Watchdog) -> None:
-        self.group, self.roles, self.watch = group, roles, watch
+    def __init__(self, group: Any, roles: Roles, patience_s: float, watchdog: Watchdog) -> None:
+        self.group, self.roles, self.watchdog = group, roles, watchdog
         self.rank = group.rank()
         self._patience = timedelta(seconds=patience_s)
 
     def named(self, rank: int) -> str:
-        """`rank 3 (server 1)`"""
+        """Return the rank and its role, such as `rank 3 (server 1)`."""
         return f"rank {rank} ({self.roles.role(rank)})"
 
     def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> PendingSend:
-        """Hand a message to the network; it must not change until it is out (`finish`)."""
+        """Launch the send of a message, which must not change until `finish` has returned."""
         try:
             return PendingSend(dist.isend(message, group=self.group, group_dst=to, tag=tag), to, what)
         except RuntimeError as error:
-            raise self.watch.failure(f"{what} to {self.named(to)}", error) from error
+            raise self.watchdog.failure(f"{what} to {self.named(to)}", error) from error
 
     def receive(self, message: torch.Tensor, source: int, tag: int, what: str) -> Any:
-        """Say where a message is to be put; it is there when the work that is returned is done."""
+        """Post the receive of a message; the message has arrived when the returned work is done."""
         try:
             return dist.irecv(message, group=self.group, group_src=source, tag=tag)
         except RuntimeError as error:
-            raise self.watch.failure(f"{what} from {self.named(source)}", error) from error
+            raise self.watchdog.failure(f"{what} from {self.named(source)}", error) from error
 
     def wait(self, work: Any, peer: int, what: str, *, ever: bool = False) -> None:
-        """Until it is done. Raises `RankError` when the peer is gone, or after the patience (not if `ever`)."""
+        """Wait for a work. Raises `RankError` if the peer is gone, or after the timeout (unless `ever`)."""
         try:
             work.wait(_ANY_TIME if ever else self._patience)
         except RuntimeError as error:
-            raise self.watch.failure(f"{what}, {self.named(peer)}", error) from error
+            raise self.watchdog.failure(f"{what}, {self.named(peer)}", error) from error
 
     def begin_command(
         self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = ""
     ) -> list[PendingSend]:
-        """Hand a command to the network; `before` says what is to follow. It goes out behind all that went before."""
-        what = f"the word that goes before {before}" if before else "a command"
+        """Launch the send of a command, after all earlier sends; `before` names the transfer that follows it."""
+        what = f"the command that precedes {before}" if before else "a command"
         parts = [torch.tensor([kind, iteration, len(content)], dtype=torch.int64)]
         if content:
             parts.append(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return [self.send(part, to, 0, what) for part in parts]
 
     def command(self, to: int, kind: int, iteration: int, content: bytes = b"", *, before: str = "") -> None:
-        """Send a command, and wait until it is out; `before` says what is to follow."""
+        """Send a command, and wait until it is sent; `before` names the transfer that follows it."""
         self.finish(self.begin_command(to, kind, iteration, content, before=before))
 
     def finish(self, sent: list[PendingSend]) -> None:
-        """Wait until all of these are out, and forget them."""
+        """Wait until all of these sends are done, and clear the list."""
         for work, to, what in sent:
             self.wait(work, to, what)
         sent.clear()
 
     def next_command(self, source: int, what: str, *, ever: bool = False) -> Command:
-        """Wait for a rank's next command; `what` says what is missing if it does not come."""
+        """Wait for the next command of a rank; `what` names what is missing if it does not arrive."""
         head = torch.zeros(3, dtype=torch.int64)
         self.wait(self.receive(head, source, 0, what), source, what, ever=ever)
         kind, iteration, length = head.tolist()
@@ -172,9 +172,9 @@ class Transport:
 
 
 def join(store: Any, rank: int, size: int, patience_s: float, problem: str) -> None:
-    """Wait until all ranks have come this far, each with a problem or an empty string.
+    """Wait until all ranks have called this, each with a problem or an empty string.
 
-    Raises `RankError` that names the ranks that did not come, or the first one with a problem.
+    Raises `RankError`, which names the ranks that did not join, or the first rank with a problem.
     """
     store.set(f"joined/{rank}", problem)
     deadline = time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""Parameters that come from servers: a worker's, or an inference agent's."""
+"""Receive parameters from the servers, on a worker or an inference agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ __all__ = ["Puller"]
 
 
 class Puller:
-    """Parameters that come from servers: where they are put, and who waits for them."""
+    """Receives the values of all parameters, and makes each read of a parameter wait for its value.
+
+    `shards` are those of all servers, `pulls` their indices in the order of the
+    plan. `waited_s` is the total time for which computation waited for values.
+    """
 
     def __init__(
         self,
@@ -38,11 +42,11 @@ class Puller:
         self._works: dict[int, Any] = {}
         self.arrivals: Arrivals | None = None
         self.waited_s = 0.0
-        self.reads: list[str] = []  # parameters in the order in which they were waited for
+        self.reads: list[str] = []  # names of the parameters, in the order in which their values were waited for
         self.servers = range(transport.roles.servers)
 
     def expect(self, iteration: int, order: Sequence[int]) -> None:
-        """Say where the values are to be put; from here on, reading a parameter waits for its own."""
+        """Post the receives of all values; from here on, reading a parameter waits for its value."""
         for index in order:
             shard = self.by_index[index]
             source = self.transport.roles.server_rank(shard.server)
@@ -56,7 +60,7 @@ class Puller:
             gate.install(slot, self.resolve)
 
     def resolve(self, slot: Slot) -> None:
-        """Bring one parameter up to date."""
+        """Wait for the value of one parameter, and copy it into the parameter."""
         if slot.stage != PENDING:
             return
         started = time.perf_counter()
@@ -71,14 +75,14 @@ class Puller:
             self.values.unpack(self.shards_of[slot.name], slot.parameter)
 
     def settle(self) -> None:
-        """Bring every parameter up to date, in the order in which they come."""
+        """Bring every parameter up to date, in the order of the pulls."""
         seen = dict.fromkeys(self.by_index[index].name for index in self.pulls)
         for name in seen:
             if self.slots[name].stage == PENDING:
                 self.resolve(self.slots[name])
 
     def tell_servers(self, kind: int, iteration: int, content: bytes = b"") -> list[PendingSend]:
-        """A command to all servers, on its way."""
+        """Start to send a command to all servers."""
         sent: list[PendingSend] = []
         for server in self.servers:
             shard = next((shard for shard in self.shards if shard.server == server), None)
@@ -87,7 +91,7 @@ class Puller:
         return sent
 
     def receive_all(self, kind: int, iteration: int, arena: Arena) -> None:
-        """Ask all servers for something of each shard, and wait until it is in."""
+        """Send a command to all servers, and wait until they have filled `arena` with the averaged gradients."""
         started = time.perf_counter()
         works = []
         for shard in self.shards:
@@ -101,6 +105,6 @@ class Puller:
         self.waited_s += time.perf_counter() - started
 
     def leave(self) -> None:
-        """Needs nothing any more."""
+        """Bring all parameters up to date, and tell the servers that this rank is done."""
         self.settle()
         self.transport.finish(self.tell_servers(BYE, 0))

@@ -1,18 +1,16 @@
-"""A parameter server: adds up gradients, lets the optimizer step, hands parameters out in order.
+"""A parameter server: sum gradients, let the optimizer step, and send the parameters in the planned order.
 
-[Note: one thread decides] A thread for each worker and agent listens to it and
-reports what came in; everything else, sums, updates, transfers, is done by the
-main thread, one report after another. A gradient is added up when all workers'
-are there, in the order of the workers, so that the result is the same every
-time; the update waits for every worker's `step()`, whose settings it uses.
+[Note: threads] One thread per worker and agent receives its messages and reports
+them. The main thread handles one report after another, and does everything else:
+sums, updates and transfers. A gradient is summed when those of all workers have
+arrived, in the order of the workers, so the result is reproducible. The update
+waits for `step()` on every worker, and uses its settings.
 
-Order enforced where it is decided: at the sender, just before the network (TicTac, section 5.1).
-
-Each transfer of an iteration has a number. A counter for each receiver says how
-many transfers were handed to the network; a transfer waits until the counter
-has come to its number, whenever it was offered. Nothing waits for a transfer to
-*arrive*, so they follow one another without a gap, and the receiver holds
-nothing back.
+[Note: enforced order] The server enforces the order of transfers where TicTac
+does (section 5.1): at the sender, just before the network. Each transfer of an
+iteration has a number. One counter per receiver counts the transfers that were
+launched, and a transfer waits until the counter reaches its number. No transfer
+waits for another one to *arrive*, so they follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -46,14 +44,14 @@ from legato.pytorch.servers.shards import Arena, Shard
 
 __all__ = ["Sender", "Server", "shuffled"]
 
-#: Parameters are updated in chunks of at least so many bytes; the first chunk goes out while the next is updated.
+#: Parameters are updated in chunks of at least this many bytes; each chunk is sent while the next is updated.
 _CHUNK_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """Something came in from a rank: a gradient, a command, or the end of its connection."""
+    """An event from a rank: a gradient or a command arrived, or its connection failed."""
 
     rank: int
     shard: Shard | None = None
@@ -62,14 +60,14 @@ class _Report(NamedTuple):
 
 
 def shuffled(pulls: Sequence[int], seed: int, worker: int, iteration: int) -> list[int]:
-    """The order of one worker's pulls in one iteration, where no order is enforced."""
+    """Return a random order of one worker's pulls in one iteration, for when no order is enforced."""
     order = list(pulls)
     random.Random(f"{seed} {worker} {iteration}").shuffle(order)
     return order
 
 
 class Server:
-    """`shards` and `pulls` are those of this server; `seed` is given if the pulls are to be in random orders."""
+    """Serves its own `shards`, sent in the order of its `pulls`, or in random orders by `seed` unless that is None."""
 
     def __init__(
         self, transport: Transport, shards: Sequence[Shard], pulls: Sequence[int], held: HeldState, seed: int | None
@@ -80,21 +78,21 @@ class Server:
         self.workers = list(range(roles.workers))
         self.agents = list(range(roles.workers + roles.servers, roles.size))
         self._gradients = {worker: Arena(shards) for worker in self.workers}
-        self._values = Arena(shards)  # what goes to the workers
-        self._copies = {agent: Arena(shards) for agent in self.agents}  # ... and to each agent
+        self._values = Arena(shards)  # sent to the workers
+        self._copies = {agent: Arena(shards) for agent in self.agents}  # sent to each agent
         self._reports: SimpleQueue[_Report] = SimpleQueue()
         self._sent: dict[int, list[PendingSend]] = {rank: [] for rank in (*self.workers, *self.agents)}
         self._senders = {worker: Sender(self._send_value(worker)) for worker in self.workers}
-        self._arrived: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients of this iteration
+        self._arrived: dict[int, int] = dict.fromkeys(self._of, 0)  # gradients that arrived in this iteration, by shard
         self._steps: dict[int, Command] = {}
-        self._state_requests: list[int] = []  # workers that want the optimizer's state
-        self._average_requests: list[int] = []  # ... the averaged gradients
+        self._state_requests: list[int] = []  # workers that asked for the optimizer's state
+        self._average_requests: list[int] = []  # workers that asked for the averaged gradients
         self._agents_served = 0
-        self.iteration = 0  # updates that were made
+        self.iteration = 0  # number of updates so far
 
     @property
     def status(self) -> str:
-        """What it is doing, for the others' error messages."""
+        """What the server is doing, for the error messages of other ranks."""
         lacking = next((shard for shard in self.shards if self._arrived[shard.index] < len(self.workers)), None)
         which = (
             f"lacks gradients of {lacking.label}" if lacking and any(self._arrived.values()) else "waits for workers"
@@ -102,7 +100,7 @@ class Server:
         return f"serves, {self.iteration} updates made, and {which}"
 
     def serve(self) -> None:
-        """Until all workers and agents have left. Raises `RankError` when a worker fails."""
+        """Serve until all workers and agents are done. Raises `RankError` when a worker fails."""
         for rank in (*self.workers, *self.agents):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
         present, agents = set(self.workers), set(self.agents)
@@ -110,7 +108,7 @@ class Server:
             report = self._reports.get()
             if report.rank in agents:
                 if report.error is not None:
-                    _log.warning("agent lost, training goes on: %s", report.error)
+                    _log.warning("lost an agent; training continues: %s", report.error)
                 gone = report.command is None or report.command.kind == BYE
                 agents -= {report.rank} if gone else set()
                 if not gone:
@@ -157,7 +155,7 @@ class Server:
             self._reports.put(_Report(worker, shard))
 
     def _take_changed(self, worker: int, step: StepRequest) -> None:
-        """What the user made of the averages. They are in already, so nobody else needs this memory."""
+        """Receive the gradients that the script changed into the memory of the gradients, which are summed already."""
         arena = self._gradients[worker]
         for shard in [self._of[index] for index, there in step.changed if there and index in self._of]:
             what = f"the changed gradient of {shard.label}"
@@ -197,7 +195,7 @@ class Server:
         left = sorted(set(self.workers) - present)
         if left and (self._steps or any(self._arrived.values())):
             raise RankError(
-                f"{self.transport.named(left[0])} left after {self.iteration} steps, and others go on: "
+                f"{self.transport.named(left[0])} left after {self.iteration} steps, but other workers continue: "
                 f"the gradient of {self.shards[0].label if self.shards else 'nothing'} will never be complete"
             )
 
@@ -207,18 +205,18 @@ class Server:
             who = self.transport.named(worker)
             if command.kind != first.kind:
                 did, other = ("optimizer.step()", "zero_grad()")[:: 1 if command.kind == STEP else -1]
-                raise RankError(f"{who}: {did} after the backward pass, {other} on rank 0")
+                raise RankError(f"{who}: {did} after the backward pass, but {other} on rank 0")
             if command.content == first.content:
                 continue
             here, there = (msgspec.json.decode(c.content, type=StepRequest) for c in (command, first))
             if here.groups != there.groups:
-                raise RankError(f"{who}: settings of the optimizer {here.groups}, {there.groups} on rank 0"[:700])
+                raise RankError(f"{who}: settings of the optimizer {here.groups}, but {there.groups} on rank 0"[:700])
             odd = min(set(map(tuple, here.changed)) ^ set(map(tuple, there.changed)))[0]
             name = self._of[odd].label if odd in self._of else f"shard {odd}"
-            raise RankError(f"{who}: gradients were changed before optimizer.step(), and others on rank 0 ({name})")
+            raise RankError(f"{who}: changed other gradients before optimizer.step() than rank 0 ({name})")
 
     def _drop(self) -> None:
-        """`zero_grad()` instead of `step()`, on all workers."""
+        """Discard the gradients: all workers called `zero_grad()` instead of `step()`."""
         self._reset()
         for worker in self.workers:
             self.transport.command(worker, REPLY, self.iteration)
@@ -228,7 +226,10 @@ class Server:
         self._arrived = dict.fromkeys(self._arrived, 0)
 
     def _send_averages(self) -> None:
-        """To those who asked, once all gradients are here. Every worker has the values that lay in this memory."""
+        """Send the averages to the workers that asked, once all gradients have arrived.
+
+        They use the memory of the values, which every worker has received by now.
+        """
         if not self._average_requests or any(here < len(self.workers) for here in self._arrived.values()):
             return
         self._finish_sending(self.workers)
@@ -263,7 +264,7 @@ class Server:
                     sender.offer(shard.index)
 
     def _chunks(self) -> list[list[Shard]]:
-        """The shards in the order of the pulls, in chunks that are updated together."""
+        """Return the shards in the order of the pulls, in chunks that are updated together."""
         chunks: list[list[Shard]] = [[]]
         for index in self.pulls:
             if sum(shard.nbytes for shard in chunks[-1]) >= _CHUNK_BYTES:
@@ -285,7 +286,7 @@ class Server:
         return send
 
     def _serve_agent(self, agent: int, training: bool) -> None:
-        """A copy of all parameters as they are now, which may take its time."""
+        """Send an agent a copy of all current parameters, without waiting until they are sent."""
         try:
             self._finish_sending([agent])
             reply = msgspec.json.encode({"iteration": self.iteration, "training": training})
@@ -299,16 +300,16 @@ class Server:
                 what = f"the value of {self._of[index].label}"
                 self._sent[agent].append(self.transport.send(arena.message[index], agent, 1 + index, what))
         except RankError as error:
-            _log.warning("agent lost, training goes on: %s", error)
+            _log.warning("lost an agent; training continues: %s", error)
 
     def _finish_sending(self, ranks: Sequence[int]) -> None:
-        """What was sent before is out, and its memory can be used again."""
+        """Wait until earlier sends to these ranks are done, so that their memory can be reused."""
         for rank in ranks:
             self.transport.finish(self._sent[rank])
 
 
 class Sender:
-    """The transfers to one receiver."""
+    """Launches the transfers to one receiver in the planned order; `counter` counts those launched."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
@@ -317,13 +318,13 @@ class Sender:
         self.counter = 0
 
     def begin(self, order: Sequence[int]) -> None:
-        """An iteration, whose transfers are to go out in this order."""
+        """Start an iteration, whose transfers are to be launched in this order."""
         self._number = {transfer: number for number, transfer in enumerate(order)}
         self._offered = {}
         self.counter = 0
 
     def offer(self, transfer: int) -> None:
-        """A transfer can go out, as far as its content is concerned."""
+        """Mark a transfer as ready, and launch every transfer whose turn has come."""
         self._offered[self._number[transfer]] = transfer
         while self.counter in self._offered:
             self._send(self._offered.pop(self.counter))

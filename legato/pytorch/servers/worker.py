@@ -1,15 +1,16 @@
-"""A worker's side: gradients out as they appear, parameters in as they are read.
+"""A worker: push gradients as the backward pass produces them, and receive parameters as the forward pass reads them.
 
 An iteration of a worker:
 
-    backward            announces its gradients, and pushes each when its turn in the plan has come
-    reading `.grad`     brings the averages of all workers (clipping, GradScaler, logging); most loops never do
-    optimizer.step()    says where the new values are to be put, tells the servers the settings, and returns
+    backward            announces the gradients, and pushes each one when its turn in the plan comes
+    reading `.grad`     fetches the averages over all workers (for clipping, GradScaler, logging); optional
+    optimizer.step()    posts the receives of the new values, sends the servers the settings, and returns
     next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.gate`)
 
-[Note: in step] A worker begins an iteration's gradients only when all values of
-the one before are in. So no server changes a parameter while its value is on
-the way to somebody, and a worker is at most one step ahead of another.
+[Note: lockstep] A worker begins to push the gradients of an iteration only when
+it has received all values of the iteration before. Therefore no server changes a
+parameter while its value is being sent, and a worker is at most one step ahead
+of another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Worker"]
 
 
 class Worker(Puller):
-    """A worker: it also pushes."""
+    """A worker: receives parameters as a `Puller`, and pushes gradients."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Worker(Puller):
     ) -> None:
         super().__init__(transport, shards, pulls, parameters)
         self.enabled = True  # False under no_sync()
-        self.iteration = 0  # backward passes that push
+        self.iteration = 0  # number of backward passes that have pushed
         self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self._scale = 1.0 / transport.roles.workers
         self._gradients = Arena(shards)
@@ -58,21 +59,21 @@ class Worker(Puller):
 
     @property
     def status(self) -> str:
-        """What it is doing, for the others' error messages."""
+        """What the worker is doing, for the error messages of other ranks."""
         if not self._in_backward:
-            return f"works, {self.iteration} iterations begun"
-        return f"works, is in backward pass {self.iteration} and lacks the gradient of {self.shards[self._next].label}"
+            return f"has begun {self.iteration} iterations"
+        return f"is in backward pass {self.iteration}, and waits for the gradient of {self.shards[self._next].label}"
 
     def close(self) -> None:
-        """Let go of the parameters, all up to date."""
+        """Bring all parameters up to date, and release them."""
         for hook in self._hooks:
             hook.remove()
         self.leave()
 
     def begin_forward(self) -> None:
-        """A forward pass starts."""
+        """Prepare for a forward pass."""
         if self._in_backward:
-            raise RankError("the last backward pass did not finish (an exception in it?): start from a checkpoint")
+            raise RankError("the last backward pass did not finish (an exception in it?): restart from a checkpoint")
         self.backward_scope.forget()
 
     # ---- backward: gradients out -------------------------------------------------
@@ -97,8 +98,8 @@ class Worker(Puller):
     def _begin_backward(self, first: Slot) -> None:
         if self._unstepped:
             raise RankError(
-                f"{first.name}: a backward pass began before the gradients of the one before were used; "
-                "call optimizer.step() in between, or put the earlier one under no_sync()"
+                f"{first.name}: a backward pass began before the gradients of the previous one were used; "
+                "call optimizer.step() in between, or run the earlier one under no_sync()"
             )
         self.settle()
         self._parameter_check.check(self.iteration)
@@ -121,7 +122,7 @@ class Worker(Puller):
             slot.mark_sent()
             gate.install(slot, self.resolve)
         if any(slot.plain_class is not nn.Parameter for slot in self.slots.values()):
-            self._averages.fetch(self.iteration)  # nobody would notice that their gradients are read
+            self._averages.fetch(self.iteration)  # reads of their gradients cannot be intercepted
 
     def _advance(self) -> None:
         while self._next < len(self.shards) and self.shards[self._next].name in self._ready:
@@ -153,7 +154,7 @@ class Worker(Puller):
     # ---- between backward and the next forward ---------------------------------------
 
     def resolve(self, slot: Slot) -> None:
-        """Bring in what was asked for: a new value, or the averaged gradients."""
+        """Fetch what a read of this parameter needs: its new value, or the averaged gradients."""
         if slot.stage == SENT:
             self._averages.fetch(self.iteration)
         elif slot.stage == PENDING:
@@ -161,25 +162,25 @@ class Worker(Puller):
             self._parameter_check.note(slot)
 
     def changed(self) -> list[tuple[int, bool]]:
-        """Shards whose averaged gradient the user changed, and whether there still is one.
+        """Return (shard index, whether a gradient exists) for each averaged gradient that the script changed.
 
-        Raises `RankError` where nothing says what to make of a change: to a
-        gradient that was not averaged yet, or to a parameter.
+        Raises `RankError` for changes that the servers cannot follow: to a
+        gradient before it was averaged, or to a parameter.
         """
         if self._in_backward or not self._unstepped:
-            raise RankError("optimizer.step() without a backward pass before it, whose gradients went to the servers")
+            raise RankError("optimizer.step() without a backward pass before it that pushed gradients to the servers")
         self._parameter_check.check(self.iteration)
         return self._averages.changed()
 
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
-        """Let the servers update as `content` says; the values come in this order."""
+        """Let the servers update as `content` says; the new values arrive in this order."""
         self._unstepped = False
         self.expect(self.iteration, order)
-        self._sent += self.tell_servers(STEP, self.iteration, content)  # no wait: it is behind all gradients
+        self._sent += self.tell_servers(STEP, self.iteration, content)  # need not wait: it is sent after all gradients
         if self.transport.rank == 0:
             self._send_changed(changed)
         for slot in self.slots.values():
-            if slot.plain_class is not nn.Parameter:  # cannot be gated
+            if slot.plain_class is not nn.Parameter:  # reads of it cannot be intercepted
                 self.resolve(slot)
 
     def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
@@ -188,7 +189,7 @@ class Worker(Puller):
                 self._send(shard, self.slots[shard.name].parameter.grad, 1.0)
 
     def drop(self) -> None:
-        """The gradients that went out will not be used: `zero_grad()` without a `step()`, on all workers."""
+        """Tell the servers to discard the pushed gradients: all workers call `zero_grad()` without `step()`."""
         if self._in_backward or not self._unstepped:
             return
         self._unstepped = False

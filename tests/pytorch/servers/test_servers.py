@@ -108,11 +108,11 @@ def test_an_agent_sees_the_parameters_of_one_moment(four_ranks):
     [
         ("other parameters", "RankError: rank 1: parameter 'out.weight': (6, 8)"),
         ("lbfgs on one rank", "optimizer: LBFGS (expected one that updates"),
-        ("no worker", "there is no worker left"),
-        ("lbfgs", "InputError: optimizer: LBFGS (expected one that updates every parameter by itself)"),
-        ("strangers", "InputError: the optimizer has a parameter that is not the model's"),
+        ("no worker", "no rank is left for a worker"),
+        ("lbfgs", "InputError: optimizer: LBFGS (expected one that updates each parameter independently)"),
+        ("strangers", "InputError: the optimizer has a parameter that does not belong to the model"),
         ("all-reduces", "PlanError: messages[0].kind: 'all_reduce' (expected 'push' or 'pull'"),
-        ("no agents' work", "InputError: 1 agents and nothing to do for them"),
+        ("no agents' work", "InputError: 1 agents without infer="),
     ],
 )
 def test_refusals_reach_every_rank(four_ranks, case, expected):
@@ -124,7 +124,7 @@ def test_refusals_reach_every_rank(four_ranks, case, expected):
     ("case", "expected"),
     [
         ("other settings", "rank 1 (worker 1): settings of the optimizer"),
-        ("uneven", "left after 2 steps, and others go on"),
+        ("uneven", "left after 2 steps, but other workers continue"),
         ("step twice", "optimizer.step() without a backward pass before it"),
     ],
 )
