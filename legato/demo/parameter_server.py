@@ -28,16 +28,20 @@ from legato.pytorch.network.calibrate import calibrate
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.servers import Iteration, ServedModel, parameter_servers
 from legato.schedule.compare import compare
-from legato.testbed.launch import tell_progress
+from legato.testbed.launch import Advance
+from legato.testbed.rank import gloo_rank
 
 SEED = 20
 BLOCK = 6  # steps of an order before the next one's turn; the first of them is not timed
 
 
 def main(model: str, steps: int, servers: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    advance = tell_progress(dist.get_rank())
+    """Run the demo of parameter servers for one model on this rank; rank 0 writes the result into `folder`."""
+    with gloo_rank() as advance:
+        _run(model, steps, servers, folder, advance)
+
+
+def _run(model: str, steps: int, servers: int, folder: Path, advance: Advance) -> None:
     workload, cluster = _measured(model, servers, advance)
     orders: dict[str, Plan | str] = {"random": "random"}
     predicted = {}
@@ -65,11 +69,9 @@ def main(model: str, steps: int, servers: int, folder: Path) -> None:
         rows = [_row(name, record[name], predicted[name], _difference(reference, finals[name])) for name in names]
         result = ServerResult(model, workload, dist.get_world_size() - servers, servers, rows)
         files.write_text(folder / "result.json", msgspec.json.encode(result).decode())
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def _measured(name: str, servers: int, advance: Any) -> tuple[Workload, Cluster]:
+def _measured(name: str, servers: int, advance: Advance) -> tuple[Workload, Cluster]:
     torch.manual_seed(SEED)
     training = MODELS[name]()
     workload = capture(

@@ -30,7 +30,8 @@ from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
-from legato.testbed.launch import tell_progress
+from legato.testbed.launch import Advance
+from legato.testbed.rank import gloo_rank
 
 BLOCK = 4  # steps that are timed together
 TRACED = 4  # steps that are traced at the end
@@ -70,9 +71,12 @@ class Trainee:
 
 
 def main(model: str, steps: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    advance = tell_progress(dist.get_rank())
+    """Run the demo for one model on this rank; rank 0 writes the files into `folder`."""
+    with gloo_rank() as advance:
+        _run(model, steps, folder, advance)
+
+
+def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
     build = MODELS[model]
     torch.manual_seed(SEED)
     training = build()
@@ -116,8 +120,6 @@ def main(model: str, steps: int, folder: Path) -> None:
             steps=steps,
         )
         files.write_text(folder / "result.json", msgspec.json.encode(result).decode())
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:

@@ -1,1 +1,1 @@
-"""Floor 3: hosts and shaped links on one machine, for plans to be tried on."""
+"""Try plans on real processes: hosts with shaped links on one machine, or the machines of a cluster."""

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
@@ -37,7 +34,8 @@ from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
-from legato.testbed.launch import Advance, tell_progress
+from legato.testbed.launch import Advance
+from legato.testbed.rank import rehearse_task
 from legato.testbed.rehearsal import BUCKETS, STAGES, Rehearsal, Task, Trial
 from legato.zoo import scale_compute
 
@@ -215,17 +213,5 @@ def _typical(name: str, timelines: list[Timeline]) -> Timeline | None:
     return msgspec.structs.replace(middle, name=name)
 
 
-def main(task: Path, result: Path, tell: Callable[[int], Advance] = tell_progress) -> None:
-    """A rank of `legato rehearse`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    found = rehearse_here(msgspec.json.decode(task.read_bytes(), type=Task), tell(rank))
-    if rank == 0:
-        files.write_text(result, msgspec.json.encode(found).decode())
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    rehearse_task(Task, rehearse_here)

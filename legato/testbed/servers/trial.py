@@ -7,20 +7,17 @@ that of the next, on worker 0.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from legato.core import files
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.schedule import schedule
-from legato.testbed.launch import Advance, tell_progress
+from legato.testbed.launch import Advance
+from legato.testbed.rank import rehearse_task
 from legato.testbed.rehearsal import STAGES
 from legato.testbed.servers.calibration import calibrate_servers
 from legato.testbed.servers.loop import ServerLoop, WorkerRun
@@ -121,17 +118,5 @@ def _trial(
     )
 
 
-def main(task: Path, result: Path) -> None:
-    """A rank of `legato rehearse --servers`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    found = rehearse_here(msgspec.json.decode(task.read_bytes(), type=ServerTask), tell_progress(rank))
-    if rank == 0:
-        files.write_text(result, msgspec.json.encode(found).decode())
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    rehearse_task(ServerTask, rehearse_here)
