@@ -137,8 +137,11 @@ def sweep(
             with progress("sweeping") as advance:
                 rows = run(grid, journal=journal, jobs=jobs, backend=backend, progress=advance)
         except KeyboardInterrupt:
-            if journal is not None:
-                note(f"{len(journal.done):,} finished cells are kept in {journal.path}; the same command goes on")
+            if journal is None:
+                note("interrupted; without --output, no finished cell is kept")
+            else:
+                kept_cells = f"{len(journal.done):,} finished cells are kept in {journal.path}"
+                note(f"interrupted; {kept_cells}: run the same command again to continue")
             raise
     _write(rows, output, report)
     if json:

@@ -79,6 +79,7 @@ def start(case, rank, port, directory):
     pid = os.fork()
     if pid:
         return pid
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's tests ignore it
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS), LEGATO_DEBUG=""
     )

@@ -80,7 +80,12 @@ def test_ctrl_c_ends_all(tmp_path, worker):
         f"run_workers(['toy_worker'], 2, Path({str(tmp_path / 'log')!r}), lambda *n: print(n, flush=True), 1e9)"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
     )
     with owner:
         assert owner.stdout.readline()
