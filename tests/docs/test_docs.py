@@ -1,11 +1,11 @@
-"""The documentation holds: its blocks run, its command lines and names exist, its links lead somewhere.
+"""The documentation is true: its blocks run, the commands and names in it exist, and its links lead somewhere.
 
-In README.md and docs/, a ```python block is run by itself, and the ```sh and
-```console blocks of a page are run in order, in one folder. A console block has
-commands behind `$ `; every other line of it, numbers aside, must be among what
-they print (`...` stands for lines left out). Words behind the language: `measured`, what is
-printed differs from run to run; `notest`, the block is not run (it needs root,
-several machines, or minutes). That it makes sense is checked all the same.
+Each ```python block runs in a process of its own. The ```sh and ```console blocks of a
+page run in order, in one folder. In a console block, commands stand behind `$ `, and
+every other line must be among what they print, apart from numbers (`...` stands for
+lines left out). Words behind the language: `measured`, the output differs from run to
+run; `notest`, the block does not run (it needs root, several machines, or minutes), but
+its syntax is checked.
 """
 
 import ast
@@ -33,13 +33,13 @@ from legato.schedule.bound.lower_bound import Bound
 from legato.simulator.flow import FABRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 VERBS = {
     name: {option for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for name, verb in typer.main.get_command(app).commands.items()
 }
 
-#: What the fragments of these pages take for granted: a model that is about to be trained, on one rank.
+#: What the fragments on these pages assume: a model before its training, on one rank.
 TRAINING = """
 import torch, torch.distributed as dist, legato
 from torch import nn
@@ -207,6 +207,10 @@ def test_links_lead_somewhere(page):
         assert there.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(there), f"{page.name}: {target}"
+
+
+def test_the_citation_has_this_version():
+    assert f"\nversion: {legato.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_site_builds_and_has_the_whole_api(tmp_path):
