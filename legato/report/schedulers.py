@@ -123,8 +123,7 @@ def headline(table: list[Entry]) -> list[tuple[str, bool]]:
         return [*words, (".", False)]
     if best.gap < 0.0005:
         return [*words, ("; no plan ", False), ("can be faster", True), (".", False)]
-    link = ", " if best.measured_s is None else "; its plan is "
-    return [*words, (link, False), (percent(best.gap), True), (" above the proven lower bound.", False)]
+    return [*words, ("; its plan is ", False), (percent(best.gap), True), (" above the proven lower bound.", False)]
 
 
 def _times(slow: Entry, fast: Entry) -> str:

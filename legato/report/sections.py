@@ -136,7 +136,7 @@ def _workload(workload: Workload, cluster: Cluster | None, number: int, figures:
     drawn = [
         (
             "readiness",
-            "When gradients are ready, and how much the network can have sent by then",
+            "When gradients are ready" + (", and how much the network can have sent by then" if cluster else ""),
             draw_readiness(workload, cluster),
         ),
         ("sizes", "Tensor sizes", draw_tensor_sizes(workload)),

@@ -19,7 +19,7 @@ __all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
 #: What a plot can have along its x axis: the field, its title, and how a value is written.
 _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", lambda value: f"{value:,}"),
-    "bandwidth_bps": ("bandwidth of a link", lambda value: format_bandwidth(value).removesuffix("/s")),
+    "bandwidth_bps": ("link bandwidth", lambda value: format_bandwidth(value).removesuffix("/s")),
     "latency_s": ("latency", format_seconds),
     "racks": ("racks", str),
     "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),

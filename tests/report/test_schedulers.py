@@ -22,7 +22,7 @@ def entry(name, predicted, gap=None, measured=None):
     [
         (
             [entry("ddp", 1.24, 0.28), entry("legato", 1.0, 0.031)],
-            "legato is 1.24× faster than DDP, 3.1% above the proven lower bound.",
+            "legato is 1.24× faster than DDP; its plan is 3.1% above the proven lower bound.",
         ),
         (
             [entry("ddp", 1.24, 0.28, 1.5), entry("legato", 1.0, 0.031, 1.2), entry("pace", 0.9, 0.0)],
@@ -32,7 +32,7 @@ def entry(name, predicted, gap=None, measured=None):
         ([entry("fifo", 1.0, 0.0), entry("ddp", 2.0)], "fifo is 2.00× faster than DDP; no plan can be faster."),
         (
             [entry("ddp", 1.0, 0.5), entry("legato", 0.999, 0.499)],
-            "DDP is as fast as the best of 2 schedulers, 50.0% above the proven lower bound.",
+            "DDP is as fast as the best of 2 schedulers; its plan is 50.0% above the proven lower bound.",
         ),
         (
             [entry("ddp", 1.0, 0.1, 1.0), entry("legato", 0.9, 0.0, 1.1)],
