@@ -1,4 +1,4 @@
-"""From the ops and gradients of one traced step to a `Workload`."""
+"""Builds a `Workload` from the ops and gradients of one traced step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def assemble(
     device: str,
     untraced_s: float | None,
 ) -> Workload:
-    """The workload of one step.
+    """Build the workload of one step.
 
-    With `keep_idle` an op also lasts as long as the device waited for it before
-    (the host was late); a plan cannot take that away. The optimizer's time is
-    shared out over the tensors by their bytes, as it would be if each parameter
-    were updated when its gradient has come. Raises `InputError` where there is
-    no gradient, or no backward op that could make one.
+    With `keep_idle` the duration of an op includes the time for which the device
+    waited for its launch, because no plan can avoid it. The optimizer's time is
+    divided among the tensors in proportion to their bytes, as if each parameter
+    were updated when its gradient arrives. Raises `InputError` without a
+    gradient, or without a backward op that could produce one.
     """
     if not gradients:
         raise InputError("no gradient transfers and no parameters found (expected all-reduces in the backward pass)")
@@ -47,7 +47,7 @@ def assemble(
     update_s = math.fsum(_seconds(op, keep_idle) for op in ops if op.phase == "optimizer")
     total = sum(gradient.nbytes for gradient in gradients)
     backward = (i if op.phase == "backward" else -1 for i, op in enumerate(ops))
-    latest = list(itertools.accumulate(backward, max, initial=-1))  # backward op before each op
+    latest = list(itertools.accumulate(backward, max, initial=-1))  # the last backward op before each op
     tensors = []
     for number, gradient in enumerate(gradients):
         ready = place.get(latest[min(gradient.ready_after, len(ops) - 1) + 1], forward)
@@ -57,7 +57,7 @@ def assemble(
             readers.append(len(kept) + number)
         tensors.append(Tensor(gradient.name, gradient.nbytes, ready, tuple(readers)))
     if update_s > 0:
-        notes.assume("the optimizer's time is shared out over the tensors by their bytes")
+        notes.assume("the optimizer's time is divided among the tensors in proportion to their bytes")
     tensors.sort(key=lambda tensor: tensor.ready_after)
     return Workload(name, tuple(built), tuple(tensors), batch_size, device, untraced_s)
 
@@ -89,10 +89,11 @@ def _with_readers(gradients: Sequence[Gradient], ops: Sequence[TracedOp], notes:
 
 
 def mirrored_readers(ops: Sequence[TracedOp], ready_after: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each gradient the forward op that stands where its backward op does, seen from the other end.
+    """For each gradient the forward op that reads its parameter, if the backward pass mirrors the forward pass.
 
-    By time: a gradient that is ready after a share f of the backward pass is of
-    a parameter first read after a share 1 - f of the forward pass.
+    Positions are measured in time: if a gradient is ready after a share f of the
+    backward pass, its parameter is first read after a share 1 - f of the forward
+    pass.
     """
     forward = [i for i, op in enumerate(ops) if op.phase == "forward"]
     backward = [i for i, op in enumerate(ops) if op.phase == "backward"]

@@ -1,12 +1,12 @@
-"""Chrome trace JSON, event by event: a file of a gigabyte in the memory of a few blocks.
+"""Reads Chrome trace JSON event by event: a file of a gigabyte needs the memory of a few blocks.
 
-[Note: cutting JSON at a guess]
-The array of events is cut into runs of some MiB, each decoded at once by a
-strict decoder. Where to cut is guessed: at a `}`, comma, `{`. A guess inside a
-string, or deeper than the array, leaves quotes or brackets open on the left, so
-the run in brackets of its own is no JSON then, and the next guess is taken. A
-run that decodes was cut between two events; nothing is ever accepted that a
-decoder of the whole file would not accept.
+[Note: splitting JSON at guessed places]
+The array of events is split into runs of a few MiB, and a strict decoder decodes
+each run at once. The place of a split is guessed: a `}`, a comma and a `{`. If
+the guess is inside a string, or deeper than the array, quotes or brackets remain
+open before it; the run, put in brackets, is then not valid JSON, and the next
+guess is tried. A run that decodes therefore ends between two events, and nothing
+is accepted that a decoder of the whole file would reject.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["Header", "events"]
 
 Event = TypeVar("Event", bound=msgspec.Struct)
 
-_CUT = re.compile(rb"\}\s*,\s*\{")
+_SPLIT = re.compile(rb"\}\s*,\s*\{")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _PLACE = re.compile(r"[$]\[(\d+)\]")
-#: No event, and no header, is longer than this.
+#: A longer event or header is an error.
 _LONGEST_BYTES = 64 * 2**20
 _TRIES = 64
 
 
 class Header(msgspec.Struct):
-    """What stands beside the events."""
+    """The fields beside the array of events."""
 
     distributed: dict[str, Any] = msgspec.field(default_factory=dict, name="distributedInfo")
 
 
 def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
-    """The events of a trace file, in file order; fills in `header` on the way.
+    """Yield the events of a trace file in file order; fills in `header` meanwhile.
 
-    Both forms are read: an object with `traceEvents`, and a bare array. Raises
-    `FileError`, with one line, on anything else.
+    The file holds an object with `traceEvents` or a bare array. Raises
+    `FileError`, with one line, for anything else.
     """
     reader = _Reader(path, kind, header)
     for block in read_blocks(path, progress):
@@ -52,16 +52,16 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
     yield from reader.finish()
 
 
-def _cuts(data: bytes) -> Iterator[int]:
-    """Where an event may end, the last first."""
+def _splits(data: bytes) -> Iterator[int]:
+    """The places where an event may end, the last one first."""
     at = len(data)
     while (at := data.rfind(b"}", 0, at)) >= 0:
-        if _CUT.match(data, at):
+        if _SPLIT.match(data, at):
             yield at + 1
 
 
 class _Reader(Generic[Event]):
-    """The bytes not yet decoded, and what their array stands in."""
+    """The bytes that are not decoded yet, and whether their array is in an object."""
 
     def __init__(self, path: Path, kind: type[Event], header: Header) -> None:
         self._path = path
@@ -73,7 +73,7 @@ class _Reader(Generic[Event]):
         self._done = 0
 
     def feed(self, block: bytes) -> list[Event]:
-        """The events that are complete with this block."""
+        """The events that this block completes."""
         self._rest += block
         if self._in_object is None and not self._open():
             self._check_length("no array of traceEvents")
@@ -96,7 +96,7 @@ class _Reader(Generic[Event]):
         return list(self._decode(bytes(tail[""]), self._events))
 
     def _open(self) -> bool:
-        """Step into the array of events, if it has begun."""
+        """Skip to the first event if the array of events has begun."""
         start = self._rest[:64].lstrip()
         if start.startswith(b"["):
             self._in_object = False
@@ -106,7 +106,7 @@ class _Reader(Generic[Event]):
             try:
                 head = msgspec.json.decode(self._rest[: match.start()] + b'"":0}', type=dict[str, msgspec.Raw])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue  # in a string, or deeper than the file's own object
+                continue  # in a string, or in a nested object
             self._note(head)
             self._in_object = True
             self._rest = self._rest[match.end() :]
@@ -114,15 +114,15 @@ class _Reader(Generic[Event]):
         return False
 
     def _run(self) -> list[Event]:
-        """As many whole events as a guessed cut gives."""
-        for cut in itertools.islice(_cuts(self._rest), _TRIES):
+        """The complete events that end at a guessed split."""
+        for split in itertools.islice(_splits(self._rest), _TRIES):
             try:
-                found = self._events.decode(b"[" + self._rest[:cut] + b"]")
+                found = self._events.decode(b"[" + self._rest[:split] + b"]")
             except msgspec.ValidationError as error:
                 raise self._wrong(error) from None
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
-            self._rest = self._rest[self._rest.index(b",", cut) + 1 :]
+            self._rest = self._rest[self._rest.index(b",", split) + 1 :]
             self._wanted = BLOCK_BYTES
             self._done += len(found)
             return found
@@ -153,7 +153,7 @@ class _Reader(Generic[Event]):
             raise FileError(f"{self._path}: not JSON after {self._done} events: {one_line(reason)}{hint}") from None
 
     def _wrong(self, error: Exception) -> FileError:
-        """msgspec's message with the event's place in the whole file."""
+        """msgspec's message with the index of the event in the whole file."""
 
         def place(match: re.Match[str]) -> str:
             return f"traceEvents[{self._done + int(match.group(1))}]"

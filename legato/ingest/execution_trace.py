@@ -1,16 +1,17 @@
-"""PyTorch execution traces (`ExecutionTraceObserver`) with the profiler's traces of the same step.
+"""Imports PyTorch execution traces (`ExecutionTraceObserver`) with profiler traces of the same step.
 
-The profiler's trace has the times; the execution trace has what each operator
-read and wrote, so that the ops get their real dependencies. What joins them is
-the profiler's `Record function id`, which is the `rf_id` here; older profilers
-do not write it (their `External id` is another count), and then the order does.
+The profiler trace has the times; the execution trace has what each operator
+reads and writes, which gives the ops their real dependencies. The profiler's
+`Record function id` equals the `rf_id` of the execution trace and joins the two.
+Older profilers do not write it (their `External id` counts something else); then
+the order of the operators joins them.
 
 [Note: dependencies from storages]
-An operator needs the last writers of the storages that it reads. It writes its
-outputs' storages, and those of the inputs that its schema marks with `!`. Views
-share a storage, and so are right without being looked at. A storage whose
-memory is used again is written again, which can only add a dependency on an
-earlier op; within one stream that costs nothing.
+An operator depends on the last writers of the storages that it reads. It writes
+the storages of its outputs, and of the inputs that its schema marks with `!`.
+Views need no special treatment because they share a storage. If the memory of a
+storage is used again, this can only add a dependency on an earlier op, which
+costs nothing within one stream.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Attribute(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
-    """A node of any schema: until 1.0.1 flat lists, since 1.0.2 in `values` and `attrs`."""
+    """A node of any schema version: flat lists until 1.0.1, `values` and `attrs` since 1.0.2."""
 
     id: int
     name: str
@@ -75,11 +76,12 @@ def import_execution_traces(
     batch_size: int = 1,
     progress: Progress | None = None,
 ) -> Imported:
-    """Import pairs of execution and profiler traces, in any order: a pair a rank.
+    """Import pairs of an execution trace and a profiler trace, one pair per rank.
 
-    They are paired by position, each sort in the order given. Raises
-    `InputError` when there are not as many of one as of the other, `FileError`
-    when two that are paired have no operator in common.
+    The first execution trace belongs to the first profiler trace and so on,
+    however the two kinds are mixed in `paths`. Raises `InputError` when their
+    numbers differ, and `FileError` when the traces of a pair have no operator in
+    common.
     """
     graphs: list[Path] = []
     traces: list[Path] = []
@@ -87,10 +89,12 @@ def import_execution_traces(
         (graphs if _is_graph(path) else traces).append(path)
     if not traces:
         raise InputError(
-            f"{paths[0]}: an execution trace has no times (give the profiler's trace of the same step too)"
+            f"{paths[0]}: an execution trace has no times (expected the profiler's trace of the same step as well)"
         )
     if len(graphs) != len(traces):
-        raise InputError(f"{len(graphs)} execution traces and {len(traces)} profiler traces (expected a pair a rank)")
+        raise InputError(
+            f"{len(graphs)} execution traces and {len(traces)} profiler traces (expected one of each per rank)"
+        )
     read = {trace: _Dependencies(graph, progress) for graph, trace in zip(graphs, traces, strict=True)}
     return import_kineto(
         traces,
@@ -105,14 +109,14 @@ def import_execution_traces(
 
 
 def _is_graph(path: Path) -> bool:
-    """An execution trace has nodes; a profiler's trace has events, and says so early."""
+    """Whether a file is an execution trace, which has nodes; a profiler trace names its events near the beginning."""
     head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)
 
 
 class _Dependencies:
-    """The graph of one rank: what each operator, by `rf_id`, reads and writes."""
+    """The execution trace of one rank: its nodes by `rf_id`."""
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
@@ -128,14 +132,14 @@ class _Dependencies:
         self._nodes: dict[int, _Node] = {}
         for node in file.nodes:
             if node.id in seen:
-                raise FileError(f"{path}: node id {node.id} stands twice ({one_line(node.name, 60)!r})")
+                raise FileError(f"{path}: node id {node.id} occurs twice ({one_line(node.name, 60)!r})")
             seen.add(node.id)
             record = node.attribute("rf_id", node.rf_id)
             if isinstance(record, int) and record > 0:
                 self._nodes[record] = node
 
     def __call__(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
-        """The step's ops with their dependencies; an op that is in no known operator keeps its place in the stream."""
+        """The step's ops with their dependencies; an op outside all known operators depends on the op before it."""
         nodes = _innermost(step, self._by_row(step))
         writer: dict[int, int] = {}
         found, unknown, before = [], 0, -1
@@ -154,17 +158,17 @@ class _Dependencies:
             before = i
         if unknown == len(found):
             raise FileError(
-                f"{self._path}: none of its operators ran in {step.trace.marks.path} (expected the same step of a rank)"
+                f"{self._path}: none of its operators ran in {step.trace.marks.path} (expected one step of one rank)"
             )
         if unknown:
-            notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the one before it")
+            notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the op before it")
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
     def _by_row(self, step: TracedStep) -> dict[int, _Node]:
-        """The node of each operator of the profiler's trace (by row).
+        """The node of each operator of the profiler trace (by row).
 
-        By id, where the profiler wrote the ids; else the n-th operator of a name is the n-th node of that name,
-        for the names that stand as often in both.
+        They are joined by id if the profiler wrote ids. Otherwise the n-th operator of a name is the n-th node of
+        that name, for the names that occur equally often in both traces.
         """
         trace, columns = step.trace, step.trace.operator
         rows = np.flatnonzero((columns.start >= step.interval.start_s) & (columns.start < step.interval.end_s)).tolist()
@@ -190,7 +194,7 @@ class _Dependencies:
 
 
 def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:
-    """For each op the innermost operator of the graph that was open on the thread that launched it, if any was."""
+    """For each op the innermost known operator that was running on the thread that launched it, if there is one."""
     columns, rows, at = step.trace.operator, sorted(nodes), 0
     open_rows: dict[int, list[int]] = {}
     found = {}
@@ -207,7 +211,7 @@ def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:
 
 
 def _storages(node: _Node) -> tuple[set[int], set[int]]:
-    """The storages that an operator reads, and those that it writes."""
+    """The storages that an operator reads, and the ones that it writes."""
     inputs, outputs = _values(node.inputs), _values(node.outputs)
     reads = {s for value in inputs for s in _tensors(value)}
     writes = {s for value in outputs for s in _tensors(value)}
@@ -224,7 +228,7 @@ def _values(side: list[Any] | _Values) -> list[Any]:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[int]:
-    """Storage ids in a value: a tensor is [id, storage, offset, elements, bytes an element, device]."""
+    """Storage ids in a value: a tensor is [id, storage, offset, elements, bytes per element, device]."""
     if not isinstance(value, list) or depth > 8:
         return
     if len(value) == 6 and isinstance(value[5], str) and all(isinstance(v, int) for v in value[:5]):

@@ -1,4 +1,4 @@
-"""The names and sizes of collectives, as NCCL, gloo, PyTorch and Chakra write them."""
+"""Kinds and sizes of collectives from the names that NCCL, gloo, PyTorch and Chakra write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["GRADIENT_KINDS", "collective_kind", "element_bytes", "tensor_bytes"]
 
-#: What can carry a gradient, when the backward pass issues it.
+#: The collectives that carry gradients if the backward pass issues them.
 GRADIENT_KINDS = ("all_reduce", "reduce_scatter")
 
 _KINDS = {
@@ -36,7 +36,7 @@ _ELEMENT_BYTES = {
 
 
 def collective_kind(name: str) -> str | None:
-    """`all_reduce` from `ncclDevKernel_AllReduce_Sum_f32`, `nccl:all_reduce`, `allreduce_coalesced`; None if none."""
+    """`all_reduce` from `ncclDevKernel_AllReduce_Sum_f32`, `nccl:all_reduce`, `allreduce_coalesced`; or None."""
     plain = re.sub(r"[^a-z]", "", name.lower())
     return next((kind for word, kind in _KINDS.items() if word in plain), None)
 
@@ -47,9 +47,9 @@ def element_bytes(name: str | None) -> int | None:
 
 
 def tensor_bytes(dims: Any, types: Any) -> int | None:
-    """Bytes of the first tensor of `Input Dims` and `Input type`; None where they name none.
+    """Bytes of the first tensor of the profiler's `Input Dims` and `Input type`; None if they describe none.
 
-    A list of tensors stands there as a list of lists of dimensions.
+    For a list of tensors, `Input Dims` has a list of lists of dimensions.
     """
     if not (isinstance(dims, list) and isinstance(types, list) and dims and types):
         return None

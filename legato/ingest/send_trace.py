@@ -1,18 +1,18 @@
-"""The five-column send trace of the Network Operator Edition (section 5), in and out.
+"""Reads and writes the five-column send trace of the Network Operator Edition (section 5).
 
-A CSV file with a header line `time_s,parameter,size_bytes,source,destination`:
-when a parameter was ready to be queued on the network, its edge's name, its
-bytes, and between which devices. What workers send to parameter servers is the
-aggregation trace, what servers send to workers the distribution trace; both may
-stand in one file or in several.
+It is a CSV file with the header `time_s,parameter,size_bytes,source,destination`:
+when a parameter was ready to be queued on the network, the name of its edge, its
+size, and the two devices. The sends from workers to parameter servers are the
+aggregation trace, those from servers to workers the distribution trace; both may
+be in one file or in several.
 
-As in the paper, an aggregation trace is relative to its first event, so the
-first gradient's own backward time is outside; of the distribution trace only
-the order counts (its times are of one network). `after` is the paper's
-dependency operation: what a worker sent before or at it was pipelined with its
-forward pass and is no gradient. What batch normalization sends (its moving
-means and variances) is always left out, and further patterns as the model needs
-them (auxiliary logits).
+As in the paper, the times of an aggregation trace are relative to its first
+event, so the backward time of the first gradient is missing. Of the distribution
+trace only the order counts, because its times depend on the network. `after` is
+the paper's dependency operation: everything that a worker sends up to it was
+pipelined with the forward pass and is not a gradient. The moving means and
+variances of batch normalization are always left out; `drop` leaves out more
+(auxiliary logits).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
 
 _COLUMNS = ("time_s", "parameter", "size_bytes", "source", "destination")
 _LARGEST_BYTES = 2**30
-#: Running statistics: not learned, and sent besides the gradients.
+#: Running statistics, which are sent beside the gradients but are not learned.
 _STATISTICS = re.compile(r"moving_(mean|variance)|running_(mean|var)\b|num_batches_tracked")
 _SERVER = re.compile(r"(^|[^a-z])(ps|server|parameter_?server)s?(?![a-z])", re.IGNORECASE)
 
@@ -50,17 +50,17 @@ class Send(NamedTuple):
 
     @property
     def aggregates(self) -> bool:
-        """From a worker to a server."""
+        """Whether it goes from a worker to a server."""
         return bool(_SERVER.search(self.destination)) and not _SERVER.search(self.source)
 
     @property
     def distributes(self) -> bool:
-        """From a server to a worker."""
+        """Whether it goes from a server to a worker."""
         return bool(_SERVER.search(self.source)) and not _SERVER.search(self.destination)
 
 
 def read_send_trace(path: Path, progress: Progress | None = None) -> list[Send]:
-    """The rows of one file; raises `FileError` that names the line and the column."""
+    """Read the rows of one file. Raises `FileError`, which names the line and the column."""
     try:
         text = read_all(path, _LARGEST_BYTES, progress).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text), strict=True))
@@ -85,10 +85,12 @@ def _send(path: Path, line: int, row: list[str]) -> Send:
     if not abs(moment) < 1e12:
         raise FileError(f"{path}: line {line}: time_s: {one_line(time, 40)} (expected seconds)")
     if not (size.isascii() and size.isdecimal() and len(size) < 18 and int(size) > 0):
-        raise FileError(f"{path}: line {line}: size_bytes: {one_line(size, 40)} (expected whole bytes above 0)")
+        raise FileError(
+            f"{path}: line {line}: size_bytes: {one_line(size, 40)} (expected a whole number of bytes above 0)"
+        )
     for column, cell in (("parameter", parameter), ("source", source), ("destination", destination)):
         if not cell:
-            raise FileError(f"{path}: line {line}: {column}: empty")
+            raise FileError(f"{path}: line {line}: {column}: empty (expected a name)")
     return Send(moment, parameter, int(size), source, destination)
 
 
@@ -103,18 +105,20 @@ def import_send_trace(
     drop: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """A workload from an aggregation trace and, if there is one, a distribution trace.
+    """Import an aggregation trace and, if there is one, a distribution trace.
 
-    The backward pass is the time between the sends of one worker; `forward_s`
-    is profiled apart, as in the paper. Raises `FileError` for what is no such
-    trace and `InputError` when nothing is left of it, or a parameter is sent
-    twice.
+    The backward ops are the times between the sends of one worker; `forward_s`
+    is measured separately, as in the paper. Raises `FileError` for a file that
+    is not such a trace, and `InputError` when no gradient is left or a parameter
+    is sent twice.
     """
     notes = Notes()
     sends = [send for path in paths for send in read_send_trace(path, progress)]
     workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
     if not workers:
-        raise InputError(f"{paths[0]}: no sends from a worker to a server (devices named like worker0 and ps0)")
+        raise InputError(
+            f"{paths[0]}: no sends from a worker to a server (expected devices with names like worker0 and ps0)"
+        )
     if worker is not None and worker not in workers:
         raise InputError(f"no worker {one_line(worker, 40)!r} (has {one_line(', '.join(workers))})")
     mine = worker or workers[0]
@@ -124,8 +128,8 @@ def import_send_trace(
     if forward_s is None:
         forward_s = backward_s / 2
         notes.lacks("the forward pass (--forward)", "it takes half as long as the backward pass")
-    notes.lacks("what each layer's forward pass takes", "all take the same")
-    notes.lacks("the time of the first backward op", "none: times are relative to the first gradient")
+    notes.lacks("the forward time of each layer", "all layers take the same time")
+    notes.lacks("the time of the first backward op", "it is zero, because times are relative to the first gradient")
     title = name or one_line(paths[0].name.partition(".")[0], 60) or "trace"
     return Imported(_workload(title, gradients, order, forward_s, batch_size), None, (), notes)
 
@@ -134,11 +138,11 @@ def _patterns(drop: Sequence[str] | None) -> list[re.Pattern[str]]:
     try:
         return [_STATISTICS, *(re.compile(pattern) for pattern in drop or ())]
     except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"--drop: no regular expression: {one_line(str(error))}") from None
+        raise InputError(f"--drop: not a regular expression: {one_line(str(error))}") from None
 
 
 def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str]]) -> list[Send]:
-    """The gradients of one worker in time order, filtered as in section 5."""
+    """The gradients of one worker in the order of time, filtered as in section 5."""
     if after is not None:
         moments = [s.time_s for s in sends if _plain(s.parameter) == _plain(after)]
         if not moments:
@@ -146,7 +150,7 @@ def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str
         sends = [s for s in sends if s.time_s > moments[0]]
     kept = sorted((s for s in sends if not any(p.search(s.parameter) for p in drop)), key=lambda s: s.time_s)
     if not kept:
-        raise InputError("no gradients are left of the aggregation trace (see --after and --drop)")
+        raise InputError("no gradients are left in the aggregation trace (see --after and --drop)")
     seen = set()
     for send in kept:
         if (plain := _plain(send.parameter)) in seen:
@@ -156,7 +160,7 @@ def _aggregation(sends: list[Send], after: str | None, drop: list[re.Pattern[str
 
 
 def _plain(parameter: str) -> str:
-    """A parameter's name without what TensorFlow's edges add: `conv1/weights` of `conv1/weights/read`."""
+    """A parameter's name without the suffixes of TensorFlow's edges: `conv1/weights` for `conv1/weights/read`."""
     return re.sub(r"^gradients/|/(read|Identity|grad)(:\d+)?$", "", parameter)
 
 
@@ -172,7 +176,7 @@ def _distribution(sends: list[Send], gradients: list[Send], notes: Notes) -> lis
     order = [parameter for parameter in seen if parameter in set(wanted)]
     rest = [parameter for parameter in wanted[::-1] if parameter not in set(order)]
     if rest:
-        notes.lacks(f"{len(rest)} parameters of the distribution trace", "the forward pass reads those last")
+        notes.lacks(f"{len(rest)} parameters of the distribution trace", "the forward pass reads them last")
     return order + rest
 
 
@@ -191,11 +195,11 @@ def _workload(name: str, gradients: list[Send], order: list[str], forward_s: flo
 
 
 def export_send_trace(workload: Workload, workers: int, servers: int) -> str:
-    """The aggregation and the distribution trace of a workload, as one CSV text.
+    """Write the aggregation and the distribution trace of a workload as one CSV text.
 
-    Every worker sends each gradient when the backward pass, on one stream, has
-    made it; parameters go to the servers round robin in the order of their
-    first use, and come back in that order, at time 0.
+    Each worker sends each gradient when its op has finished, with the backward
+    pass on one stream. Parameters are assigned to the servers round robin in the
+    order of their first use, and are distributed in that order at time 0.
     """
     if workers < 1 or servers < 1:
         raise InputError(f"{workers} workers and {servers} servers (expected at least 1 of each)")

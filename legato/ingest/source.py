@@ -1,4 +1,4 @@
-"""The bytes of a trace file, a block at a time: plain or gzip, counted, and no bomb."""
+"""The bytes of a trace file in blocks: plain or gzip, with progress, and protected against gzip bombs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from legato.core.errors import FileError
 
 __all__ = ["Progress", "one_line", "read_all", "read_blocks"]
 
-#: `progress(done, total)`, in bytes of the file as it lies on the disk.
+#: `progress(done, total)`, in bytes of the file on disk.
 Progress = Callable[[int, int], None]
 
 BLOCK_BYTES = 4 * 2**20
-#: Traces shrink 10- to 40-fold under gzip; deflate can do 1032-fold, on what says nothing.
+#: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
 
 
 def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
-    """The file's bytes in blocks of a few MiB, decompressed where it begins as gzip does.
+    """Yield the file's bytes in blocks of a few MiB, decompressed if the file begins like gzip.
 
-    Raises `FileError` when it cannot be read, is damaged, or expands beyond reason.
+    Raises `FileError` when the file cannot be read, is damaged, or expands more than 200-fold.
     """
     try:
         total = path.stat().st_size
         with path.open("rb") as file:
             if not file.seekable():
-                raise FileError(f"{path}: a pipe (expected a file: a trace is read twice)")
+                raise FileError(f"{path}: a pipe (expected a file, because a trace is read twice)")
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
             stream = gzip.GzipFile(fileobj=file) if packed else file
@@ -52,16 +52,16 @@ def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]
 
 
 def read_all(path: Path, limit: int, progress: Progress | None = None) -> bytes:
-    """All of a file that must fit in memory; raises `FileError` above `limit` bytes."""
+    """All bytes of a file that is read into memory; raises `FileError` above `limit` bytes."""
     data = bytearray()
     for block in read_blocks(path, progress):
         data += block
         if len(data) > limit:
-            raise FileError(f"{path}: more than {limit // 2**20} MiB (too large for this kind of file)")
+            raise FileError(f"{path}: more than {limit // 2**20} MiB (too large for this kind of trace)")
     return bytes(data)
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    """Text from a file as it may stand in an error: printable, on one line, not long."""
+    """Text from a file in a form that fits in an error: printable, on one line, at most `limit` characters."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= limit else f"{clean[: limit - 3]}..."

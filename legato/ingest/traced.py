@@ -1,6 +1,6 @@
-"""What every importer makes of its trace: the steps of some ranks, and the result.
+"""The values that all importers fill in: ops, transfers and gradients of a traced step, and the result.
 
-Times are seconds since the first event of the trace.
+Times are in seconds since the first event of the trace.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Gradient", "Imported", "Notes", "RankMeasure", "TracedOp", "TracedTr
 class TracedOp:
     """One computation of a step.
 
-    Before it the device stood idle for `gap_s`, for want of work, and for
-    `stalled_s` while a transfer was under way that it may have needed.
+    Before it the device was idle: for `gap_s` because the host had launched no
+    work, and for `stalled_s` during a transfer that the op may have needed.
     """
 
     name: str
@@ -28,12 +28,12 @@ class TracedOp:
     duration_s: float
     gap_s: float = 0.0
     stalled_s: float = 0.0
-    deps: tuple[int, ...] | None = None  # None: the op before it
+    deps: tuple[int, ...] | None = None  # None: it depends on the op before it
 
 
 @dataclass(frozen=True)
 class TracedTransfer:
-    """One collective as it was seen: it began at `start_s`, `waited_s` of which the other ranks were late."""
+    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks."""
 
     name: str
     kind: str
@@ -42,14 +42,13 @@ class TracedTransfer:
     end_s: float
     phase: Phase
     carries_gradients: bool
-    workers: int | None = None
     waited_s: float = 0.0
     after: int = -1  # the last op that began before it was issued
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What becomes a tensor: `ready_after` and `readers` are indices of ops."""
+    """A gradient, which becomes a tensor of the workload; `ready_after` and `readers` are indices of ops."""
 
     name: str
     nbytes: int
@@ -59,35 +58,36 @@ class Gradient:
 
 @dataclass
 class Notes:
-    """What a trace does not say, and what was put in its place; each line once."""
+    """What a trace lacks, and what the importer assumes instead; each line once."""
 
     missing: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
 
     def lacks(self, missing: str, assumed: str | None = None) -> None:
-        """Note a gap, and what was assumed to fill it."""
+        """Note what the trace lacks, and what is assumed instead."""
         if missing not in self.missing:
             self.missing.append(missing)
         if assumed is not None:
             self.assume(assumed)
 
     def assume(self, assumed: str) -> None:
+        """Note an assumption."""
         if assumed not in self.assumed:
             self.assumed.append(assumed)
 
 
 @dataclass(frozen=True)
 class RankMeasure:
-    """What one rank's step showed (seconds).
+    """The measurements of one rank's step (seconds).
 
-    `computation_s` C and `communication_s` N are the times in which the device
-    computes and the network carries; `waiting_s` is what collectives spent
-    waiting for late ranks (None where one rank alone was given), `idle_s` the
-    time in which the device had neither, and `exposed_comm_s` the
-    communication under which nothing was computed. `overlap` (alpha), `rho` and
-    `utilization` are those of TicTac and Caramel. `host_overlap` is alpha where
-    the host's own time, in which the device has no work, counts as computation
-    and waiting for late ranks not at all: the one that a plan can change.
+    `computation_s` C is the time in which the device computes, and
+    `communication_s` N the time in which the network transfers; `exposed_comm_s`
+    is the part of N during which nothing is computed, `idle_s` the time without
+    either. `waiting_s` is the time that collectives waited for late ranks (None
+    with the trace of one rank alone). `overlap` (alpha), `rho` and `utilization`
+    are defined as in TicTac and Caramel. `host_overlap` is alpha with the time
+    in which the device waits for its host counted as computation, and waiting
+    for late ranks not counted: the overlap that a plan can change.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class RankMeasure:
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import."""
+    """The result of an import; `timeline` is None for traces without times."""
 
     workload: Workload
     timeline: Timeline | None

@@ -40,7 +40,7 @@ def test_import_plan_and_report_what_was_measured(capsys, tmp_path, traces):
 
 def test_it_says_what_is_missing_and_what_was_assumed(capsys, tmp_path, traces):
     status, _, err = run(capsys, "import", "kineto", traces[0], "-o", tmp_path / "w.json")
-    assert status == 0 and "missing: the other ranks" in err and "assumed: no collective waited" in err
+    assert status == 0 and "missing: the other ranks" in err and "assumed: no collective waits" in err
 
 
 def test_a_plan_goes_out_as_chakra_and_comes_back(capsys, tmp_path, traces):
@@ -73,7 +73,7 @@ def test_a_workload_goes_out_as_sends_and_comes_back(capsys, tmp_path, traces):
         (["chakra", "T", "--step", "1"], "--step means nothing for chakra"),
         (["send-trace", "T", "--rank", "1"], "--rank means nothing"),
         (["send-trace", "T"], "line 1"),
-        (["execution-trace", "T"], "a pair a rank"),
+        (["execution-trace", "T"], "one of each per rank"),
     ],
 )
 def test_wrong_input_gets_one_line_and_no_file(capsys, tmp_path, traces, arguments, says):

@@ -101,7 +101,7 @@ def graph(*nodes):
 @pytest.mark.parametrize(
     "text, says",
     [
-        (graph({"id": 1, "name": "a", "rf_id": 1}, {"id": 1, "name": "b"}), "id 1 stands twice"),
+        (graph({"id": 1, "name": "a", "rf_id": 1}, {"id": 1, "name": "b"}), "id 1 occurs twice"),
         (graph({"id": 1, "name": "nothing", "rf_id": 1}), "none of its operators"),
         (graph({"id": "x", "name": "a"}), "nodes\\[0\\].id"),
         (graph({"id": 1, "name": "a"})[:-2], "truncated"),

@@ -115,7 +115,7 @@ def test_wrong_options_and_bytes(tmp_path, trace):
     for options, says in (
         ({"worker": "worker9"}, "has worker0, worker1"),
         ({"after": "nothing"}, "no such operation"),
-        ({"drop": ["("]}, "no regular expression"),
+        ({"drop": ["("]}, "not a regular expression"),
     ):
         with pytest.raises(InputError, match=says):
             import_send_trace([trace], **options)

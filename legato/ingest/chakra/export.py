@@ -1,10 +1,10 @@
-"""A plan's execution as a Chakra trace, so that other simulators can run it.
+"""Writes the execution of a plan as a Chakra trace, which other simulators can run.
 
-One period as `core.plan` has it: the backward pass, the messages, the updates,
-the next forward pass. Data dependencies say what needs what: a message the ops
-that make its gradients, an op the ops and the messages whose results it reads.
-Control dependencies say what the plan decided: the order of the messages, and
-the order of the ops on the one stream.
+The trace is one period as in `core.plan`: the backward pass, the messages, the
+updates, the next forward pass. Data dependencies express what a node needs: a
+message needs the ops that make its gradients, an op needs the ops and messages
+whose results it reads. Control dependencies express what the plan decides: the
+order of the messages, and the order of the ops on the one stream.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _NOTHING_S = 1e-9
 
 
 def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
-    """The bytes of one rank's `.et` file; all ranks of a data-parallel job have the same.
+    """The bytes of one rank's `.et` file, which is the same for all ranks of a data-parallel job.
 
-    `timeline` is the plan's, predicted or measured: it gives the times, rounded
-    to whole microseconds so that their sum is right; the exact duration stands
-    in the attribute `duration_s`. Raises `PlanError` when the plan or the
-    timeline does not fit the workload, `InputError` for a plan with parameter
-    servers, which have no collective.
+    `timeline` is a predicted or measured timeline of the plan and gives the
+    times. Starts and ends are rounded to whole microseconds, so rounding errors
+    do not add up; the attribute `duration_s` has the exact duration. Raises
+    `PlanError` when the plan or the timeline does not fit the workload, and
+    `InputError` for a plan with parameter servers, whose transfers are not
+    collectives.
     """
     check_plan(plan, workload)
     compute, network = _spans(workload, plan, timeline)
@@ -64,30 +65,32 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
 
 
 def _spans(workload: Workload, plan: Plan, timeline: Timeline) -> tuple[list[Span], list[Span]]:
-    """The first worker's spans in the order in which they began, of ops and of messages."""
+    """The spans of the first worker's ops and messages, in order of start."""
     if any(message.kind in ("push", "pull") for message in plan.messages):
-        raise InputError("a plan with parameter servers has no collectives to write as Chakra")
+        raise InputError("a plan with parameter servers cannot be written as Chakra (expected collectives)")
     first = min((s.worker for s in timeline.spans), default=0)
     mine = sorted((s for s in timeline.spans if s.worker == first), key=lambda s: (s.start_s, s.end_s))
     network = [s for s in mine if s.kind == "message"]
     if len(network) != len(plan.messages):
-        raise PlanError(f"the timeline has {len(network)} messages (expected {len(plan.messages)}: is it this plan's?)")
+        raise PlanError(f"the timeline has {len(network)} messages (expected {len(plan.messages)}, as in this plan)")
     left = [s for s in mine if s.kind != "message"][::-1]
     compute, clock = [], 0.0
     for index in plan.op_order or workload.iteration_order():
         op = workload.ops[index]
         if left and left[-1].name == op.name and (op.duration_s > 0 or left[-1].end_s == left[-1].start_s):
             compute.append(left.pop())
-        elif op.duration_s < _NOTHING_S:  # such an op need not have a span
+        elif op.duration_s < _NOTHING_S:  # so short an op may have no span
             compute.append(Span(first, "compute", op.name, clock, clock, op.phase))
         else:
-            raise PlanError(f"the timeline lacks op {index} in its place (expected this plan's, on one stream)")
+            raise PlanError(
+                f"the timeline lacks op {index} in its place (expected a timeline of this plan on one stream)"
+            )
         clock = compute[-1].end_s
     return compute, network
 
 
 def _covering(workload: Workload, plan: Plan) -> dict[str, list[int]]:
-    """For each tensor the messages after which it is reduced everywhere."""
+    """For each tensor the messages after which all workers have its reduced gradient."""
     found: dict[str, list[int]] = {tensor.name: [] for tensor in workload.tensors}
     for number, message in enumerate(plan.messages):
         for piece in message.slices:
@@ -97,7 +100,7 @@ def _covering(workload: Workload, plan: Plan) -> dict[str, list[int]]:
 
 
 def _op_needs(workload: Workload, plan: Plan, op: int, covering: dict[str, list[int]]) -> set[int]:
-    """Nodes that an op depends on: ops of this period, and messages."""
+    """The nodes on which an op depends: ops of this period, and messages."""
     ops, first_message = workload.ops, len(workload.ops)
     phase = ops[op].phase
     needs = {dep for dep in ops[op].deps if phase == "forward" or ops[dep].phase != "forward"}
@@ -114,7 +117,7 @@ def _op_needs(workload: Workload, plan: Plan, op: int, covering: dict[str, list[
 
 
 def _message_needs(workload: Workload, plan: Plan, number: int) -> set[int]:
-    """The ops that make the gradients of a message; for an all-gather the reductions of what it hands out."""
+    """The ops that make a message's gradients; for an all-gather the reduce-scatters of its tensors."""
     names = {piece.tensor for piece in plan.messages[number].slices}
     if plan.messages[number].kind != "all_gather":
         return {tensor.ready_after for tensor in workload.tensors if tensor.name in names}
@@ -126,7 +129,7 @@ def _message_needs(workload: Workload, plan: Plan, number: int) -> set[int]:
 
 
 def _message_name(message: Message, number: int, workload: Workload) -> str:
-    """The tensor's name where the message is one tensor and nothing else."""
+    """The name of the tensor if the message is exactly one tensor, else its number."""
     piece = message.slices[0]
     size = next(tensor.nbytes for tensor in workload.tensors if tensor.name == piece.tensor)
     return piece.tensor if len(message.slices) == 1 and piece.nbytes == size else f"message {number}"

@@ -1,4 +1,4 @@
-"""Chakra `.et` files: protobuf messages, each behind its length as a varint."""
+"""Reads and writes the framing of Chakra `.et` files: protobuf messages, each preceded by its length as a varint."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from legato.ingest.source import Progress, one_line, read_blocks
 
 __all__ = ["TraceNode", "frame", "read_nodes"]
 
-#: No message of a trace is longer: a node is a few hundred bytes, a few thousand with long lists of tensors.
+#: A longer message is an error: a node has a few hundred bytes, a few thousand with long lists of tensors.
 _LONGEST_BYTES = 16 * 2**20
 _LARGEST = 2**62
 
 
 @dataclass(frozen=True)
 class TraceNode:
-    """What is needed of a node; `micros` is its duration in microseconds."""
+    """The fields of a node that are used; `micros` is its duration in microseconds."""
 
     id: int
     name: str
@@ -35,7 +35,7 @@ class TraceNode:
 
 
 def frame(message: Any) -> bytes:
-    """A message as it stands in a file."""
+    """The bytes of a message in a file, with its length."""
     data = message.SerializeToString()
     length, head = len(data), bytearray()
     while length > 127:
@@ -46,20 +46,22 @@ def frame(message: Any) -> bytes:
 
 
 def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
-    """The nodes of a file in file order; raises `FileError` when it is no Chakra trace or an id stands twice."""
+    """Read the nodes of a file in file order. Raises `FileError` when it is no Chakra trace or an id occurs twice."""
     nodes: list[TraceNode] = []
     seen = set()
     for number, data in enumerate(_messages(path, read_blocks(path, progress))):
         try:
             message = (Node if number else GlobalMetadata).FromString(data)
         except (DecodeError, ValueError, RecursionError):
-            what = f"message {number}: no {'Node' if number else 'GlobalMetadata'}"
-            raise FileError(f"{path}: {what} of a Chakra trace ({len(data)} bytes)") from None
+            what = "Node" if number else "GlobalMetadata"
+            raise FileError(
+                f"{path}: message {number}: {len(data)} bytes (expected a {what} of a Chakra trace)"
+            ) from None
         if not number:
             continue
         node = _node(message)
         if node.id in seen:
-            raise FileError(f"{path}: node id {node.id} stands twice ({one_line(node.name, 60)!r})")
+            raise FileError(f"{path}: node id {node.id} occurs twice ({one_line(node.name, 60)!r})")
         if node.micros > _LARGEST or node.start_micros > _LARGEST:
             raise FileError(f"{path}: node {node.id}: duration_micros: {node.micros} (expected less than 2**62)")
         seen.add(node.id)
@@ -70,7 +72,7 @@ def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
 
 
 def _messages(path: Path, data: Iterable[bytes]) -> Iterator[bytes]:
-    """The messages without their lengths."""
+    """Yield the messages without their lengths."""
     rest, at = b"", 0
     for block in data:
         rest, at = rest[at:] + block, 0
@@ -78,11 +80,11 @@ def _messages(path: Path, data: Iterable[bytes]) -> Iterator[bytes]:
             yield rest[found[1] : found[1] + found[0]]
             at = found[0] + found[1]
     if at < len(rest):
-        raise FileError(f"{path}: cut off: {len(rest) - at} bytes are no whole message (expected a Chakra trace)")
+        raise FileError(f"{path}: cut off: {len(rest) - at} bytes of an incomplete message (expected a Chakra trace)")
 
 
 def _length(path: Path, data: bytes, at: int) -> tuple[int, int] | None:
-    """(length, where the message begins), or None when the varint is not whole yet."""
+    """(length, position of the message), or None if the varint is incomplete."""
     length = 0
     for shift, byte in enumerate(data[at : at + 5]):
         length |= (byte & 127) << 7 * shift

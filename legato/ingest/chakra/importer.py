@@ -1,19 +1,19 @@
-"""Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
+"""Imports Chakra execution traces (MLCommons): a graph of computations and collectives becomes a workload.
 
 [Note: what is taken from a graph]
-A trace made from a GPU has nodes of the host (`is_cpu_op`) beside those of the
-device. The device's nodes are the computation, and the host's only tell which
-thread launched them: converters let a kernel depend on host operators, not on
-the kernels that made its inputs, so that kernels keep their order. Without a
-device, the host's nodes are the computation. The order is that of the data
-dependencies, and of the control dependencies where those are sound, ties by id.
-Converters draw control dependencies to nodes that are not in the file, and to
-nodes themselves: then they only tell which host operator launched a kernel.
+A trace of a GPU has nodes of the host (`is_cpu_op`) beside those of the device.
+The device's nodes are the computation; the host's nodes only tell which thread
+launched them. Converters let a kernel depend on host operators and not on the
+kernels that made its inputs, so kernels keep their order. Without a device, the
+host's nodes are the computation. Nodes are ordered by their data dependencies,
+and by their control dependencies if these are sound; ties are broken by id.
+Converters write control dependencies on nodes that are not in the file, and of
+nodes on themselves; then they only tell which host operator launched a kernel.
 
 A gradient is an all-reduce or reduce-scatter; it is ready after the last
-backward op that it depends on. Who reads it: the forward ops that depend on it
-(only in a trace of one period that starts with the backward pass, as legato
-writes it), else by position (see `assemble`).
+backward op on which it depends. Its readers are the forward ops that depend on
+it (only in a trace of one period that begins with the backward pass, as legato
+writes it); otherwise they are found by position (see `assemble`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from legato.ingest.traced import Gradient, Imported, Notes, TracedOp
 
 __all__ = ["import_chakra"]
 
+#: More dependencies are an error: a trace of a gigabyte has fewer, and more would fill the memory.
+_MOST_NEEDS = 2**25
+_PHASES = ("forward", "backward", "optimizer")
 _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"optimi[sz]er|\bupdate\b|_foreach_|adam|sgd", re.IGNORECASE)),
     ("backward", re.compile(r"backward|bwd|\bgrad|_bw_|input_grad|weight_grad|\bBP\b|/grad$", re.IGNORECASE)),
@@ -54,8 +57,8 @@ def import_chakra(
 ) -> Imported:
     """Import the `.et` files of one or more ranks; the workload is that of one of them.
 
-    Raises `FileError` when a file is no such trace, or its dependencies have a
-    cycle, and `InputError` when `rank` is not there.
+    Raises `FileError` when a file is not a Chakra trace or its dependencies have
+    a cycle, and `InputError` when there is no such rank.
     """
     notes = Notes()
     ranks = _ranks(paths)
@@ -66,7 +69,7 @@ def import_chakra(
     collectives = {r: [_kind_and_size(n) for n in nodes if _is_transfer(n)] for r, nodes in graphs.items()}
     for r, found in collectives.items():
         if sorted(map(str, found)) != sorted(map(str, collectives[chosen])):
-            raise FileError(f"{ranks[r]}: other collectives than {ranks[chosen]} (expected ranks of one job)")
+            raise FileError(f"{ranks[r]}: not the collectives of {ranks[chosen]} (expected ranks of one job)")
     graph = _Graph(ranks[chosen], graphs[chosen], notes)
     ops, gradients = graph.ops(), graph.gradients()
     title = name or one_line(ranks[chosen].name.partition(".")[0], 60) or "trace"
@@ -118,11 +121,9 @@ class _Graph:
             seconds = math.fsum(n.micros for n in host) * 1e-6
             notes.lacks(
                 "how long the device waited for its host",
-                f"the host's {len(host)} operators ({seconds:.3g} s) cost nothing",
+                f"the host's {len(host)} operators ({seconds:.3g} s) take no time",
             )
-            notes.lacks(
-                "data dependencies between kernels", "each kernel, and each transfer, needs the kernel before it"
-            )
+            notes.lacks("data dependencies between kernels", "each kernel and each transfer needs the kernel before it")
         self._phases = self._phased()
         self._place = {n.id: i for i, n in enumerate(self._kept)}
         self._needs = self._contracted()
@@ -132,7 +133,7 @@ class _Graph:
             return not on_device or node.attributes.get("is_cpu_op") is False
         if node.type in SEND_RECEIVE:
             return True
-        # A collective that carries no gradients takes its time like an op; an all-gather after a reduce-scatter does.
+        # A collective that carries no gradients is an op; an all-gather after a reduce-scatter carries gradients.
         if not _is_transfer(node) or _kind_and_size(node)[0] in GRADIENT_KINDS:
             return False
         return not any(self._scatters(dep) for dep in node.data_deps)
@@ -142,10 +143,10 @@ class _Graph:
         return node is not None and _is_transfer(node) and _kind_and_size(node)[0] == "reduce_scatter"
 
     def _sorted(self, nodes: list[TraceNode]) -> list[TraceNode]:
-        """All nodes so that each follows what it needs; raises `FileError` where that cannot be."""
+        """All nodes in topological order. Raises `FileError` if the data dependencies have a cycle."""
         unknown = sum(d not in self._nodes for n in nodes for d in n.data_deps)
         if unknown:
-            self._notes.lacks(f"{unknown} nodes that others depend on", "what is missing was done at the start")
+            self._notes.lacks(f"{unknown} nodes that others depend on", "they are done at the start")
         if all(d in self._nodes for n in nodes for d in n.ctrl_deps):
             order = self._topological({n.id: {*n.data_deps, *n.ctrl_deps} for n in nodes})
             if len(order) == len(nodes):
@@ -158,7 +159,7 @@ class _Graph:
         return order
 
     def _topological(self, needs: dict[int, set[int]]) -> list[TraceNode]:
-        """Kahn's algorithm, ties by id; the nodes of a cycle, and after it, are left out."""
+        """Kahn's algorithm with ties broken by id; leaves out the nodes of cycles and their successors."""
         left: dict[int, int] = {}
         feeds: dict[int, list[int]] = {}
         for key, deps in needs.items():
@@ -179,7 +180,7 @@ class _Graph:
         return order
 
     def _cycle(self, stuck: set[int]) -> list[int]:
-        """The ids of one cycle, at most eight of them."""
+        """The ids of the nodes of one cycle, at most eight."""
         at, path = min(stuck), dict[int, int]()
         while at not in path:
             path[at] = len(path)
@@ -188,22 +189,22 @@ class _Graph:
         return found if len(found) <= 8 else [*found[:7], found[-1]]
 
     def _phased(self) -> dict[int, Phase]:
-        """The phase of every kept node: as it says itself, by its thread, by its name, or by position."""
-        said = {n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _ORDER}
+        """The phase of each kept node: from its attribute, else from threads, from names or from positions."""
+        said = {n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _PHASES}
         if len(said) == len(self._kept):
             return said
         by_thread = self._by_autograd_thread()
         if by_thread is not None:
-            self._notes.assume("the backward pass is what autograd's thread launched, the optimizer what followed it")
+            self._notes.assume("autograd's thread launches the backward pass; everything later is the optimizer")
             return by_thread
         named = {n.id: p for n in self._kept for p in [_named_phase(n.name)] if p is not None}
         if "backward" in named.values():
-            phases, current = dict[int, Phase](), "forward"
+            phases: dict[int, Phase] = {}
+            current: Phase = "forward"
             for node in self._kept:
-                current = named.get(node.id, current)
-                phases[node.id] = _PHASE[current]
+                phases[node.id] = current = named.get(node.id, current)
             self._notes.assume(
-                "the phases of ops are those that the nodes' names say; a name that says none is of the one before"
+                "the nodes' names tell the phases of ops; a node whose name tells none has the phase of the one before"
             )
             return phases
         self._notes.lacks("the phases of ops", "the forward pass takes the first third of the computation")
@@ -214,7 +215,7 @@ class _Graph:
         return phases
 
     def _by_autograd_thread(self) -> dict[int, Phase] | None:
-        """Ids grow as operators run, and autograd has a thread of its own that runs `*_backward`."""
+        """Phases from the ids, which grow as operators run, of autograd's thread, which runs `*_backward`."""
         threads = {
             n.attributes.get("tid")
             for n in self._order
@@ -233,7 +234,7 @@ class _Graph:
         return phases
 
     def _contracted(self) -> dict[int, set[int]]:
-        """For every node the kept nodes and collectives that it needs, over any nodes between."""
+        """For each node the kept nodes and collectives that it needs, directly or through other nodes."""
         needs: dict[int, set[int]] = {}
         total = 0
         for node in self._order:
@@ -245,11 +246,11 @@ class _Graph:
             needs[node.id] = found
             total += len(found)
             if total > _MOST_NEEDS:
-                raise FileError(f"{self._path}: more than {_MOST_NEEDS} dependencies over nodes that compute nothing")
+                raise FileError(f"{self._path}: more than {_MOST_NEEDS} dependencies through nodes without computation")
         return needs
 
     def ops(self) -> list[TracedOp]:
-        """The computation, with the dependencies between ops."""
+        """The ops with their dependencies."""
         found = []
         for node in self._kept:
             exact = node.attributes.get("duration_s")
@@ -262,7 +263,7 @@ class _Graph:
         return found
 
     def gradients(self) -> list[Gradient]:
-        """The gradient transfers; left out, with a note, those without a size."""
+        """The gradients that transfers carry; a transfer without a size is left out, with a note."""
         transfers = [n for n in self._order if _is_transfer(n) and _kind_and_size(n)[0] in GRADIENT_KINDS]
         readers: dict[int, list[int]] = {}
         for node in self._kept:
@@ -285,19 +286,13 @@ class _Graph:
                 ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
             elif ready is None:
                 self._notes.lacks(
-                    "what some gradient transfers depend on", "they are ready when the ops before them in the order are"
+                    "what some gradient transfers depend on", "they are ready when the ops before them are done"
                 )
                 ready = kept_until[positions[node.id]] - 1
             own = node.name if node.attributes.get("phase") and node.name not in names else f"bucket {number:02}"
             names.add(own)
             found.append(Gradient(own, size, ready, tuple(readers[node.id]) if node.id in readers else None))
         return found
-
-
-#: A trace of a gigabyte has fewer; what has more was made to fill the memory.
-_MOST_NEEDS = 2**25
-_ORDER = ("forward", "backward", "optimizer")
-_PHASE: dict[str, Phase] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer"}
 
 
 def _named_phase(name: str) -> Phase | None:

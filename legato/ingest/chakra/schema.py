@@ -1,8 +1,8 @@
-"""The messages of a Chakra execution trace, as protobuf classes made here.
+"""The messages of a Chakra execution trace as protobuf classes.
 
-The numbers of the fields are the format (MLCommons Chakra, `et_def.proto`):
-what a file holds is one `GlobalMetadata` and then `Node`s. Building the
-descriptor in Python spares a generated module and a compiler to make it.
+The field numbers are those of MLCommons Chakra's `et_def.proto`. A file holds
+one `GlobalMetadata`, then `Node`s. The descriptor is built in Python, so no
+generated module and no protobuf compiler is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLLECTIVES = (
     "barrier",
 )
 
-#: The value of an attribute is one of these, or a list of one of them; numbers count up from 3 in twos.
+#: The value of an attribute has one of these types or is a list of one; from 3 on, each type takes two field numbers.
 _VALUES = (
     "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64",
     "fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string", "bytes",
@@ -60,7 +60,7 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 def _message(
     file: descriptor_pb2.FileDescriptorProto, name: str, fields: list[tuple[str, int, str]], one_of: int | None = None
 ) -> None:
-    """Add a message type; a star says repeated, and fields from the `one_of`-th on exclude one another."""
+    """Add a message type; a star marks a repeated field, and the fields from index `one_of` on form a oneof."""
     message = file.message_type.add(name=name)
     if one_of is not None:
         message.oneof_decl.add(name="value")

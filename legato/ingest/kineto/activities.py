@@ -1,4 +1,4 @@
-"""Which events of a profiler trace are computation, and which are collectives."""
+"""Tells the computations in a profiler trace from the collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRAPPER = re.compile(r"autograd::|torch::|torch\.|c10d::|detach$|.*Backward\d*$
 
 
 class Activity(NamedTuple):
-    """An event: when the host launched it (`host_s`, on `thread`) and when it ran, in seconds."""
+    """An event that ran from `start_s` to `end_s`; the host launched it at `host_s` on `thread` (seconds)."""
 
     name: str
     host_s: float
@@ -31,7 +31,7 @@ class Activity(NamedTuple):
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """Kernels, copies and fills that the host launched in that time; without a device its outermost operators."""
+    """The kernels, copies and fills that the host launched in that time; without a device its outermost operators."""
     if len(trace.device):
         return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
     columns, found, until = trace.operator, [], dict[int, float]()
@@ -45,7 +45,7 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
 
 
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """The kernels of NCCL or RCCL; without a device what gloo and its like mark on the host."""
+    """The kernels of NCCL or RCCL; without a device the marks of gloo, MPI and so on, on the host."""
     if len(trace.device):
         found = _device_activities(trace, start_s, end_s)
         return [a for a in found if _NCCL.search(a.name) and not a.name.startswith("Mem")]
@@ -66,7 +66,7 @@ def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
 
 
 def device_free_at(trace: Trace, start_s: float) -> float:
-    """When the device had done what the host launched before that moment; the moment itself at the earliest."""
+    """When the device has finished everything launched before `start_s`, but not before `start_s`."""
     if not len(trace.device):
         return start_s
     host, _ = _launches(trace)
@@ -92,7 +92,7 @@ def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activ
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When and on which thread the host launched each event of the device, by correlation; else when it began."""
+    """When and on which thread the host launched each device event, by correlation; if unknown, its start and -1."""
     device, launch = trace.device, trace.launch
     if not len(launch):
         return device.start, np.full(len(device), -1)
@@ -102,13 +102,13 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return np.where(known, launch.start[at], device.start), np.where(known, launch.thread[at], -1)
 
 
-def describe(trace: Trace, activity: Activity) -> tuple[str, int | None, int | None]:
-    """(kind, bytes, number of workers) of a collective.
+def describe(trace: Trace, activity: Activity) -> tuple[str, int | None]:
+    """The kind and the bytes of a collective.
 
-    From the kernel's own arguments where NCCL wrote them, else from what the
-    host says around the launch: `nccl:all_reduce` and `record_param_comms`.
+    They come from the arguments of the kernel if NCCL wrote them, else from the
+    host events around the launch: `nccl:all_reduce` and `record_param_comms`.
     """
-    kind, nbytes, workers = collective_kind(activity.name), None, None
+    kind, nbytes = collective_kind(activity.name), None
     candidates = [activity.columns.detail(activity.row)]
     candidates += [trace.annotation.detail(i) for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)]
     candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
@@ -120,18 +120,16 @@ def describe(trace: Trace, activity: Activity) -> tuple[str, int | None, int | N
             nbytes = size * elements
         nbytes = nbytes or tensor_bytes(args.dimensions(), args.type_names())
         kind = collective_kind(args.collective or "") or kind
-        group = whole_number(args.group)
-        workers = workers or (group if group > 0 else None)
     for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME):
         kind = collective_kind(trace.named(trace.annotation, i)) or kind
-    return kind or "unknown", nbytes, workers
+    return kind or "unknown", nbytes
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)
 
 
 def _enclosing(trace: Trace, columns: EventColumns, activity: Activity, pattern: re.Pattern[str]) -> list[int]:
-    """The events of that name on the launching thread that were open when `activity` was launched, innermost first."""
+    """The matching events on the launching thread during which `activity` was launched, innermost first."""
     found = []
     last = int(np.searchsorted(columns.start, activity.host_s, side="right"))
     for i in range(last - 1, max(last - 1 - 256, -1), -1):

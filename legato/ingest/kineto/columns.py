@@ -1,12 +1,12 @@
-"""The events of one step of a profiler's trace, held in columns.
+"""The events of one step of a profiler trace, stored in columns.
 
-[Note: what is near a step]
-What a host does belongs to the step in which it does it. What a device does
-belongs to the step in which the host launched it, which may have been long
-before, and the file has the two in any order. A device's queue holds about a
-thousand launches, though. So of launches, and of what the device ran, those
-that are nearest to the step are kept beside those in it, many more than any
-queue holds, and the memory does not grow with the length of the trace.
+[Note: events near a step]
+An event of the host belongs to the step during which it happens. An event of the
+device belongs to the step in which the host launched it, which may be much
+earlier, and the file has the two in any order. However, a device queue holds
+only about a thousand launches. Of launches and device events, the nearest ones
+outside the step are therefore kept as well, many more than any queue holds, and
+the memory does not grow with the length of the trace.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["NEAREST", "Arguments", "EventColumns", "Number", "whole_number"]
 
 Number = int | float | str | None
 
-#: How many events outside a step are kept, of each sort that is tied to another one.
+#: How many launches and how many device events outside a step are kept.
 NEAREST = 2**15
 _MISSING = -1
 
 
 class Arguments(msgspec.Struct):
-    """What profilers write about an event, of any version: numbers also as text, lists also as text."""
+    """The arguments of an event as profilers of any version write them: numbers and lists may also be text."""
 
     external: Number = msgspec.field(default=None, name="External id")
     record: Number = msgspec.field(default=None, name="Record function id")
@@ -43,17 +43,15 @@ class Arguments(msgspec.Struct):
     collective: str | None = msgspec.field(default=None, name="Collective name")
     elements: Number = msgspec.field(default=None, name="In msg nelems")
     dtype: str | None = None
-    group: Number = msgspec.field(default=None, name="Group size")
 
     def detached(self) -> Arguments:
-        """The same without a hold on the block of the file in which it stood."""
+        """The same arguments without a reference to the block of the file from which they were decoded."""
         self.dims, self.types = self.dims.copy(), self.types.copy()
         return self
 
     def key(self) -> Hashable:
-        """Equal for arguments that say the same but for their ids."""
-        said = (self.nbytes, self.collective, self.elements, self.dtype, self.group)
-        return (*said, bytes(self.dims), bytes(self.types))
+        """A key that is equal for arguments that differ in their ids alone."""
+        return self.nbytes, self.collective, self.elements, self.dtype, bytes(self.dims), bytes(self.types)
 
     def dimensions(self) -> Any:
         """`Input Dims` as lists of numbers, or None."""
@@ -72,10 +70,10 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 class EventColumns:
-    """Events of one sort: columns; equal arguments are kept once.
+    """The events of one kind in columns; equal arguments are stored once.
 
-    Kept is what overlaps the time from `start_s` to `end_s`, and the `nearest`
-    events outside it (see the note above).
+    The events that overlap the time from `start_s` to `end_s` are kept, and the
+    `nearest` ones outside it (see the note above).
     """
 
     def __init__(self, start_s: float = -math.inf, end_s: float = math.inf, nearest: int = 0) -> None:
@@ -85,18 +83,18 @@ class EventColumns:
         self._start, self._end, self._link = array("d"), array("d"), array("q")
         self._record, self._name, self._thread = array("q"), array("i"), array("i")
         self._detail = array("i")
-        self._known: dict[Hashable, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._details: list[Arguments] = []
 
     def wants(self, start: float, end: float) -> bool:
-        """Whether an event of that time is to be added."""
+        """Whether an event with these times has to be added."""
         return self._from - end <= self._reach and start - self._to <= self._reach
 
     def add(self, start: float, end: float, name: int, thread: int, link: int, args: Arguments, keep: bool) -> None:
-        """Append an event; `name` and `thread` are numbers of the trace's tables; `keep` all of `args` or only ids."""
+        """Append an event; `name` and `thread` index the trace's tables; without `keep` only ids are stored."""
         number = -1
         if keep:
-            number = self._known.setdefault(args.key(), len(self._details))
+            number = self._numbers.setdefault(args.key(), len(self._details))
             if number == len(self._details):
                 self._details.append(args.detached())
         self._detail.append(number)
@@ -107,9 +105,9 @@ class EventColumns:
         self._thread.append(thread)
         self._link.append(link)
         if self._nearest and len(self._start) > self._room:
-            self._forget_the_farthest()
+            self._drop_the_farthest()
 
-    def _forget_the_farthest(self) -> None:
+    def _drop_the_farthest(self) -> None:
         start, end = np.array(self._start), np.array(self._end)
         distance = np.maximum(np.maximum(self._from - end, start - self._to), 0.0)
         outside = np.sort(distance[distance > 0])
@@ -125,7 +123,7 @@ class EventColumns:
         return len(self.start)
 
     def seal(self) -> None:
-        """Sort by start (longest first where that is equal) and turn to numpy; nothing is added afterwards."""
+        """Sort by start (the longest first if equal) and convert to numpy; nothing can be added afterwards."""
         start, end = np.array(self._start), np.array(self._end)
         order = np.lexsort((-end, start))
         del self._start, self._end
@@ -140,17 +138,17 @@ class EventColumns:
         del self._detail
 
     def detail(self, row: int) -> Arguments | None:
-        """The arguments of an event, where they were kept."""
+        """The arguments of an event, or None if they were not stored."""
         number = int(self._number[row])
         return None if number < 0 else self._details[number]
 
     def detailed(self) -> list[int]:
-        """The rows whose arguments were kept."""
+        """The rows whose arguments are stored."""
         return [int(row) for row in np.flatnonzero(self._number >= 0)]
 
 
 def whole_number(value: Number) -> int:
-    """A whole number that 63 bits hold, or -1."""
+    """The value as an integer of at most 62 bits, or -1."""
     try:
         number = int(value) if value is not None else _MISSING
     except (ValueError, OverflowError):

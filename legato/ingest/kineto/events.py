@@ -1,7 +1,7 @@
-"""The events of a PyTorch profiler trace that matter here, read in two passes.
+"""Reads a PyTorch profiler trace in two passes.
 
-A trace has millions of events, and one step of it is wanted. The first pass
-finds where the steps are; the second keeps one step, in columns.
+A trace has millions of events, of which one step is needed. The first pass finds
+the steps; the second one stores the events of one step in columns.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
 _LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime"), "launch")
 _KINDS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
-#: What is above this is no moment: 30,000 years.
+#: Larger times, 30,000 years, are errors.
 _LARGEST_US = 1e18
 
 
 @dataclass(frozen=True)
 class HostInterval:
-    """A step: its name and the time in which the host ran it, in seconds since the trace's first event."""
+    """A step or an update of the optimizer: its name, and when the host ran it (seconds since the first event)."""
 
     name: str
     start_s: float
@@ -54,7 +54,7 @@ class HostInterval:
 
 @dataclass
 class Marks:
-    """What the first pass finds in one rank's trace: the marks of its steps and of its optimizer, in order."""
+    """The result of the first pass over one rank's trace: its steps and the updates of its optimizer, in order."""
 
     path: Path
     rank: int | None = None
@@ -68,9 +68,9 @@ class Marks:
 
 @dataclass
 class Trace:
-    """One step of one rank.
+    """The events of one step of one rank.
 
-    `device` links to `launch` by correlation; the link of an operator is its sequence number.
+    The links of `device` and `launch` are correlation numbers, those of `operator` are sequence numbers.
     """
 
     marks: Marks
@@ -82,10 +82,11 @@ class Trace:
     threads: list[str] = field(default_factory=list)
 
     def without_events(self) -> Trace:
-        """The same trace with nothing of what happened in it."""
+        """The same trace without its events."""
         return Trace(self.marks, EventColumns(), EventColumns(), EventColumns(), EventColumns())
 
     def named(self, columns: EventColumns, row: int) -> str:
+        """The name of an event."""
         return self.names[int(columns.name[row])]
 
 
@@ -103,7 +104,7 @@ class _Event(_Mark, gc=False):
 
 
 def read_marks(path: Path, progress: Progress | None = None) -> Marks:
-    """The first pass; raises `FileError` when the file is no trace, or a mark in it makes no sense."""
+    """Make the first pass. Raises `FileError` when the file is not a trace or a mark is malformed."""
     marks, header, began = Marks(path), Header(), False
     for index, event in enumerate(events(path, _Mark, header, progress)):
         marks.events += 1
@@ -125,7 +126,7 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
 
 
 def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = None) -> Trace:
-    """The second pass: one step; raises `FileError` where an event makes no sense."""
+    """Make the second pass, for one step. Raises `FileError` when an event is malformed."""
     device, launch = (EventColumns(step.start_s, step.end_s, NEAREST) for _ in range(2))
     operator, annotation = (EventColumns(step.start_s, step.end_s) for _ in range(2))
     trace = Trace(marks, device, launch, operator, annotation)
@@ -179,7 +180,7 @@ def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
 
 
 def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
-    """When an event began and ended."""
+    """When an event began and ended, in seconds."""
     start, length = event.ts, event.dur
     if not (isinstance(start, float) and abs(start) < _LARGEST_US):
         start = _number(marks.path, index, "ts", start)

@@ -1,16 +1,15 @@
-"""The parameters of a traced step: sizes, when their gradients are ready, who reads them.
+"""The gradients of a traced step: their sizes, when they are ready, and which ops read the parameters.
 
 [Note: a parameter has no name in a trace]
-What PyTorch leaves behind for each parameter is one `AccumulateGrad` operator
-in the backward pass. Its shape, if shapes were recorded, is the parameter's.
-The autograd node that ran just before it carries a sequence number, and the
-forward operator with that number is the one that read the parameter. DDP's own
-hook runs inside it, so that what was launched until its end, but before the
-collective, makes the gradient ready for sending. Without shapes the copies from
-the buckets back to the gradients (`copy_bucket_to_grad`) give the bytes: a
-bucket's parameters are copied in the order in which their gradients came. What
-is found must add up, bucket for bucket, to the bytes that were sent; where it
-does not, the bucket is one tensor.
+For each parameter, PyTorch records one `AccumulateGrad` operator in the backward
+pass. Its shape, if shapes were recorded, is that of the parameter. The autograd
+node that ran just before it has a sequence number, and the forward operator with
+the same number read the parameter. DDP's hook runs inside that operator, so the
+gradient is ready to be sent after everything launched before its end and before
+the collective. Without shapes, the copies from the buckets back to the gradients
+(`copy_bucket_to_grad`) give the bytes: the parameters of a bucket are copied in
+the order in which their gradients became ready. For each bucket, the sizes must
+add up to the bytes that were sent; otherwise the bucket becomes one tensor.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ class _Parameter:
 
 
 def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
-    """The tensors of a step (trimmed); empty if it has neither gradient transfers nor parameters."""
+    """The gradients of a trimmed step; empty if it has neither gradient transfers nor parameters."""
     sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
     if unsized:
-        notes.lacks(f"the size of {len(unsized)} gradient transfers (record_shapes=True writes it): left out")
+        notes.lacks(f"the size of {len(unsized)} gradient transfers (record_shapes=True records it): left out")
         sent = [(t, moment) for t, moment in sent if t.nbytes is not None]
     parameters = _parameters(step)
     if not sent:
         return _without_transfers(parameters, notes)
     if not parameters:
-        notes.lacks("operators of autograd that name parameters", "each gradient transfer is one tensor")
+        notes.lacks("AccumulateGrad operators, which tell the parameters", "each gradient transfer is one tensor")
         return [_bucket(k, transfer, ()) for k, (transfer, _) in enumerate(sent)]
     if all(p.nbytes is None for p in parameters):
         parameters = _sized_by_copies(step, parameters, sent)
@@ -66,7 +65,7 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
 
 
 def _parameters(step: TracedStep) -> list[_Parameter]:
-    """The parameters whose gradients are sent; read where the first forward pass reads them."""
+    """The parameters whose gradients are sent, with their readers in the first forward pass."""
     found = _of_pass(step, step.sending)
     if step.sending is None or step.sending is step.phases.passes[0]:
         return found
@@ -93,7 +92,7 @@ def _of_pass(step: TracedStep, which: BackwardPass | None) -> list[_Parameter]:
         if sequence in forward and len(forward_ops):
             at = int(np.searchsorted(launched, forward[sequence]))
             if not step.on_device and at and step.ops[forward_ops[at - 1]].end_s > forward[sequence]:
-                at -= 1  # an operator inside the one that is the op
+                at -= 1  # the operator runs inside the op
             readers = (forward_ops[min(at, len(forward_ops) - 1)],)
         args = columns.detail(row)
         dims = args.dimensions() if args is not None else None
@@ -107,14 +106,14 @@ def _shape(dims: Any) -> tuple[int, ...] | None:
 
 
 def _backward_ops(step: TracedStep) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When the backward ops were launched, sorted, and the last op of those launched until then."""
+    """The launch times of the backward ops, sorted, and for each the highest index of an op launched by then."""
     ops = np.array([i for i, op in enumerate(step.ops) if op.phase == "backward"], dtype=np.int64)
     order = np.argsort(step.host_s[ops], kind="stable") if len(ops) else ops
     return step.host_s[ops][order], np.maximum.accumulate(ops[order])
 
 
 def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
-    """(row, when its hook ended, sequence number of the node before it) of each `AccumulateGrad` of the step."""
+    """(row, end of its hook, sequence number of the node before it) of each `AccumulateGrad` of the step."""
     columns, names = step.trace.operator, step.trace.names
     nodes = _backward_nodes(step)
     hook_end: dict[int, float] = {}
@@ -134,7 +133,7 @@ def _accumulations(step: TracedStep) -> list[tuple[int, float, int | None]]:
 
 
 def _backward_nodes(step: TracedStep) -> set[int]:
-    """The numbers of the names of autograd's nodes."""
+    """The indices of the names of autograd's nodes."""
     return {number for number, name in enumerate(step.trace.names) if _BACKWARD_NODE.match(name)}
 
 
@@ -150,7 +149,7 @@ def _rows(step: TracedStep, name: str) -> list[int]:
 
 
 def _first_by_sequence(step: TracedStep) -> dict[int, float]:
-    """When the forward operator of each sequence number began."""
+    """When the forward operator with each sequence number began."""
     columns, nodes, first = step.trace.operator, _backward_nodes(step), dict[int, float]()
     for row in _step_rows(step):
         if columns.link[row] >= 0:
@@ -163,7 +162,7 @@ def _first_by_sequence(step: TracedStep) -> dict[int, float]:
 def _sized_by_copies(
     step: TracedStep, parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]]
 ) -> list[_Parameter]:
-    """The parameters with the bytes that were copied back to their gradients, if each was."""
+    """The parameters with the bytes that were copied back to their gradients, if each gradient was copied."""
     trace = step.trace
     copies = _rows(step, _COPY_BACK)
     if len(copies) != len(parameters) or not step.on_device:
@@ -184,7 +183,7 @@ def _sized_by_copies(
 
 
 def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, float]], notes: Notes) -> list[Gradient]:
-    """The parameters of each transfer, if their bytes add up to its; else the transfer as one tensor."""
+    """The parameters of each transfer if their bytes add up to its own, else the transfer as one tensor."""
     found: list[Gradient] = []
     pool: list[_Parameter] = []
     taken = 0
@@ -212,7 +211,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
 
 
 def _adding_up(pool: list[_Parameter], nbytes: int | None) -> list[_Parameter] | None:
-    """Those of the pool that have exactly so many bytes: all or the latest, all but one, or a run among others."""
+    """Parameters of the pool with exactly `nbytes` in all: all or the latest, all but one, or any run of them."""
     pool = [p for p in pool if p.nbytes is not None]
     sums = [0, *itertools.accumulate(p.nbytes or 0 for p in pool)]
     begins = {total: k for k, total in enumerate(sums)}

@@ -1,4 +1,4 @@
-"""PyTorch profiler traces (Kineto): a workload, what overlap there was, and the measured timeline."""
+"""Imports PyTorch profiler traces (Kineto): a workload, measurements of overlap, and the measured timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato.ingest.traced import Imported, Notes, RankMeasure, TracedOp
 
 __all__ = ["Dependencies", "import_kineto"]
 
-#: From a trimmed step to the data dependencies of its ops, where something else than the trace knows them.
+#: Gives the ops of a trimmed step their data dependencies, which the profiler trace alone does not have.
 Dependencies = Callable[[TracedStep, Notes], Sequence[TracedOp]]
 
 
@@ -37,10 +37,10 @@ def import_kineto(
 ) -> Imported:
     """Import the traces of one or more ranks of one job.
 
-    `step` is a step's name or number (default: the one of median length), `rank`
-    the rank whose computation the workload is (default: the lowest). Raises
-    `FileError` for a file that is no such trace, `InputError` for ranks or steps
-    that are not there.
+    `step` is the name or number of a step (default: the one of median length);
+    the workload is the computation of `rank` (default: the lowest). Raises
+    `FileError` for a file that is not a profiler trace, and `InputError` for
+    ranks or steps that do not exist.
     """
     notes = Notes()
     readings = iter(_readings(paths, progress))
@@ -56,7 +56,7 @@ def import_kineto(
         found = extract(read_trace(marks, same[0], next(readings)), same[0], notes)
         if not found.ops:
             raise FileError(
-                f"{marks.path}: no computation in step {interval.name!r} (is this a PyTorch profiler trace?)"
+                f"{marks.path}: no computation in step {interval.name!r} (expected a trace of torch.profiler)"
             )
         steps[r] = found if r == chosen else replace(found, trace=found.trace.without_events())
     waits_known = _set_waits(steps, traces, notes)
@@ -83,7 +83,7 @@ def import_kineto(
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
-    """A callback for each reading of a file: all of them are read twice, which is one progress."""
+    """One progress callback per reading of a file; each file is read twice."""
     sizes = 2 * [path.stat().st_size if path.is_file() else 0 for path in paths]
     if progress is None:
         return [None for _ in sizes]
@@ -133,19 +133,21 @@ def _listed(marked: list[HostInterval]) -> str:
 
 
 def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> bool:
-    """Split each collective into waiting and transfer: the last rank to come does not wait."""
-    transfers = [[(t.kind, t.nbytes) for t in s.transfers] for s in steps.values()]
-    if not transfers[0]:
+    """Split each collective into waiting and transfer, since the last rank to join does not wait.
+
+    Returns whether waiting is known; it is not with the trace of one rank.
+    """
+    kinds = [[t.kind for t in s.transfers] for s in steps.values()]
+    if not kinds[0]:
         return len(steps) > 1
-    everyone = len(steps) > 1 and len(steps) == max(t.workers or len(steps) for t in traces.values())
     if len(steps) == 1:
-        notes.lacks("the other ranks", "no collective waited for a late rank: all of its time is transfer")
+        notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
-    if any([kind for kind, _ in t] != [kind for kind, _ in transfers[0]] for t in transfers):
-        notes.lacks("the same collectives on all ranks", "no collective waited for a late rank")
+    if any(kind != kinds[0] for kind in kinds):
+        notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
-    if not everyone:
-        notes.assume("the last of the given ranks came last to every collective")
+    if len(steps) != max(t.workers or len(steps) for t in traces.values()):
+        notes.assume("one of the given ranks is the last to join each collective")
     matched = zip(*(s.transfers for s in steps.values()), strict=True)
     shortest = [min(t.end_s - t.start_s for t in same) for same in matched]
     for r, s in steps.items():
@@ -181,7 +183,7 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
 
 
 def _computing(step: TracedStep) -> list[TracedOp]:
-    """The ops but for the transfers that are ops."""
+    """The ops without those that are transfers."""
     transfers = {(t.name, t.end_s) for t in step.transfers}
     return [op for op in step.ops if (op.name, op.end_s) not in transfers]
 
@@ -191,19 +193,19 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: RankMeasure) -> Timeline:
-    """The step on all ranks, the chosen one first, as a period that begins with its backward pass.
+    """The step on all ranks, the chosen one first, as a period that begins with the backward pass.
 
-    Clocks are set by the ends of the collectives. The forward pass is drawn behind, as that of the next step.
+    The ranks' clocks are aligned by the ends of the collectives. The forward pass follows, as that of the next step.
     """
     reference = steps[chosen]
-    cut = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)
-    forward_s = measured.iteration_s - (cut - reference.begin_s)  # when the next forward pass begins
+    start_s = min((op.start_s for op in reference.ops if op.phase == "backward"), default=reference.begin_s)
+    forward_s = measured.iteration_s - (start_s - reference.begin_s)  # when the next forward pass begins
     spans = []
 
     def add(
         worker: int, lane: str, what: str, start: float, end: float, kind: SpanKind, nbytes: int | None = None
     ) -> None:
-        at = start - cut if start >= cut else start - reference.begin_s + forward_s
+        at = start - start_s if start >= start_s else start - reference.begin_s + forward_s
         spans.append(Span(worker, lane, what, at, at + end - start, kind, nbytes))
 
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]

@@ -1,11 +1,11 @@
-"""Where the phases of a traced step begin, and its backward passes.
+"""Finds where the phases of a traced step begin, and its backward passes.
 
 [Note: telling backward passes apart]
-A step may have several: gradients accumulate, or two models take turns. Autograd
-gives an operator of the forward pass and the node that differentiates it the
-same sequence number. A node whose operator ran after a backward pass began does
-not belong to it: there the next pass begins. What autograd runs inside another
-node (checkpointing) belongs to that node.
+A step has several backward passes when gradients accumulate or two models take
+turns. Autograd gives an operator of the forward pass and the node that
+differentiates it the same sequence number. If the operator of a node ran after
+the current backward pass had begun, the node begins the next pass. Operators
+that autograd runs inside a node (checkpointing) belong to that node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENGINE = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """When, on the host, autograd ran."""
+    """The time in which autograd ran on the host."""
 
     start_s: float
     end_s: float
@@ -35,19 +35,19 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Phases:
-    """The forward phase ends with the first backward pass; the optimizer begins after the last one."""
+    """The forward phase ends where the first backward pass begins; the optimizer begins after the last one."""
 
     backward_s: float
     optimizer_s: float
-    passes: tuple[BackwardPass, ...]  # empty where autograd left no operators
+    passes: tuple[BackwardPass, ...]  # empty if the trace has no operators of autograd
 
     def at(self, moment_s: float) -> Phase:
-        """The phase of what the host launched then."""
+        """The phase of an activity that the host launched at that time."""
         return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
 
 
 def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity], notes: Notes) -> Phases:
-    """The phases of a step whose activities are `computation`."""
+    """Find the phases of a step whose computation is given."""
     passes = _backward_passes(trace, step)
     lowest = passes[-1].start_s if passes else step.start_s
     updates = [u.start_s for u in trace.marks.updates if step.start_s <= u.start_s < step.end_s]
@@ -55,7 +55,7 @@ def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity
     if stepped:
         optimizer_s = stepped[0]
     else:
-        notes.lacks("Optimizer.step marks", "what follows the last backward operator belongs to the optimizer")
+        notes.lacks("Optimizer.step marks", "everything after the last backward operator belongs to the optimizer")
         optimizer_s = max((p.end_s for p in passes), default=step.end_s)
     if not passes:
         notes.lacks("operators of autograd", "the forward pass takes the first third of the computation")
@@ -63,8 +63,8 @@ def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity
     between = sum(passes[0].start_s <= moment < lowest for moment in updates)
     if between:
         notes.lacks(
-            f"a single update a step: the optimizer steps {between + 1} times",
-            "the earlier updates are computation, and wait for no transfer",
+            f"a single update per step: the optimizer steps {between + 1} times",
+            "the earlier updates are computation that waits for no transfer",
         )
     return Phases(passes[0].start_s, optimizer_s, passes)
 
@@ -73,13 +73,13 @@ def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ..
     columns = trace.operator
     engine = {number for number, name in enumerate(trace.names) if name.startswith(_ENGINE)}
     first, last = np.searchsorted(columns.start, (step.start_s, step.end_s))
-    ran: dict[int, float] = {}  # when the operator of a sequence number ran
+    ran: dict[int, float] = {}  # when the operator with a sequence number ran
     found: list[BackwardPass] = []
     until = -np.inf
     names, links = columns.name[first:last].tolist(), columns.link[first:last].tolist()
     starts, ends = columns.start[first:last].tolist(), columns.end[first:last].tolist()
     for name, link, start, end in zip(names, links, starts, ends, strict=True):
-        inside = start < until  # a node of autograd
+        inside = start < until  # inside a node of autograd
         if name in engine:
             until = max(until, end)
             if not found or (not inside and ran.get(link, -np.inf) > found[-1].start_s):
@@ -92,7 +92,7 @@ def _backward_passes(trace: Trace, step: HostInterval) -> tuple[BackwardPass, ..
 
 
 def _third(computation: list[Activity]) -> float:
-    """The moment in which the first third of the computation has been launched."""
+    """When the first third of the computation has been launched."""
     left = sum(a.end_s - a.start_s for a in computation) / 3
     for activity in computation:
         left -= activity.end_s - activity.start_s

@@ -1,13 +1,13 @@
-"""One step of one rank: what its device did, when the host asked for it, and in which phase.
+"""One step of one rank: what its device did, when the host launched it, and in which phase.
 
-[Note: whose idle time]
-A device stands idle for two reasons. The host had not launched the next kernel
-yet: no plan of transfers changes that, so it belongs to the computation
-(`TracedOp.gap_s`). Or the kernel was launched and waited for a transfer: that
-is what planning is about, and it is in no op. Which of the two it was shows in
-the moment of the launch, which the profiler records under the kernel's
-correlation number: from then until the last transfer that ended in the gap it
-waited. On a CPU there is no launch, and the begin of the gap takes its place.
+[Note: two kinds of idle time]
+A device is idle for two reasons. Either the host has not launched the next
+kernel yet: no plan of transfers changes that, so the time belongs to the
+computation (`TracedOp.gap_s`). Or the kernel has been launched and waits for a
+transfer: planning can change that, so the time belongs to no op. The time of the
+launch, which the profiler records under the kernel's correlation number,
+separates the two: the kernel waits from then until the end of the last transfer
+that ends in the gap. A CPU has no launches; there the gap's beginning counts.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class TracedStep:
 
 
 def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
-    """The steps that the trace marks, in order; the whole trace if it marks none."""
+    """The steps that the trace marks, in order; the whole trace if it has no marks."""
     if marks.steps:
         return marks.steps
     ends = [update.end_s for update in marks.updates]
     if len(ends) > 1:
-        notes.lacks("ProfilerStep marks", "a step ends when the optimizer's step does")
+        notes.lacks("ProfilerStep marks", "each step ends when the optimizer's step ends")
         return [HostInterval(f"step {i}", a, b) for i, (a, b) in enumerate(zip([-np.inf, *ends], ends, strict=False))]
     notes.lacks("ProfilerStep marks", "the whole trace is one step")
     return [HostInterval("step 0", -np.inf, np.inf)]
 
 
 def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
-    """The ops and transfers of a step; the ops as they were seen (see `trim`)."""
+    """Extract the ops and transfers of a step; the ops may overlap until `trim`."""
     on_device = len(trace.device) > 0
     if not on_device:
         notes.lacks("device kernels", "the CPU operators are the computation")
@@ -76,15 +76,15 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     phases = find_phases(trace, interval, computation, notes)
     ops = tuple(TracedOp(a.name, phases.at(a.host_s), a.start_s, a.end_s, a.end_s - a.start_s) for a in computation)
     issued = sorted(collectives(trace, interval.start_s, interval.end_s), key=lambda a: a.host_s)
-    said = [describe(trace, a) for a in issued]
+    described = [describe(trace, a) for a in issued]
     can_carry = [
         a.host_s
-        for a, (kind, *_) in zip(issued, said, strict=True)
+        for a, (kind, _) in zip(issued, described, strict=True)
         if kind in GRADIENT_KINDS and a.host_s < phases.optimizer_s
     ]
     sending = _sending(phases, can_carry, notes)
     since = phases.backward_s if sending is None else sending.start_s
-    transfers = tuple(_transfer(a, *what, phases, since) for a, what in zip(issued, said, strict=True))
+    transfers = tuple(_transfer(a, *what, phases, since) for a, what in zip(issued, described, strict=True))
     begin, length = _extent(trace, interval, ops, transfers)
     return TracedStep(
         trace, interval, phases, sending, begin, length,
@@ -94,7 +94,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
 
 
 def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:
-    """The backward pass whose gradients are sent: the last one that `issued` a transfer which can carry them."""
+    """The backward pass whose gradients are sent: the last one that issues a transfer, at one of the times `issued`."""
     passes = phases.passes
     if len(passes) < 2:
         return passes[0] if passes else None
@@ -106,24 +106,22 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
     if len(senders) > 1:
         notes.lacks(
             f"a single backward pass that sends gradients: {len(senders)} of {len(passes)} do",
-            "the transfers of the earlier ones take the time that they took",
+            "the transfers of the earlier ones are ops of their measured time",
         )
     return passes[chosen]
 
 
-def _transfer(
-    activity: Activity, kind: str, nbytes: int | None, workers: int | None, phases: Phases, since: float
-) -> TracedTransfer:
+def _transfer(activity: Activity, kind: str, nbytes: int | None, phases: Phases, since: float) -> TracedTransfer:
     carries = kind in GRADIENT_KINDS and since <= activity.host_s < phases.optimizer_s
     return TracedTransfer(
-        activity.name, kind, nbytes, activity.start_s, activity.end_s, phases.at(activity.host_s), carries, workers
+        activity.name, kind, nbytes, activity.start_s, activity.end_s, phases.at(activity.host_s), carries
     )
 
 
 def _extent(
     trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
-    """When the step began on the device, and how long it lasted: as its marks say, else from first event to last."""
+    """When the step begins on the device, and how long it lasts: by its marks, else from first to last event."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
     begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)
@@ -133,9 +131,9 @@ def _extent(
 
 
 def trim(step: TracedStep) -> TracedStep:
-    """The step with its ops on one stream: what overlaps another op counts once, and gaps are the host's alone.
+    """The step with its ops on one stream: time in which ops overlap counts once, and gaps are those of the host.
 
-    Collectives that carry no gradients become ops of their own time; the waiting in them does not count.
+    Collectives that carry no gradients become ops; the time for which they wait for late ranks does not count.
     """
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
@@ -168,10 +166,11 @@ def trim(step: TracedStep) -> TracedStep:
 
 
 class _Stalls:
-    """When the network was busy with what a computation can have waited for.
+    """The times in which computation can have waited for the network.
 
-    With `waiting` also the waiting for late ranks counts. What carries no
-    gradients is an op of the step, but for that waiting.
+    With `waiting` these include the times in which collectives waited for late
+    ranks. The transfer time of a collective that carries no gradients is never
+    included, because it is an op of the step.
     """
 
     def __init__(self, step: TracedStep, waiting: bool) -> None:
@@ -188,7 +187,7 @@ class _Stalls:
         self._ends = [end for _, end in self._busy]
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of a gap that were spent waiting: until the last transfer that ended in it, for no later one."""
+        """The seconds of a gap spent waiting, up to the end of the last transfer that ends in the gap."""
         last = bisect.bisect_right(self._done, end) - 1
         end = max(self._done[last], start) if last >= 0 else start
         total = 0.0

@@ -141,7 +141,7 @@ def test_file_order_does_not_matter_and_ranks_are_compared(tmp_path):
     second = trace(tmp_path / "j.1.et", *reversed(iteration()))
     assert import_chakra([second, first], rank=1).workload == import_chakra([first]).workload
     other = trace(tmp_path / "j.2.et", *iteration(comm_size=8))
-    with pytest.raises(FileError, match="other collectives"):
+    with pytest.raises(FileError, match="not the collectives"):
         import_chakra([first, other])
     with pytest.raises(InputError, match="rank 7 is in none"):
         import_chakra([first], rank=7)
@@ -165,7 +165,7 @@ def test_hostile_files_get_one_line(tmp_path):
         b"\xff" * 40: "more than 16 MiB",
         b"\xff\xff\xff\xff\x7f": "more than 16 MiB",
         b"\x05hello": "GlobalMetadata|no nodes",
-        b"\x00" * 10: "stands twice",
+        b"\x00" * 10: "occurs twice",
         b"PK\x03\x04 a zip": "cut off|Metadata|Node",
     }
     path = tmp_path / "t.et"
@@ -175,7 +175,7 @@ def test_hostile_files_get_one_line(tmp_path):
             import_chakra([path])
         assert str(error.value).isprintable()
     for nodes, says in (
-        ([node(1), node(1)], "id 1 stands twice"),
+        ([node(1), node(1)], "id 1 occurs twice"),
         ([node(1, data=[3]), node(2, data=[1]), node(3, data=[2])], "cycle: 1 -> 2 -> 3 -> 1"),
         ([node(1, data=[1])], "cycle: 1 -> 1"),
         ([node(1, micros=2**63)], "duration_micros"),
