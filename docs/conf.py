@@ -1,4 +1,4 @@
-"""How the documentation is built: `make docs`."""
+"""Settings of the documentation, which `make docs` builds."""
 
 import legato
 
@@ -16,7 +16,7 @@ html_copy_source = False
 
 myst_heading_anchors = 3
 
-# Docstrings are prose: a name in backticks is code, an indented block stands as it is.
+# Docstrings are prose: a name in backticks is code, and an indented block is kept as it is.
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -26,7 +26,7 @@ maximum_signature_line_length = 80
 
 
 def _as_prose(app, what, name, obj, options, lines):
-    """Our docstrings leave out the `::` before an indented block and the blank line before a list."""
+    """Add what our docstrings leave out: `::` before an indented block, and a blank line before a list."""
     found, literal = [], False
     for before, line in zip(["", *lines], lines, strict=False):
         if line.startswith("    ") and not before.strip() and not literal:

@@ -1,10 +1,10 @@
-"""A run that survives: checkpoints, and torchrun that starts all ranks again when one of them dies.
+"""Train with checkpoints, so that torchrun can restart all ranks when one of them dies.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint run.pt
 
-After a restart everybody goes on from the last checkpoint, with the same batches
-as if nothing had happened. `--die-at 7` kills a rank in step 7, the first time.
-The number of ranks may change between two starts.
+After a restart all ranks continue from the last checkpoint, with the same batches as
+in an undisturbed run. `--die-at 7` kills a rank in step 7 of the first start. The
+number of ranks may differ between starts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EVERY = 5
 
 
 def batch(step, rank):
-    """The data of one step: from the step's number, so that it is the same after a restart."""
+    """The data of one step. It depends on the step's number only, so it is the same after a restart."""
     random = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(8, 32, generator=random), torch.randint(0, 10, (8,), generator=random)
 
@@ -34,7 +34,7 @@ def main():
     parser.add_argument("--die-at", type=int)
     options = parser.parse_args()
 
-    # torchrun keeps one store over all restarts: each needs its own part of it, or ranks look for dead ones.
+    # torchrun keeps one store over all restarts. Each restart needs its own prefix, or ranks wait for dead ones.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     rank = int(os.environ["RANK"])
@@ -63,7 +63,7 @@ def main():
             if rank == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
                 torch.save(state, options.checkpoint + ".new")
-                os.replace(options.checkpoint + ".new", options.checkpoint)  # never half a file
+                os.replace(options.checkpoint + ".new", options.checkpoint)  # never leaves half a file
             dist.barrier()
     if rank == 0:
         print(f"steps {first} to {STEPS} done on {dist.get_world_size()} ranks, loss {loss.item():.4f}")

@@ -1,8 +1,8 @@
-"""Data-parallel training with legato in place of DistributedDataParallel.
+"""Train a small network with legato in place of DistributedDataParallel.
 
     torchrun --nproc-per-node 2 examples/train.py
 
-The same file can be captured: legato capture examples/train.py:training -o w.json
+To capture its training step: legato capture examples/train.py:training -o w.json
 """
 
 import torch
@@ -23,7 +23,7 @@ def build():
 
 
 def training():
-    """For `legato capture`: the model, its optimizer, and one step's loss."""
+    """Return the model, its optimizer, and the loss of one step, for `legato capture`."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))

@@ -1,6 +1,8 @@
-"""No PyTorch, no GPU: what would twice the bandwidth do for a job? A workload by hand, planned on two networks.
+"""Ask what twice the bandwidth would gain: a workload written by hand, planned on two networks, without PyTorch.
 
-python examples/two_networks.py
+    python examples/two_networks.py
+
+For each network it prints the bound and what every scheduler reaches.
 """
 
 import legato

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate with legato in the place of its DistributedDataParallel.
+"""Use legato with Hugging Face Accelerate, in place of its DistributedDataParallel.
 
     torchrun --nproc-per-node 2 examples/with_accelerate.py
 
-Accelerate prepares everything but the model, which `accelerator.prepare` would
-wrap itself; `backward`, `accumulate` and `clip_grad_norm_` work as usual.
+Accelerate prepares everything except the model, because `accelerator.prepare` would
+wrap it in DDP. `backward`, `accumulate` and `clip_grad_norm_` work as usual.
 """
 
 import torch

@@ -1,10 +1,9 @@
-"""A Lightning strategy that trains with legato.
+"""Use legato with Lightning, as a strategy.
 
     torchrun --nproc-per-node 2 examples/with_lightning.py
 
-`LegatoStrategy` is Lightning's own DDP strategy with another wrapper around the
-module. The module's first optimizer is planned for; further ones are managed
-as well.
+`LegatoStrategy` is Lightning's DDP strategy with another wrapper around the module. The
+plan is made for the module's first optimizer; further optimizers step under legato too.
 """
 
 from contextlib import nullcontext
@@ -21,10 +20,10 @@ import legato
 
 
 class LegatoStrategy(DDPStrategy):
-    """Lightning's DDP strategy; keyword arguments that are not its own go to `legato.distribute`."""
+    """Lightning's DDP strategy, which passes keyword arguments that are not its own to `legato.distribute`."""
 
     def configure_ddp(self):
-        """The module is wrapped when there is an optimizer, a moment later."""
+        """Do nothing here: `setup_optimizers` wraps the module, once there is an optimizer."""
 
     def setup_optimizers(self, trainer):
         super().setup_optimizers(trainer)
@@ -35,7 +34,7 @@ class LegatoStrategy(DDPStrategy):
                 self.model.manage(optimizer)
 
     def block_backward_sync(self):
-        """While gradients accumulate, nothing is sent."""
+        """Send nothing while gradients accumulate."""
         return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
 
     def teardown(self):

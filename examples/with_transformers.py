@@ -1,8 +1,8 @@
-"""The Trainer of Hugging Face transformers with legato in the place of its DistributedDataParallel.
+"""Use legato with the Trainer of Hugging Face transformers, in place of its DistributedDataParallel.
 
     torchrun --nproc-per-node 2 examples/with_transformers.py
 
-One method of the Trainer is overridden: the one that wraps the model.
+The only overridden method is the one that wraps the model.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ import legato
 
 
 class LegatoTrainer(Trainer):
-    """Trains what `legato.distribute` makes of the model and of the optimizer that the Trainer made."""
+    """A Trainer that wraps the model and its optimizer with `legato.distribute`."""
 
     def _wrap_model(self, model, training=True, dataloader=None):
         if not training or model is not self.model:
