@@ -1,11 +1,18 @@
-"""Real worker processes for tests: started once, given one function after another."""
+"""Real worker processes for tests: started once, given one function after another.
+
+They are forks of a server that has imported torch, so a new one costs next to nothing. Where there is a GPU they are
+started one by one: CUDA does not survive a fork.
+"""
 
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
 import traceback
+
+from support import environment
 
 PATIENCE_S = 120
 
@@ -36,6 +43,22 @@ def _serve(rank, size, port, backend, pipe):
     dist.destroy_process_group()
 
 
+def _context():
+    """How to start a rank."""
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.preloaded"])
+    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", ""), environment()["PYTHONPATH"]
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
 class Ranks:
     """`size` processes with a process group between them."""
 
@@ -44,7 +67,7 @@ class Ranks:
         self._start()
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         port = free_port()
         self._pipes, self._processes, self._tasks = [], [], 0
         for rank in range(self.size):

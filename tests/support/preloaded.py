@@ -1,0 +1,9 @@
+"""What a rank needs: imported once, in the server that ranks are forks of."""
+
+import torch._dynamo  # optimizers import it at their first step
+import torch.distributed
+
+import legato.auto
+import legato.pytorch.servers  # noqa: F401
+
+assert not torch.cuda.is_initialized()
