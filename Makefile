@@ -18,7 +18,7 @@ test: install
 	$(BIN)/ruff check legato tests examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks

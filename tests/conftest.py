@@ -1,13 +1,16 @@
-"""Profiles of hypothesis, and ranks that tests share."""
+"""Profiles of hypothesis, ranks that tests share, and which tests run beside which on several processors."""
 
 import importlib.util
 
 import pytest
 from hypothesis import settings
 from support.ranks import Ranks
+from support.strategies import QUICK
 
-settings.register_profile("legato", deadline=None)
-settings.load_profile("legato")
+# `--hypothesis-profile=thorough` looks ten times as long; what a test asks for in `examples(n)` scales with it.
+settings.register_profile("quick", deadline=None, max_examples=QUICK)
+settings.register_profile("thorough", deadline=None, max_examples=10 * QUICK)
+settings.load_profile("quick")
 
 # The planner's tests run without PyTorch; these need it.
 collect_ignore = [] if importlib.util.find_spec("torch") else ["pytorch", "test_auto.py"]
@@ -53,3 +56,10 @@ def three_ranks(trio):
 def four_ranks(quartet):
     quartet.renew(TASKS)
     return quartet
+
+
+def pytest_collection_modifyitems(items):
+    """With `-n`, tests that start processes run one after another; those of a file share its fixtures."""
+    for item in items:
+        processes = item.get_closest_marker("processes") or "testbed" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("processes" if processes else str(item.path)))

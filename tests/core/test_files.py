@@ -6,8 +6,9 @@ import os
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.strategies import examples
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError
@@ -205,7 +206,7 @@ def nodes(tree):
         yield from nodes(child)
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.sampled_from(ALL), st.data())
 def test_mutated_nodes(noun, data):
     tree = json.loads(encode(noun))

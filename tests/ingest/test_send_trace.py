@@ -4,8 +4,9 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.strategies import examples
 
 from legato import zoo
 from legato.core.errors import FileError, InputError
@@ -126,7 +127,7 @@ def test_wrong_options_and_bytes(tmp_path, trace):
         import_send_trace([tmp_path / "none.csv"])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.text(max_size=200))
 def test_any_text_is_refused_or_read(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("t") / "t.csv"

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import durations, workloads
+from support.strategies import durations, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.schedule import SCHEDULERS, schedule
@@ -23,7 +23,7 @@ bent = st.builds(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(workloads(), st.lists(bent, min_size=1, max_size=2))
 def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
     cluster = Cluster(4, {f"c{k}": cost for k, cost in enumerate(costs)})
@@ -39,7 +39,7 @@ def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
     assert times["legato"] <= min(runnable.values()) * (1 + 1e-12)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=7), bent)
 def test_neighbours_are_merged_as_well_as_can_be(rows, cost):
     ready = list(itertools.accumulate(seconds for seconds, _ in rows))

@@ -1,10 +1,10 @@
 """The one pass of the simulator: by hand, and against an event loop that knows nothing of it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.strategies import clusters, op_orders, plans, workloads
+from support.strategies import clusters, examples, op_orders, plans, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
@@ -230,7 +230,7 @@ def event_loop(workload, plan, cluster, compute):
     return op_start, message_start, now
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))

@@ -4,11 +4,21 @@ Times and sizes are small multiples of powers of two, so that sums of them are
 exact floats and tests can say `==` and `>=` and mean it.
 """
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
+
+#: How many examples a property is tried on under the profile "quick", unless it says otherwise.
+QUICK = 50
+
+
+def examples(count, **options):
+    """Try a property on `count` examples under the profile "quick", and on more under "thorough"."""
+    return settings(max_examples=count * settings.default.max_examples // QUICK, **options)
+
 
 #: Seconds, in eighths; zero among them.
 durations = st.integers(0, 40).map(lambda n: n / 8)

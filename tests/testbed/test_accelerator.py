@@ -5,8 +5,8 @@ import time
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from support.strategies import workloads
+from hypothesis import HealthCheck, given
+from support.strategies import examples, workloads
 
 from legato.core.errors import InputError
 from legato.core.workload import Op, Tensor, Workload
@@ -73,7 +73,7 @@ def test_gradients_appear_where_the_workload_has_them():
     assert model.clock.now == 3.0 + 28
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_an_iteration_takes_its_computation_and_gradients_come_in_order(workload):
     workload = even(workload)
@@ -204,7 +204,7 @@ def test_the_device_never_runs_ahead_of_real_time():
     assert time.perf_counter() - start >= 0.02
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@examples(30, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.randoms(use_true_random=False))
 def test_every_order_takes_as_long(workload, random):
     workload = even(workload)

@@ -6,9 +6,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import workloads
+from support.strategies import examples, workloads
 
 import legato
 from legato.core.errors import FileError, InputError, PlanError
@@ -61,7 +61,7 @@ def same(a, b):
     return ops(a) == ops(b) and tensors(a) == tensors(b)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(workloads(max_ops=6, max_tensors=4, optimizer=False))
 def test_what_is_exported_is_imported(tmp_path_factory, job):
     """With a message a tensor, and every tensor read by the next forward pass, nothing is lost."""
@@ -187,7 +187,7 @@ def test_hostile_files_get_one_line(tmp_path):
         import_chakra([trace(path, node(1, "fwd"), node(2, "bwd", data=[1]))])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_a_changed_file_is_imported_or_refused(tmp_path_factory, data):
     path = trace(tmp_path_factory.mktemp("t") / "t.et", *iteration())

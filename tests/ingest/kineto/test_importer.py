@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import kineto_samples as samples
+from support.strategies import examples
 
 from legato.core.errors import FileError, InputError
 from legato.ingest import chrome
@@ -157,7 +158,7 @@ class Event(msgspec.Struct):
     ts: int
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(40, 4000), st.lists(st.text('},{[]"\\: a', max_size=20), max_size=40))
 def test_a_trace_read_in_small_blocks_is_read_right(tmp_path_factory, block, names):
     """However the array is cut, and whatever looks like an end of an event in a name or in an argument."""
@@ -229,7 +230,7 @@ def test_the_same_rank_twice_and_steps_that_are_not_there(tmp_path, trace):
         import_kineto([trace, other])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
     """Any value of any event replaced by anything: a workload, or one clear line, never anything else."""
@@ -258,7 +259,7 @@ def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
         assert found.workload.nbytes > 0
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_a_cut_or_flipped_trace_is_imported_or_refused(tmp_path_factory, data):
     text = bytearray(samples.record().text().encode())

@@ -4,9 +4,9 @@ import itertools
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import workloads
+from support.strategies import examples, workloads
 
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Op, Tensor, Workload
@@ -60,7 +60,7 @@ def ancestors(waits, op):
     return {op}.union(*(ancestors(waits, dep) for dep in waits[op]))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(workloads(max_ops=8, max_tensors=8))
 def test_stage_1_is_what_the_paper_says(workload):
     """In each step, the update that needs the least of what is not completed; its ops are then completed."""
@@ -87,7 +87,7 @@ def feasible(ops, waits):
             yield from ((op, *rest) for rest in feasible(ops - {op}, waits))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(workloads(max_ops=6, max_tensors=5), st.booleans())
 def test_stage_2_leaves_one_order_of_updates_and_adds_nothing_in_vain(workload, greedy):
     period = Period.of(workload)

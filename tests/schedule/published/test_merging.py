@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.strategies import clusters, costs, durations, workloads
+from support.strategies import clusters, costs, durations, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
@@ -58,7 +58,7 @@ def algorithm_1(a, b, t_b, p):
     return merged
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(layers, costs)
 def test_mg_wfbp_is_its_pseudo_code(rows, cost):
     count = len(rows)
@@ -100,7 +100,7 @@ def partitions(n):
         yield [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(layers, costs)
 @example([(1.0, 1)] * 10, LinearCost(0.0, 0.0))
 @example([(0.0, 1)] * 10, LinearCost(1.0, 1.0))
@@ -121,7 +121,7 @@ def test_a_tie_goes_to_fewer_messages():
     assert merge_neighbours([1, 3], [1, 1], LinearCost(2.0, 0.0)) == (5.0, [(0, 2)])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=4), costs)
 def test_no_other_grouping_or_order_is_better(rows, cost):
     ready = list(itertools.accumulate(seconds for seconds, _ in rows))

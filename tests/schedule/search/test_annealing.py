@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import clusters, workloads
+from support.strategies import clusters, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
@@ -59,7 +59,7 @@ def checked(problem, halves):
     return seconds
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(workloads(), clusters(), st.integers(0, 2**32))
 def test_every_change_leaves_a_schedule_that_takes_what_it_says(workload, cluster, seed):
     problem, rng = problem_of(workload, cluster), np.random.default_rng(seed)
@@ -72,7 +72,7 @@ def test_every_change_leaves_a_schedule_that_takes_what_it_says(workload, cluste
         assert checked(problem, best) == least
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(workloads(), clusters(), st.integers(0, 2**32))
 def test_its_plan_takes_as_long_and_no_less_than_the_bound(workload, cluster, seed):
     problem, rng = problem_of(workload, cluster), np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def best_of_all(problem):
     return least
 
 
-@settings(max_examples=25, derandomize=True)
+@examples(25, derandomize=True)
 @given(workloads(max_ops=4, max_tensors=3), clusters())
 def test_annealing_finds_the_best_of_all_ways_to_send_three_gradients(workload, cluster):
     name = cluster.default_collective
@@ -129,7 +129,7 @@ def test_halves_share_a_message():
 
 
 @given(workloads(), clusters(), st.integers(0, 5))
-@settings(max_examples=10)
+@examples(10)
 def test_the_same_seed_gives_the_same_plan_and_no_time_gives_one(workload, cluster, seed):
     name = cluster.default_collective
     one, other = (annealing(workload, cluster, name, rounds=300, stop_at=NEVER, seed=seed) for _ in range(2))

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.strategies import clusters, workloads
+from support.strategies import clusters, examples, workloads
 
 import legato
 from legato.core.cluster import Cluster
@@ -111,7 +111,7 @@ def test_refilling_in_one_piece(pieces, alpha, units_whole, rng):
     assert found.seconds >= late - 1e-9
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(workloads(), clusters(), st.booleans(), st.sampled_from([0.0, 0.0, 0.125]))
 def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster, any_order, unpack_s_per_byte):
     """By default, than any other that can be run as predicted; and then it can be run as predicted itself."""

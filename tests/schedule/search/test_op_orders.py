@@ -1,9 +1,9 @@
 """Orders of computation to plan for."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.strategies import clusters, workloads
+from support.strategies import clusters, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
@@ -23,7 +23,7 @@ def test_the_highest_is_found_where_values_rise_and_then_fall(count, top, first)
     assert coarse_to_fine(count, lambda k: -abs(k - top), first=first) == min(top, count - 1)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(workloads(), clusters())
 def test_promising_orders_are_orders_and_none_is_the_captured_one(workload, cluster):
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
@@ -34,7 +34,7 @@ def test_promising_orders_are_orders_and_none_is_the_captured_one(workload, clus
         check_plan(plan, workload)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(workloads(optimizer=False), clusters(), st.randoms(use_true_random=False))
 def test_no_plan_takes_less_than_the_value_of_its_order(workload, cluster, rng):
     updates = update_order(workload)

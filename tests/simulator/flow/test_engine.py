@@ -4,9 +4,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.flows import max_min_by_linear_programs
+from support.strategies import examples
 
 from legato.simulator.flow.engine import run_services
 from legato.simulator.flow.fair import fair_rates, run_fair
@@ -67,7 +68,7 @@ def naive(services):
 
 @given(graphs())
 @example([(NO_LINK, 0.0, 0.0, 1, []), (0, 0.0, 0.0, 0, []), (0, 1 / 8, 0.0, 0, [(0, False)]), (0, 0.0, 0.0, 0, [])])
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_engine_does_what_the_naive_one_does(services):
     graph = built(services)
     assert run_services(*graph) == len(services)
@@ -87,7 +88,7 @@ def test_a_circle_never_runs():
     st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=6),
     st.lists(st.integers(1, 8), min_size=4, max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_fair_rates_are_max_min_fair(routes, capacity):
     first = np.cumsum([0, *map(len, routes)])
     links = np.array([link for route in routes for link in sorted(route)])
@@ -104,7 +105,7 @@ def test_two_flows_share_a_link_and_the_one_left_takes_it_all():
 
 
 @given(graphs())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_shared_fairly_no_link_carries_more_than_it_can(services):
     """A cut-through group is one flow; alone on its links, every order of service is the fair one."""
     graph = built([(i if i < LINKS else NO_LINK, *rest) for i, (_, *rest) in enumerate(services)])

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import plans, workloads
+from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import Cluster
 from legato.core.errors import PlanError
@@ -57,7 +57,7 @@ def planned(draw, halves):
 
 @pytest.mark.parametrize("name", ["ring", "halving-doubling", "shuffle"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_one_message_at_a_time_is_the_planners_simulator(name, data):
     """Any cut, merge, order and kind of messages, on identical workers, at a byte a second."""
     job, plan, latency_s = data.draw(planned(halves=True))
@@ -77,7 +77,7 @@ def _on(plan, collective):
 
 @pytest.mark.parametrize("name", FABRICS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_any_plan_runs_on_any_fabric(name, data):
     """Every byte is summed after its gradient is there on all workers, and received after it is summed."""
     job, plan, latency_s = data.draw(planned(halves=True))

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.flows import ALPHA, BYTES, CLOSED_FORMS, COMPUTE, MANY, M, job, max_min_by_linear_programs, network
+from support.strategies import examples
 
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
@@ -87,7 +88,7 @@ def drained(routes, capacity, nbytes):
 
 
 @given(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.0, 8.0]), min_size=1, max_size=4), st.sampled_from([0.5, 1.0, 2.0]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_fair_pushes_and_pulls_are_what_linear_programs_say(slowness, server):
     """All workers push M at once to a server whose link has a speed of its own; then it sends to all at once."""
     n = len(slowness)
