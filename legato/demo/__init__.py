@@ -1,6 +1,6 @@
-"""Floor 4, the main job end to end: capture, calibrate, plan, train under DDP and under legato, compare.
+"""The demo, end to end: capture, calibrate, plan, train under DDP and under legato, compare.
 
-This module needs no torch itself: the worker processes do, which `launch` starts.
+This module does not need torch, but the worker processes that it starts do.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["MODEL_NAMES", "run", "run_servers", "summary", "write_pictures"]
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
 
-#: Relative difference of trained weights above which, with more than two workers, they do not count as equal.
-#: On two workers they have to be equal bit for bit. See docs/runtime.md, "When are weights equal?".
+#: With more than two workers, the largest relative difference of trained weights that count as equal.
+#: With two workers they have to be equal bit for bit. See docs/runtime.md, "When are weights equal?".
 TOLERANCE = 1e-2
 
 
 def run(
     model: str, workers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None = None
 ) -> ModelResult:
-    """The job for one model on `workers` processes of this machine; `advance(stage, done, total)` as it goes.
+    """Run the demo for one model on `workers` local processes; `advance(stage, done, total)` reports progress.
 
-    The processes talk over loopback or, with a bandwidth (bits per second),
-    over links of it: each runs in a host of `legato.testbed.hosts`. Raises
-    `RankError` with the last words of the process that failed, and
+    The processes talk over loopback or, with a bandwidth (bits per second), each
+    runs in a host of `legato.testbed.hosts` whose link has this bandwidth.
+    Raises `RankError` with the error message of the process that failed, and
     `InputError` if this machine cannot have such hosts.
     """
     if workers < 2:
@@ -55,7 +55,7 @@ def run(
 def run_servers(
     model: str, workers: int, servers: int, steps: int, folder: Path, advance: Advance, bandwidth_bps: float | None
 ) -> ServerResult:
-    """One model on parameter servers, every order of pulls in turn; arguments and errors as in `run`."""
+    """Train one model on parameter servers with every order of pulls in turn; arguments and errors as in `run`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,12 +66,12 @@ def run_servers(
 
 
 def weights_equal(result: ModelResult) -> bool:
-    """Bit for bit on two workers, where a sum has only one order; within the tolerance on more."""
+    """Compare bit for bit for two workers, where a sum has only one order; within the tolerance for more."""
     return result.max_relative_difference <= (0.0 if result.cluster.workers == 2 else TOLERANCE)
 
 
 def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
-    """The JSON of `legato demo` for one model."""
+    """Return what `legato demo --json` prints for one model."""
     return {
         "model": result.model,
         "weights_equal": weights_equal(result),
@@ -87,19 +87,19 @@ def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
 
 
 def rows(result: ModelResult) -> list[dict[str, Any]]:
-    """The scheduler table, with what was measured beside what was predicted."""
+    """Return the rows of the scheduler table, with measured times beside the predictions."""
     measured = {"ddp": result.ddp_s, result.plan.scheduler: result.legato_s}
     return [{**row, "measured_s": measured.get(row["scheduler"])} for row in result.rows]
 
 
 def advice(result: ModelResult) -> str:
-    """What to do, in plain words."""
+    """Return the recommendation: what was measured, and which buckets to use with stock DDP."""
     by_name = {row["scheduler"]: row for row in result.rows}
     ddp, merged = by_name["ddp"], by_name["merge-optimal"]
     caps = bucket_caps(result.merged)
     some = ", ".join(map(repr, caps[:4])) + (f", ... {len(caps)} in all" if len(caps) > 4 else "")
     return (
-        f"Measured here: {format_seconds(result.legato_s)} an iteration with the plan {result.plan.scheduler}, "
+        f"Measured here: {format_seconds(result.legato_s)} per iteration with the plan {result.plan.scheduler}, "
         f"{format_seconds(result.ddp_s)} with DDP ({result.speedup:.2f}x). With stock DDP, "
         f"bucket_cap_mb_list=[{some}] (legato plan prints it) is predicted to give "
         f"{ddp['iteration_s'] / merged['iteration_s']:.2f}x."

@@ -1,4 +1,4 @@
-"""Real models, built from their published configurations; nothing is downloaded."""
+"""The models of the demo, built from their published configurations without downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MODELS", "Training", "gpt2", "resnet50"]
 
 
 class Training(NamedTuple):
-    """A model, its optimizer, and the loss of a forward pass on the next batch, through any wrapper of the model."""
+    """A model, its optimizer, and a function that returns a wrapped model's loss on the next batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -22,12 +22,12 @@ class Training(NamedTuple):
 
 
 def _batches() -> torch.Generator:
-    """Random numbers of this rank's own."""
+    """Return a generator of random numbers that differs between ranks."""
     return torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
 
 def resnet50() -> Training:
-    """ResNet-50 (25.6 million parameters), two images of 64 x 64 a step."""
+    """ResNet-50 (25.6 million parameters), two images of 64 x 64 pixels per step."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     shape: Any = ResNetConfig()
@@ -46,7 +46,7 @@ def resnet50() -> Training:
 
 
 def gpt2() -> Training:
-    """A small GPT-2 (6 layers of width 384, 15 million parameters), 2 x 64 tokens a step."""
+    """A small GPT-2 (6 layers of width 384, 15 million parameters), 2 x 64 tokens per step."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(

@@ -1,8 +1,8 @@
-"""What every rank of `legato demo --parameter-server` does. Started by torchrun, never by hand.
+"""One rank of `legato demo --parameter-server`, started by torchrun.
 
-Workers and servers capture and calibrate together; then each order of pulls
-trains the same model from the same start, in alternating blocks, and the
-weights are compared with DDP's.
+Workers and servers capture and calibrate together. Then each order of pulls
+trains the same model from the same start, in alternating blocks, and its weights
+are compared with those of DDP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from legato.testbed.launch import Advance
 from legato.testbed.rank import gloo_rank
 
 SEED = 20
-BLOCK = 6  # steps of an order before the next one's turn; the first of them is not timed
+BLOCK = 6  # iterations of an order before the next one's turn; the first of them is not timed
 
 
 def main(model: str, steps: int, servers: int, folder: Path) -> None:
@@ -88,7 +88,7 @@ def _measured(name: str, servers: int, advance: Advance) -> tuple[Workload, Clus
 
 
 def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
-    """A block of steps: (iterations, trained weights) on workers."""
+    """Train a block of steps; returns (iterations, trained weights) on workers, None on servers."""
     torch.manual_seed(SEED)
     training = MODELS[name]()
 
@@ -106,7 +106,7 @@ def _train(name: str, servers: int, plan: Plan | str, seed: int) -> Any:
 
 
 def _under_ddp(name: str, servers: int) -> dict[str, torch.Tensor] | None:
-    """The same steps under DDP, on the workers."""
+    """Train the same steps under DDP; returns the weights on workers, None on servers."""
     group = dist.new_group(range(dist.get_world_size() - servers))
     torch.manual_seed(SEED)
     training = MODELS[name]()
@@ -127,7 +127,7 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Largest difference, relative to each parameter's largest value."""
+    """Return the largest difference, relative to each parameter's largest value."""
     return max(
         float((one[k].double() - other[k].double()).abs().max() / one[k].double().abs().max().clamp(min=1e-30))
         for k in one

@@ -1,4 +1,4 @@
-"""What the ranks of a demo hand back to the command that started them."""
+"""The results that the ranks of a demo return to the command that started them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from legato.core.workload import Workload
 
 __all__ = ["SERVER_STAGES", "STAGES", "ModelResult", "ServerResult", "ServerRow"]
 
-#: What there is to wait for, in order.
+#: The stages that are reported as progress, in order.
 STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
 
 
 class ModelResult(msgspec.Struct, frozen=True):
-    """One model's part of the demo. Times in seconds an iteration; `rows` as `legato plan` gives them."""
+    """The result for one model. Times are in seconds per iteration; `rows` are those of `legato plan`."""
 
     model: str
     workload: Workload
@@ -42,18 +42,18 @@ class ModelResult(msgspec.Struct, frozen=True):
 
     @property
     def speedup(self) -> float:
-        """Of legato over DDP, measured."""
+        """The measured speedup of legato over DDP."""
         return self.ddp_s / self.legato_s
 
 
-#: What there is to wait for with parameter servers.
+#: The stages of the demo with parameter servers.
 SERVER_STAGES = ("capture", "calibrate", "plan", "train, every order and DDP")
 
 
 class ServerRow(msgspec.Struct, frozen=True):
-    """One order of pulls in the demo. Seconds an iteration; `out_of_order` is a part of the transfers.
+    """One order of pulls in the demo. Seconds per iteration; `out_of_order` is a fraction of the transfers.
 
-    `predicted_s` is the simulator's, whose network is the calibrated all-reduce's.
+    `predicted_s` is simulated on the network that the calibrated all-reduce implies.
     """
 
     order: str
@@ -66,7 +66,7 @@ class ServerRow(msgspec.Struct, frozen=True):
 
 
 class ServerResult(msgspec.Struct, frozen=True):
-    """The demo's part about parameter servers."""
+    """The result for one model on parameter servers."""
 
     model: str
     workload: Workload

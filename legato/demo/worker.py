@@ -1,7 +1,7 @@
-"""What every rank of `legato demo` does with one model. Started by torchrun, never by hand.
+"""One rank of `legato demo` for one model, started by torchrun.
 
-All ranks capture and calibrate at the same time, so that what is measured is a
-machine as busy as it will be in training; rank 0's plan is everybody's.
+All ranks capture and calibrate at the same time, so the machine is as busy as
+during training. All ranks use the plan of rank 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEED = 20
 
 
 class Trainee:
-    """One of the two that are compared: a model under DDP or under a plan, with random numbers of its own."""
+    """One of the two models that are compared, under DDP or under a plan, with its own random numbers."""
 
     def __init__(self, build: Callable[[], Training], wrap: Callable[[Training], nn.Module]) -> None:
         torch.manual_seed(SEED)
@@ -50,7 +50,7 @@ class Trainee:
         self.block_s: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Train; returns seconds, until the last update is in."""
+        """Train `count` steps; returns the seconds until the last update is done."""
         torch.set_rng_state(self._random)
         dist.barrier()
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
 
 
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
-    """Both train the same steps in alternating blocks, so that a busy machine slows both; the first block warms up."""
+    """Train both in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
     ours = Trainee(build, lambda t: wrap_model(t.model, t.optimizer, plan)[0])
     blocks = 1 + max(1, steps // BLOCK)
@@ -137,7 +137,7 @@ def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) 
 
 
 def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
-    """A typical measured iteration of each."""
+    """Return the median traced iteration of each."""
     with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
         ddp.steps(TRACED)
     with ours.wrapped.trace() as under_plan:  # type: ignore[operator]
@@ -150,7 +150,7 @@ def _typical(timelines: list[Timeline]) -> Timeline:
 
 
 def _difference(a: nn.Module, b: nn.Module) -> float:
-    """Largest difference of two models' states over all ranks, relative to each tensor's largest value."""
+    """Return the largest difference of two models' states over all ranks, relative to each tensor's largest value."""
     worst = torch.zeros(1, dtype=torch.float64)
     for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True):
         x, y = x.double(), y.double()

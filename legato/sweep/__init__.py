@@ -1,9 +1,9 @@
-"""Floor 3: grids of simulations, on all cores or on a cluster of machines, that can be interrupted.
+"""Sweeps: grids of simulations, on all cores or on a cluster of machines, which can be interrupted and continued.
 
 A *grid* (`grid.py`) is every combination of workloads, fabrics, schedulers and
-machines; a *cell* is one of them, and is run by itself (`cell.py`). `run.py`
-runs those that are not yet in the *journal* (`journal.py`), on whatever
-`parallel.py` finds; `table.py` writes the rows.
+machines; a *cell* is one combination, simulated independently (`cell.py`).
+`run.py` runs the cells that are not yet in the *journal* (`journal.py`), on the
+cores that `parallel.py` provides; `table.py` writes the rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One cell: plan, simulate, and say how it went."""
+"""One cell: plan, simulate, and return the outcome."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Outcome", "fabric_of", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a cell gave; `error` says why it gave nothing. Seconds.
+    """The result of a cell, or the `error` because of which there is none. Times are in seconds.
 
-    `lower_bound_s` is proven for plans of this kind, at collective fidelity
-    only. `final` is False where another attempt might end otherwise.
+    `lower_bound_s` is proven for plans of this kind, and known at collective
+    fidelity only. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def run_cell(cell: Cell, workload: Workload) -> Outcome:
-    """Never raises on what a cell does: a night's work is not lost to one cell."""
+    """Run a cell. Errors in it become part of its outcome, so that one cell cannot end a long sweep."""
     start = time.perf_counter()
     try:
         found = _collective(cell, workload) if cell.fidelity == "collective" else _flow(cell, workload)
@@ -51,7 +51,7 @@ def run_cell(cell: Cell, workload: Workload) -> Outcome:
 
 
 def fabric_of(cell: Cell) -> Fabric:
-    """The cell's fabric, with its servers, or with hosts that its workers fill."""
+    """Return the cell's fabric, with the cell's number of servers, or with a number of hosts that its workers fill."""
     servers = {"servers": cell.servers} if cell.servers else {}
     return fitting(cell.fabric, dict(cell.options) | servers, cell.workers)
 

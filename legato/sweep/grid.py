@@ -1,4 +1,4 @@
-"""What a sweep computes: every combination of workloads, fabrics, schedulers and machines."""
+"""The grid of a sweep: every combination of workloads, fabrics, schedulers and machines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["MACHINE_AXES", "PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
 
 Fidelity = Literal["collective", "flow"]
 
-#: No scheduler: a message a tensor, as soon as it is ready.
+#: No scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation, complete but for the workload itself, which `workload_id` (`files.identity`) stands for.
+    """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
-    `servers` is 0 on fabrics without any. `slow` and `slow_link` are the last
-    worker's factors of computation and of time on its link. `options` are the
-    fabric's.
+    `servers` is 0 for fabrics without servers. `slow` and `slow_link` are
+    slowdown factors of the last worker's computation and of its link. `options`
+    are those of the fabric.
     """
 
     workload_id: str
@@ -59,17 +59,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """What differs where cells differ, also between versions of legato."""
+        """A hash of the cell, which also depends on the version of legato."""
         return files.identity(self)
 
     @property
     def machines(self) -> tuple[Any, ...]:
-        """Where it stands on the axes of the machines."""
+        """The cell's values on the axes of the machines."""
         return tuple(getattr(self, axis) for axis in MACHINE_AXES)
 
     @property
     def network(self) -> Network:
-        """Its machines; raises `InputError` on numbers outside their range."""
+        """The cell's network; raises `InputError` on numbers outside their range."""
         return Network(
             workers=self.workers,
             bandwidth_bps=self.bandwidth_bps,
@@ -86,7 +86,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-#: The grid's axes that are machines: a cell's field, and the grid's; the last is the fastest to change.
+#: The axes of the machines: the field of a cell, and that of the grid; the last one changes fastest.
 MACHINE_AXES = {
     "jitter": "jitters",
     "slow_link": "slow_links",
@@ -101,21 +101,22 @@ MACHINE_AXES = {
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
-    """The fabrics that can be simulated: as one shared resource, those that have a formula."""
+    """Return the fabrics that a fidelity can simulate: at collective fidelity, those that have a cost formula."""
     return list(FABRICS) if fidelity == "flow" else [*COLLECTIVES, PARAMETER_SERVER]
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """The axes of a sweep, in the order in which its rows stand; what is named twice is there once.
+    """The axes of a sweep, in the order of its rows; repeated values count once.
 
-    `schedulers` may have `PLAIN`, and "all", which is those that are made for a
-    cell's fabric; `servers` is an axis of the fabrics that have some. `jitters`
-    are sigmas of a lognormal factor on computation, drawn from `seed`; `slows`
-    and `slow_links` factors of the last worker's computation and of the time on
-    its link. `options` are handed to the fabrics that have them
-    (`legato.simulator.flow.fabric`). Speedups are over the first fabric with its first scheduler. At collective
-    fidelity hosts are alike, behind one switch. Raises `InputError` on unknown
-    names and numbers outside their range.
+    `schedulers` may contain `PLAIN`, and "all" for every scheduler that suits a
+    cell's fabric. `servers` is an axis of fabrics with servers only. `jitters`
+    are sigmas of a lognormal factor on computation, drawn from `seed`. `slows`
+    and `slow_links` are slowdown factors of the last worker's computation and of
+    its link. `options` go to the fabrics that have them
+    (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric
+    with its first scheduler. At collective fidelity, all hosts are alike, behind
+    one switch. Raises `InputError` on unknown names and numbers outside their
+    range.
     """
 
     workloads: tuple[Workload, ...]
@@ -143,7 +144,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             raise unknown_name("fidelity", self.fidelity, get_args(Fidelity))
         for field, value in msgspec.structs.asdict(self).items():
             if value == ():
-                raise InputError(f"{field}: none given (expected at least one)")
+                raise InputError(f"{field}: empty (expected at least one)")
         for name in self.fabrics:
             if name not in fabric_names(self.fidelity):
                 raise unknown_name(f"fabric at {self.fidelity} fidelity", name, fabric_names(self.fidelity))
@@ -165,7 +166,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             network = self._cell("", "", "", machines).network
             if self.fidelity == "collective" and not (network.plain and not self.options):
                 raise InputError(
-                    "fidelity: collective has like hosts, and one switch (expected flow for anything else)"
+                    "fidelity: collective has identical hosts and one switch (expected flow for anything else)"
                 )
 
     @property
@@ -175,7 +176,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(map(len, axes)) * (len(self.schedulers) + each)
 
     def cells(self) -> list[Cell]:
-        """Every combination once, the rightmost axes (latency, bandwidth, workers) the fastest to change."""
+        """Return every combination once; the last axes (latency, bandwidth, workers) change fastest."""
         return list(dict.fromkeys(self._cells()))
 
     def _cells(self) -> Iterator[Cell]:

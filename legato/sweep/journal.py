@@ -1,7 +1,7 @@
-"""Finished cells in a file that only grows: what makes a sweep go on where it was interrupted.
+"""The journal of a sweep: a file of finished cells, with which an interrupted sweep continues.
 
-JSON lines, the first of them says what the file is. A line is appended when its
-cell is done, and a line that an interruption tore is skipped by whoever reads.
+The file has JSON lines; the first one names the format. A line is appended when
+its cell is done. A line that an interruption left incomplete is skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _HEADER = b'{"format":"legato.sweep/1"}\n'
 
 
 def journal_of(output: Path) -> Path:
-    """Where the finished cells of an output are kept: beside it."""
+    """Return the path of an output's journal, which is beside the output."""
     return output.with_name(output.name + ".cells.jsonl")
 
 
 class Journal:
-    """The finished cells, by their keys; open while a sweep runs, and by one sweep at a time.
+    """The finished cells, by key; open while a sweep runs, for one sweep at a time.
 
-    Raises `FileError` on a file that is none of legato's, that cannot be
-    written, or that another sweep has open.
+    Raises `FileError` if the file is not a journal, cannot be written, or is open
+    in another sweep.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -60,25 +60,27 @@ class Journal:
             lines = self._file.read().splitlines(keepends=True)
             if not lines:
                 self._file.write(_HEADER)
-            elif len(lines) == 1 and _HEADER.startswith(lines[0]):  # torn before the first cell
+            elif len(lines) == 1 and _HEADER.startswith(lines[0]):  # an interruption left the header incomplete
                 self._file.truncate(0)
                 self._file.write(_HEADER)
             elif lines[0] != _HEADER:
-                raise FileError(f"{self.path}: no record of a sweep (expected {_HEADER.decode().strip()} first)")
+                raise FileError(
+                    f"{self.path}: not the journal of a sweep (expected {_HEADER.decode().strip()} in the first line)"
+                )
             elif not lines[-1].endswith(b"\n"):
-                self._file.write(b"\n")  # ends the torn line
+                self._file.write(b"\n")  # ends the incomplete line
             self._file.flush()
         except BlockingIOError:
-            raise FileError(f"{self.path}: another sweep writes to it") from None
+            raise FileError(f"{self.path}: another sweep is writing to it") from None
         except OSError as error:
             raise self._error(error) from None
         self.done.update(_read(lines))
 
     def _error(self, error: Exception) -> FileError:
-        return FileError(f"{self.path}: cannot keep finished cells: {getattr(error, 'strerror', None) or error}")
+        return FileError(f"{self.path}: cannot store finished cells: {getattr(error, 'strerror', None) or error}")
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Keep a finished cell, also over a crash of this process; what is not final is not kept."""
+        """Store a finished cell, which then survives a crash of this process; only final outcomes are stored."""
         self.done[key] = outcome
         if outcome.final:
             try:
@@ -88,7 +90,7 @@ class Journal:
                 raise self._error(error) from None
 
     def forget(self) -> None:
-        """Start afresh, on disk too."""
+        """Remove all cells, in the file too."""
         self.done.clear()
         self._file.truncate(0)
         self._file.write(_HEADER)

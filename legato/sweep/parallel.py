@@ -25,7 +25,7 @@ __all__ = ["check_backend", "in_parallel"]
 T = TypeVar("T")
 R = TypeVar("R")
 _CONNECT_S = 10
-#: Cells a core and round, on backends that hand results over only when a round is done.
+#: Cells per core and round, on backends that return results only when a round is done.
 _ROUND = 4
 
 
@@ -49,11 +49,11 @@ def check_backend(name: str | None) -> None:
 def in_parallel(
     function: Callable[[T], R], items: Sequence[T], jobs: int | None = None, backend: str | None = None
 ) -> Generator[R, None, None]:
-    """`function` of every item, as they are finished, in any order.
+    """Yield `function(item)` for every item, in the order in which they finish.
 
-    On `jobs` cores (None: all there are) of this machine or of the cluster.
-    Closing the iterator stops the work. Raises `InputError` where no cluster
-    answers, and `LegatoError` when a process that worked is gone.
+    Runs on `jobs` cores (None: all) of this machine or of the cluster. Closing
+    the generator stops the work. Raises `InputError` if no cluster answers, and
+    `LegatoError` if a worker process was killed.
     """
     if not items:
         return
@@ -82,7 +82,7 @@ def in_parallel(
                     while some := list(itertools.islice(calls, cores * _ROUND)):
                         yield from pool(some)
         except TerminatedWorkerError:
-            raise LegatoError("a worker process was killed, perhaps for want of memory: try fewer --jobs") from None
+            raise LegatoError("a worker process was killed, perhaps because memory ran out: try fewer --jobs") from None
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _one_interrupt() -> Iterator[None]:
     """Let the first Ctrl-C inside the block raise `KeyboardInterrupt`, and ignore further ones until the block ends.
 
     A second one would interrupt joblib while it ends the worker processes, and the program would then hang at exit.
-    A handler that somebody else installed stays.
+    A handler other than Python's default one stays in place.
     """
 
     def interrupt(number: int, _: object) -> None:
@@ -145,7 +145,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def _joblib_backend(name: str | None) -> Iterator[Any]:
-    """Have joblib use the backend, and yield its own object for it."""
+    """Let joblib use the backend, and yield joblib's object for it."""
     import joblib
     from joblib.parallel import get_active_backend
 
@@ -178,7 +178,7 @@ def _dask_client(name: str) -> Iterator[object]:
 
 @contextmanager
 def _ray() -> Iterator[None]:
-    """Be connected to the Ray cluster that RAY_ADDRESS names, or to one that is started on this machine."""
+    """Connect to the Ray cluster at RAY_ADDRESS, or start one on this machine."""
     import ray
     from ray.util.joblib import register_ray
 
@@ -189,7 +189,7 @@ def _ray() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
-        if host:  # Ray itself tries for minutes
+        if host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:

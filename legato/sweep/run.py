@@ -1,4 +1,4 @@
-"""Run the cells of a grid that are not done yet, and put the rows together."""
+"""Run the cells of a grid that are not finished yet, and return the rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def sweep(
     backend: str | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[SweepRow]:
-    """A row a cell, in the grid's order.
+    """Simulate every cell of a grid; returns one row per cell, in the grid's order.
 
-    Cells that the journal has are not run again, and those that are run are
-    kept in it, each as soon as it is done. `jobs` cores (None: all), of this
-    machine or of a `backend` (`legato.sweep.parallel`). `progress(done, total)`
-    is called as cells finish. Raises `InputError` where the backend cannot be
-    used; a cell that fails is a row with an error.
+    Cells in the journal are not run again; each cell that is run is stored in it
+    as soon as it is done. `jobs` is the number of cores (None: all), on this
+    machine or on a `backend` (`legato.sweep.parallel`). `progress(done, total)`
+    is called as cells finish. A cell that fails is a row with an error. Raises
+    `InputError` if the backend cannot be used.
     """
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
@@ -66,7 +66,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     base = {_baseline(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
     rows = []
     for cell, out in found:
-        # Without servers of its own, a cell is compared with the first number of them, if the baseline has any.
+        # A cell without servers is compared with the baseline of the first number of servers, if there is one.
         base_s = base.get(_baseline(cell)) or base.get(_baseline(replace(cell, servers=cells[0].servers)))
         rows.append(
             SweepRow(
@@ -90,12 +90,12 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
 
 
 def _baseline(cell: Cell) -> tuple[object, ...]:
-    """What a cell and its baseline have in common."""
+    """Return what a cell and its baseline have in common."""
     return cell.workload_id, *cell.machines
 
 
 def _labels(grid: Grid) -> dict[str, str]:
-    """Workloads' names by their ids, told apart where several have the same."""
+    """Return the workloads' names by id, made unique where several workloads have the same name."""
     names = {files.identity(job): job.name for job in grid.workloads}
     every = list(names.values())
     return {job: name if every.count(name) == 1 else f"{name} ({job[:6]})" for job, name in names.items()}

@@ -1,4 +1,4 @@
-"""The rows of a sweep as a file: Parquet or CSV."""
+"""Write the rows of a sweep as Parquet or CSV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["write_rows"]
 
 
 def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
-    """Parquet where the name ends in .parquet, CSV elsewhere; whole or not at all. Raises `FileError`."""
+    """Write Parquet if the name ends in .parquet, else CSV; completely or not at all. Raises `FileError`."""
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
     else:

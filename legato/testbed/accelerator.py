@@ -1,19 +1,19 @@
-"""An emulated accelerator: a workload's ops take their time, and leave the CPU to the network.
+"""An emulated accelerator: each op of a workload takes its captured time, and the CPU stays free for the network.
 
 `EmulatedModel` is a module with the workload's parameters. Its forward pass
-reads them where the workload's ops do, its backward pass gives gradients of the
-real sizes, in the workload's order, through autograd: hooks, buckets and
-reducers see what they see in any training. Between these events nothing is
-computed; the host sleeps until the emulated device is done. `EmulatedOptimizer`
-updates in the same way. Nothing is learnt: gradients are constants.
+reads them where the workload's ops do. Its backward pass produces gradients of
+the real sizes, in the workload's order, through autograd, so hooks, buckets and
+reducers work as in any training. Between these events nothing is computed: the
+host sleeps until the emulated device is done. `EmulatedOptimizer` works in the
+same way. The models do not learn: gradients are constants.
 
-[Note: the device's clock] A host hands work to an accelerator and runs ahead of
-it; only what the device waits for (a gradient, a parameter) makes it idle. So
-an op's end is *planned*: the end of the op before it plus its duration. The
-host sleeps until then. Where it wakes too late, or was busy packing a message,
-the next end does not move. Waiting for the network is the exception, and so
-stands between `ask` and `meet`: if it took time, the device cannot have begun
-before now.
+[Note: the device's clock] A host launches work on an accelerator and runs ahead
+of it; the device is idle only while it waits for a gradient or a parameter. The
+end of an op is therefore *planned*: the end of the op before it plus its
+duration. The host sleeps until then. If it wakes up too late, or was busy with
+packing a message, the planned end of the next op does not move. Only waiting for
+the network moves it, and is therefore enclosed by `ask` and `meet`: if the wait
+took time, the device cannot have started the next op before now.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from legato.core.workload import Workload
 __all__ = ["Clock", "EmulatedModel", "EmulatedOptimizer"]
 
 _PR_SET_TIMERSLACK = 29
-#: What takes less than this was there already.
+#: A wait that is shorter than this does not delay the device.
 _AT_ONCE_S = 200e-6
 _DTYPES = {4: torch.float32, 2: torch.float16}
 
 
 class Clock:
-    """Until when the device is busy, in the host's seconds. Of one thread: Linux wakes it up precisely."""
+    """Knows until when the device is busy (host seconds). For one thread, which Linux then wakes up precisely."""
 
     def __init__(self) -> None:
         self.begin()
@@ -48,22 +48,22 @@ class Clock:
             libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def begin(self) -> None:
-        """The device is free now."""
+        """Declare the device idle now."""
         self.busy_until = self._asked = time.perf_counter()
 
     def run(self, seconds: float) -> None:
-        """The device works for so long; returns when it is done."""
+        """Let the device work for `seconds`; returns when it is done."""
         self.busy_until += seconds
         left = self.busy_until - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
     def ask(self) -> None:
-        """From now on the host may have to wait for the network."""
+        """Mark the start of a possible wait for the network."""
         self._asked = time.perf_counter()
 
     def meet(self) -> None:
-        """What it asked for is there, and the device was waiting for it too."""
+        """Mark the end of a wait for the network; the device waited too."""
         now = time.perf_counter()
         if now - self._asked > _AT_ONCE_S:
             self.busy_until = max(self.busy_until, now)
@@ -71,14 +71,14 @@ class Clock:
 
 
 class _Stretch(NamedTuple):
-    """Ops that run one after another, and the tensors that are read before them or ready after them."""
+    """Consecutive ops, and the tensors that are read before them or ready after them."""
 
     seconds: float
     tensors: tuple[int, ...]
 
 
 class _Backward(Function):
-    """A stretch of the backward pass; all of them are one chain, the first one last in the forward direction."""
+    """One stretch of the backward pass; the stretches form a chain, in reverse in the forward direction."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, model: EmulatedModel, stretch: int, *_: Tensor) -> Tensor:
@@ -90,17 +90,17 @@ class _Backward(Function):
         model, stretch = ctx.model, ctx.model.backward_stretches[ctx.stretch]
         model.clock.run(stretch.seconds)
         model.clock.ask()
-        # A tensor object of its own, which autograd takes over as `.grad` without copying what it holds.
+        # A new tensor object: autograd uses it as `.grad` without copying its memory.
         return (token, None, None, *(model.gradients[t].detach() for t in stretch.tensors))
 
 
 class EmulatedModel(nn.Module):
-    """A module that has a workload's parameters and takes its time; `model()` gives a loss.
+    """A module with a workload's parameters, which takes the workload's time; `model()` returns a loss.
 
-    Parameters are flat, and of float32 (float16 where the bytes do not divide
-    by four). Every gradient is full of `1 + seed / 8`. `shared` takes the memory
-    of another model's parameters and gradients for those of this one. Raises
-    `InputError` where a gradient would have to be cut inside a number.
+    Parameters are flat, in float32 (float16 if the size in bytes is not divisible
+    by four). Every gradient is filled with `1 + seed / 8`. With `shared`, the
+    model uses the memory of another model's parameters and gradients. Raises
+    `InputError` if a gradient has an odd number of bytes.
     """
 
     def __init__(self, workload: Workload, *, clock: Clock, seed: int = 0, shared: EmulatedModel | None = None) -> None:
@@ -113,20 +113,20 @@ class EmulatedModel(nn.Module):
             shared.gradients if shared else [torch.full_like(p, 1 + seed / 8) for p in self.ordered]
         )
         for tensor, parameter in zip(workload.tensors, self.ordered, strict=True):
-            self._parameters[tensor.name] = parameter  # a workload's names may have dots, which `register_` refuses
+            self._parameters[tensor.name] = parameter  # names may have dots, which `register_parameter` refuses
 
     def follow(self, op_order: tuple[int, ...]) -> None:
-        """Run ops in this order from now on (as in `Plan`: empty means the workload's own)."""
+        """Run the ops in this order from now on (as in `Plan`: empty means the workload's own order)."""
         order = op_order or tuple(range(len(self.workload.ops)))
         self.forward_stretches = _forward(self.workload, order)
         self.backward_stretches = _backward(self.workload, order)
 
     def forward(self) -> Tensor:
-        """The forward pass; a parameter that is not up to date makes it wait."""
+        """Run the forward pass, which waits for parameters that are not up to date."""
         for seconds, tensors in self.forward_stretches:
             self.clock.ask()
             for t in tensors:
-                self.ordered[t].detach()  # an operation like any other: whoever gates parameters sees it
+                self.ordered[t].detach()  # a read like any other, which makes a gated parameter wait
             self.clock.meet()
             self.clock.run(seconds)
         if not torch.is_grad_enabled():
@@ -139,9 +139,9 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """Takes the time of a workload's optimizer ops; an op is done when the last of its parameters is stepped."""
+    """Takes the time of a workload's optimizer ops; an op runs when the last of its parameters is stepped."""
 
-    #: Says that parameters may be stepped one by one.
+    #: Tells the runtime that parameters may be stepped one by one.
     steps_parameters_alone = True
 
     def __init__(self, model: EmulatedModel) -> None:
@@ -156,7 +156,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.missing = [len(tensors) for _, tensors in self.ops]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Take the time of the ops that are done with these parameters; returns when it has passed."""
+        """Take the time of the ops that these parameters complete; returns when it has passed."""
         self.clock.meet()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -182,7 +182,7 @@ def _zeros(name: str, nbytes: int) -> Tensor:
 
 
 def _forward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
-    """The forward pass, cut before every op that reads a parameter for the first time."""
+    """Split the forward pass before every op that reads a parameter for the first time."""
     ops = [i for i in order if workload.ops[i].phase == "forward"]
     at = {i: k for k, i in enumerate(ops)}
     first: dict[int, list[int]] = {}
@@ -201,7 +201,7 @@ def _forward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
 
 
 def _backward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
-    """The backward pass, cut after every op that gives a gradient."""
+    """Split the backward pass after every op that produces a gradient."""
     ready: dict[int, list[int]] = {}
     for t, tensor in enumerate(workload.tensors):
         ready.setdefault(tensor.ready_after, []).append(t)
@@ -209,7 +209,7 @@ def _backward(workload: Workload, order: Sequence[int]) -> list[_Stretch]:
 
 
 def _updates(workload: Workload) -> list[_Stretch]:
-    """The optimizer ops; one that reads no gradient counts to the next that does."""
+    """Split the optimizer ops; one that reads no gradient belongs to the next one that does."""
     reads: dict[int, list[int]] = {}
     for t, tensor in enumerate(workload.tensors):
         for r in tensor.readers:
@@ -223,7 +223,7 @@ def _updates(workload: Workload) -> list[_Stretch]:
 
 
 def _runs(workload: Workload, ops: Iterable[int], tensors: Mapping[int, Sequence[int]]) -> list[_Stretch]:
-    """These ops, cut after every one that has tensors."""
+    """Split these ops after every one that has tensors."""
     stretches, seconds = [], 0.0
     for i in ops:
         seconds += workload.ops[i].duration_s

@@ -1,36 +1,36 @@
-"""Hosts on one machine: Linux network namespaces, joined by links of the bandwidth one asks for.
+"""Hosts on one machine: Linux network namespaces, connected by links of a chosen bandwidth.
 
     host 0 (eth0) ---- (port0)              (port1) ---- (eth0) host 1
                               switch: bridge
     host 2 (eth0) ---- (port2)              (port3) ---- (eth0) host 3
 
-Every host is a namespace, and so is the switch, so that nothing at all is added
-to the machine's own network: no interface, no address, no route. Both ends of
-each link are shaped by `tc` (`tbf`): what a host sends at its eth0, what it
-receives at the switch's port. So a link is full duplex, and several senders to
-one host share that host's link.
+Every host is a namespace, and so is the switch. Nothing is added to the
+machine's own network: no interface, no address, no route. `tc` (`tbf`) shapes
+both ends of each link: the host's eth0 shapes what the host sends, and the
+switch's port what the host receives. A link is therefore full duplex, and
+several senders to one host share that host's link.
 
-[Note: burst] A token bucket lets a burst pass unshaped: too large, and small
-messages are free; too small, and the timer that refills it comes too late for
-the rate. TCP hands down segments of up to 64 KiB, which tbf has to cut up if
-they do not fit the bucket, and every segment costs the CPU the same, whatever
-its size. So segments are half a millisecond long, up to those 64 KiB, and a
-bucket holds two of them, or a millisecond: 125 KB at 1 Gbit. On two cores that
-carries 95.6% of 1, 2 and 5 Gbit in payload (headers leave 95.6%), and with both
-cores busy 95, 93 and 90%. Segments of an eighth of a millisecond carry 94, 91
-and 84% then, and ten times the time in soft interrupts (3.7 s instead of 0.3 s
-of a run of 9 s) when four hosts all send.
+[Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too
+large, small messages take no time; if it is too small, the timer refills it too
+late for the rate. TCP passes down segments of up to 64 KiB, which tbf has to
+split if they do not fit into the bucket, and a segment costs the CPU the same
+at any size. Segments are therefore half a millisecond long, up to 64 KiB, and a
+bucket holds two of them, or one millisecond: 125 KB at 1 Gbit. On two cores,
+this carries 95.6% of 1, 2 and 5 Gbit as payload (headers leave 95.6%), and 95,
+93 and 90% with both cores busy. Segments of an eighth of a millisecond then
+carry 94, 91 and 84%, and need ten times the time in soft interrupts (3.7 s
+instead of 0.3 s in a run of 9 s) when four hosts send at once.
 
-[Note: TCP] Congestion control is Linux's usual one, cubic, whatever the machine
-has set: machines of some clouds have BBR, which paces what it sends by its own
-guess of the link's rate, and now and then sends next to nothing to look at the
-delay. It is an attribute of the route to the other hosts, since a namespace may
-not choose for itself what the machine has not allowed.
+[Note: TCP] Congestion control is cubic, Linux's default, whatever the machine's
+setting is. Machines of some clouds use BBR, which paces its sends by its own
+estimate of the link's rate, and from time to time sends almost nothing to
+measure the delay. Congestion control is set on the route to the other hosts,
+because a namespace can select only what the machine allows.
 
-[Note: leaving] A namespace's name holds its owner's process id and start time.
-Leaving the context removes everything, on success, error, Ctrl-C and SIGTERM
-alike. An owner that was killed leaves its namespaces behind; the next `Hosts` finds that
-nobody owns them any more, and removes them.
+[Note: cleanup] A namespace's name has the process id and the start time of its
+owner. Leaving the context removes everything, after success, an error, Ctrl-C
+or SIGTERM. An owner that was killed with SIGKILL leaves its namespaces behind;
+the next `Hosts` sees that the owner is gone, and removes them.
 """
 
 from __future__ import annotations
@@ -68,15 +68,16 @@ _PATIENCE_S = 3.0
 class Hosts:
     """`count` hosts, each with a full-duplex link of `bandwidth_bps` (bits per second) to one switch.
 
-    Used as a context manager, which makes them and removes them with all that
-    still runs in them. Raises `InputError` when this machine cannot have them.
+    A context manager: it creates the hosts on entry, and on exit removes them
+    with all processes that still run in them. Raises `InputError` if this
+    machine cannot have them.
 
         with Hosts(4, 1e9) as hosts:
             server = hosts.popen(0, ["iperf3", "-s"])
             client = hosts.popen(1, ["iperf3", "-c", hosts.address(0)])
     """
 
-    #: The name of every host's only interface but loopback.
+    #: The name of every host's only interface besides loopback.
     interface = "eth0"
 
     def __init__(self, count: int, bandwidth_bps: float) -> None:
@@ -90,11 +91,11 @@ class Hosts:
         self._processes: list[subprocess.Popen[Any]] = []
 
     def address(self, i: int) -> str:
-        """IPv4 address of host i, known to the other hosts and to nobody else."""
+        """Return the IPv4 address of host i, which only the other hosts can reach."""
         return f"10.77.0.{range(1, self.count + 1)[i]}"
 
     def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process inside host i; `options` are those of `subprocess.Popen`. Its pid is the program's own."""
+        """Start a process inside host i, with the `options` of `subprocess.Popen`; its pid is that of the program."""
         process = subprocess.Popen(["ip", "netns", "exec", self._names[range(self.count)[i]], *arguments], **options)
         self._processes.append(process)
         return process
@@ -156,7 +157,7 @@ class Hosts:
         _tool("tc", "-n", switch, "-batch", "-", lines=[f"qdisc add dev port{i} {shape}" for i in range(self.count)])
 
     def _remove(self) -> None:
-        for process in self._processes:  # one that was started just now may not be inside its host yet
+        for process in self._processes:  # a process that was just started may not be inside its host yet
             process.terminate()
         _remove(self._names, self._processes)
         for process in self._processes:
@@ -166,16 +167,16 @@ class Hosts:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """On SIGTERM, which `timeout` and job schedulers send: end, by way of everything that has to be removed.
+    """On SIGTERM, which `timeout` and job schedulers send, exit through all cleanup code.
 
-    Sent to a whole group of processes, it comes twice: from the sender, and from `timeout`.
+    A second SIGTERM is ignored: if a process group gets the signal, `timeout` sends it again.
     """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def why_unavailable() -> str:
-    """Why this machine cannot have shaped hosts, in one sentence; empty if it can. Makes some and removes them."""
+    """Return one sentence on why this machine cannot have shaped hosts, or "" if it can; creates two to find out."""
     try:
         with Hosts(2, 1e9) as hosts:
             hosts.popen(0, ["true"]).wait()
@@ -185,9 +186,9 @@ def why_unavailable() -> str:
 
 
 def remove_stale() -> list[str]:
-    """Remove the namespaces of owners that are no more, with what still runs in them; returns their names.
+    """Remove the namespaces whose owners are gone, with all processes in them; returns their names.
 
-    Nothing is touched that this module did not make, or whose owner lives.
+    Namespaces that this module did not create, or whose owner is alive, are not touched.
     """
     stale = []
     for name in os.listdir(_NETNS) if _NETNS.is_dir() else []:
@@ -199,7 +200,7 @@ def remove_stale() -> list[str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None if there is none, or only its remains."""
+    """Return when a process started, in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -208,26 +209,26 @@ def _start_time(pid: int) -> int | None:
 
 
 def _tool(*command: str, lines: Sequence[str]) -> None:
-    """Run `ip` or `tc` on a list of its commands; out of reach of the terminal's Ctrl-C, which is ours to handle."""
+    """Run `ip` or `tc` on a list of commands, in its own process group so that Ctrl-C does not interrupt it."""
     done = subprocess.run(
         command, input="\n".join(lines) + "\n", capture_output=True, text=True, process_group=0, check=False
     )
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
+        problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
         raise InputError(
-            f"shaped hosts need root, and a Linux with network namespaces, veth, bridge and tbf ({command[0]}: {said})"
+            f"shaped hosts need root, and Linux with network namespaces, veth, bridge and tbf ({command[0]}: {problem})"
         )
 
 
 def _remove(names: Sequence[str], own: Sequence[subprocess.Popen[Any]] = ()) -> None:
-    """End what runs in these namespaces, and delete them."""
+    """End all processes in these namespaces, and delete the namespaces."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         _signal_all(names, how)
         deadline = time.monotonic() + _PATIENCE_S
         while _running(names, own) and time.monotonic() < deadline:
             time.sleep(0.02)
     for name in names:
-        if (_NETNS / name).exists():  # ip may not have come that far, or another sweep was here first
+        if (_NETNS / name).exists():  # ip may not have created it, or another process may have removed it
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, process_group=0, check=False)
 
 
@@ -236,7 +237,7 @@ def _running(names: Sequence[str], own: Sequence[subprocess.Popen[Any]]) -> bool
 
 
 def _inside(names: Sequence[str]) -> Iterator[int]:
-    """Ids of the processes in these namespaces."""
+    """Yield the ids of the processes in these namespaces."""
     spaces = {key for name in names if (key := _key(_NETNS / name))} - {_key(Path("/proc/self/ns/net"))}
     if spaces:
         yield from (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_in(int(pid), spaces))
@@ -246,7 +247,7 @@ def _signal_all(names: Sequence[str], how: signal.Signals) -> None:
     spaces = {key for name in names if (key := _key(_NETNS / name))}
     for pid in _inside(names):
         with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)  # an id may go to another process at any time, this may not
+            handle = os.pidfd_open(pid)  # unlike an id, it cannot pass to another process
             try:
                 if _is_in(pid, spaces):
                     signal.pidfd_send_signal(handle, how)
@@ -259,7 +260,7 @@ def _is_in(pid: int, spaces: Collection[tuple[int, int] | None]) -> bool:
 
 
 def _key(path: Path) -> tuple[int, int] | None:
-    """What tells one network namespace from all others."""
+    """Return what identifies a network namespace."""
     try:
         found = path.stat()
     except OSError:

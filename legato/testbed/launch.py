@@ -1,4 +1,4 @@
-"""Starts workers and listens to them: on loopback by torchrun, or each in a shaped host of its own."""
+"""Start worker processes and follow their progress: on loopback under torchrun, or each in its own shaped host."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from legato.testbed.hosts import Hosts
 
 __all__ = ["Advance", "run_workers", "tell_progress"]
 
-#: Called with (stage, done, total) as the workers go on.
+#: Called with (stage, done, total) as the workers make progress.
 Advance = Callable[[str, int, int], None]
 
 _QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _PORT = "29500"
 
-#: What is told of running processes: a line of progress, or how the k-th one ended.
-_News = str | tuple[int, int]
+#: An event of the running processes: a line of output, or (k, exit status) of the k-th process.
+_Event = str | tuple[int, int]
 
 
 def run_workers(
     module: Sequence[str], workers: int, log: Path, advance: Advance, bandwidth_bps: float | None = None
 ) -> None:
-    """Run `python -m module...` on every worker, until all have ended; what they say goes to `log`.
+    """Run `python -m module...` on every worker until all have ended; their output goes to `log`.
 
-    On loopback, or, with a bandwidth (bits per second), one worker a host with
-    links of it. Rank 0 tells its progress on standard output, a JSON object a
-    line. When one worker fails, the others are ended. Raises `RankError` with
-    the last words of the one that failed, and `InputError` if this machine
-    cannot have shaped hosts.
+    The workers talk over loopback or, with a bandwidth (bits per second), each
+    runs in a host whose link has this bandwidth. Rank 0 reports progress on
+    standard output, one JSON object per line. When a worker fails, the others
+    are terminated. Raises `RankError` with the error message of the worker that
+    failed, and `InputError` if this machine cannot have shaped hosts.
     """
     arguments = ["-m", *module]
     with log.open("w") as errors:
@@ -52,12 +52,12 @@ def run_workers(
             failed, status = _follow(processes, advance)
     if status != 0:
         who = "torchrun" if bandwidth_bps is None else f"worker {failed}"
-        end = f"{who} was ended by {signal.Signals(-status).name}" if status < 0 else _last_words(log)
-        raise RankError(f"the workers failed: {end} (all of it in {log})")
+        end = f"{who} was ended by {signal.Signals(-status).name}" if status < 0 else _error_line(log)
+        raise RankError(f"the workers failed: {end} (full log: {log})")
 
 
 def tell_progress(rank: int) -> Advance:
-    """What a worker calls as it goes on, for `run_workers` to hear; ranks other than 0 say nothing."""
+    """Return the function with which a worker reports progress to `run_workers`; only that of rank 0 prints."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if rank == 0:
@@ -68,7 +68,7 @@ def tell_progress(rank: int) -> Advance:
 
 @contextmanager
 def _on_loopback(arguments: Sequence[str], workers: int, log: IO[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process: torchrun, which watches over the workers."""
+    """Start torchrun, which starts and monitors the workers; yield its process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     job = subprocess.Popen(
         [*torchrun, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **_QUIET}
@@ -84,7 +84,7 @@ def _on_loopback(arguments: Sequence[str], workers: int, log: IO[str]) -> Iterat
 def _in_hosts(
     arguments: Sequence[str], workers: int, log: IO[str], bandwidth_bps: float
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process a worker; rank 0's first. Leaving ends all of them, and their hosts."""
+    """Start one process per worker, each in its own host; end them and remove the hosts on exit."""
     with Hosts(workers, bandwidth_bps) as hosts:
         shared = {
             **os.environ,
@@ -110,33 +110,33 @@ def _in_hosts(
 
 
 def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tuple[int, int]:
-    """Pass on the progress that the first one tells. Returns (k, exit status) of the first to fail, or (0, 0)."""
-    news: SimpleQueue[_News] = SimpleQueue()
-    tellers = [Thread(target=_tell_end, args=(k, process, news), daemon=True) for k, process in enumerate(processes)]
-    for teller in tellers:
-        teller.start()
+    """Pass on the progress of the first process. Returns (k, exit status) of the first one to fail, or (0, 0)."""
+    events: SimpleQueue[_Event] = SimpleQueue()
+    readers = [Thread(target=_report, args=(k, process, events), daemon=True) for k, process in enumerate(processes)]
+    for reader in readers:
+        reader.start()
     running = len(processes)
     while running:
-        match news.get():
+        match events.get():
             case (k, status):
                 running -= 1
                 if status != 0:
                     return k, status
             case str(line) if line.startswith('{"stage"'):
-                said = json.loads(line)
-                advance(said["stage"], said["done"], said["total"])
+                told = json.loads(line)
+                advance(told["stage"], told["done"], told["total"])
     return 0, 0
 
 
-def _tell_end(k: int, process: subprocess.Popen[str], news: SimpleQueue[_News]) -> None:
-    """Tell what a process says, if that can be read, and then how it ended."""
+def _report(k: int, process: subprocess.Popen[str], events: SimpleQueue[_Event]) -> None:
+    """Put the lines that a process prints, if they can be read, and then its exit status."""
     for line in process.stdout or ():
-        news.put(line)
-    news.put((k, process.wait()))
+        events.put(line)
+    events.put((k, process.wait()))
 
 
-def _last_words(log: Path) -> str:
-    """The line of a log that most likely says what went wrong."""
+def _error_line(log: Path) -> str:
+    """Return the line of a log that most likely names the error."""
     text = log.read_text(errors="replace")
-    said = re.findall(r"^(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w+(?:Error|Exception|Interrupt)\b.*)", text, re.MULTILINE)
-    return said[0] if said else (text.strip().splitlines() or ["they said nothing"])[-1]
+    errors = re.findall(r"^(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w+(?:Error|Exception|Interrupt)\b.*)", text, re.MULTILINE)
+    return errors[0] if errors else (text.strip().splitlines() or ["no output"])[-1]

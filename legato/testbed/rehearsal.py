@@ -1,8 +1,8 @@
-"""A rehearsal: plans tried for real, between shaped hosts on this machine, and held against their predictions.
+"""Rehearsals: run plans between shaped hosts on this machine, and compare the measurements with the predictions.
 
-What runs is the real runtime over real `torch.distributed` and TCP; only the
-arithmetic is replaced by an emulated accelerator. This module needs no torch
-itself: the worker processes do (`legato.testbed.trial`).
+The real runtime runs over real `torch.distributed` and TCP; an emulated
+accelerator replaces only the arithmetic. This module does not need torch, but
+the worker processes do (`legato.testbed.trial`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ __all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "check_task", "reh
 
 #: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
 BUCKETS = "ddp+merge-optimal"
-#: What there is to wait for, in order.
+#: The stages that are reported as progress, in order.
 STAGES = ("calibrate", "plan", "rehearse")
-#: `all`, in the order in which they are tried.
+#: The schedulers that `all` stands for, in the order in which they are tried.
 ALL = ("ddp", BUCKETS, *(name for name in SCHEDULERS if name != "ddp"))
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the ranks of a rehearsal are to do.
+    """The task of the ranks of a rehearsal.
 
-    `schedulers` may name `BUCKETS` too; `iterations` of each are timed, at
-    least; with a `ratio`, computation is scaled until communication in one
-    message takes `ratio` times as long; with a `cluster`, plans and predictions
-    are made for it, instead of for what is measured.
+    `schedulers` may include `BUCKETS`. At least `iterations` of each are timed.
+    With a `ratio`, computation is scaled so that all gradients in one message
+    take `ratio` times as long as computation. With a `cluster`, plans and
+    predictions are made for it instead of for the calibrated one. One iteration
+    of each scheduler in `traced` is recorded as a timeline.
     """
 
     workload: Workload
@@ -60,12 +61,12 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, ratio: float | None) -> None:
-    """Raise `InputError` on what no rehearsal can be made of."""
+    """Raise `InputError` on a task that cannot be rehearsed."""
     for tensor in workload.tensors:
         if tensor.nbytes % 2:
             raise InputError(f"{tensor.name!r}: {tensor.nbytes} bytes (expected an even number to rehearse with)")
     if len(set(schedulers)) < len(schedulers):
-        raise InputError("schedulers: one of them twice")
+        raise InputError("schedulers: one is named twice (expected each once)")
     if iterations < 1:
         raise InputError(f"iterations: {iterations} (expected at least 1)")
     if ratio is not None and not 1e-6 <= ratio <= 1e6:
@@ -73,9 +74,9 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One plan: seconds of every iteration that was timed, and what was predicted.
+    """One plan: the seconds of every timed iteration, and the prediction.
 
-    `measured` is one whole iteration, where one was traced.
+    `measured` is the timeline of one iteration, if the plan was traced.
     """
 
     scheduler: str
@@ -91,12 +92,12 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """Predicted / measured - 1."""
+        """The relative error of the prediction: predicted / measured - 1."""
         return self.predicted.iteration_s / self.median_s - 1
 
 
 class Rehearsal(msgspec.Struct, frozen=True):
-    """What came of it; the workload is the one that was run, scaled if a ratio was asked for."""
+    """The result of a rehearsal; `workload` is the one that was run, scaled if the task has a ratio."""
 
     workload: Workload
     cluster: Cluster
@@ -104,7 +105,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
     trials: tuple[Trial, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The JSON of `legato rehearse`."""
+        """Return the rows that `legato rehearse --json` prints."""
         ddp = next((t.median_s for t in self.trials if t.scheduler == "ddp"), None)
         return [
             {
@@ -121,7 +122,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
 
 
 def select(names: Sequence[str]) -> tuple[str, ...]:
-    """The schedulers that are meant: `all`, or these; DDP is always among them, and first."""
+    """Return the schedulers to try: those named, or every one for `all`; DDP is always included, and comes first."""
     chosen = ALL if "all" in names else tuple(dict.fromkeys(names))
     return ("ddp", *(name for name in chosen if name != "ddp"))
 
@@ -130,7 +131,7 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
     """Try the plans of a task between `hosts` hosts with links of `bandwidth_bps` (bits per second).
 
     Raises `InputError` if this machine cannot have such hosts, and `RankError`
-    with the last words of the process that failed, whose log is then kept.
+    with the error message of the process that failed; its log is then kept.
     """
     if hosts < 2:
         raise InputError(f"{hosts} hosts: there is nothing to exchange (expected at least 2)")
@@ -138,9 +139,9 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
 
 
 def run_task(
-    module: str, task: Any, kind: type[Found], processes: int, bandwidth_bps: float, advance: Advance
-) -> Found:
-    """What a module makes of a task, run by so many processes, each in a host of its own."""
+    module: str, task: Any, kind: type[Result], processes: int, bandwidth_bps: float, advance: Advance
+) -> Result:
+    """Run `python -m module` on a task in `processes` processes, each in its own host; returns the result of rank 0."""
     folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
     given, result = folder / "task.json", folder / "result.json"
     write_text(given, msgspec.json.encode(task).decode())

@@ -1,13 +1,13 @@
-"""What every rank of a rehearsal does: calibrate, plan, and try every plan on an emulated accelerator.
+"""One rank of a rehearsal: calibrate, plan, and try every plan on an emulated accelerator.
 
-The iterations of the plans are interleaved in blocks, so that a busy machine
-slows all of them. An iteration lasts from the beginning of one backward pass to
-that of the next, on rank 0.
+The iterations of the plans are interleaved in blocks, so that other work on the
+machine slows all plans alike. An iteration lasts from the start of one backward
+pass to the start of the next, on rank 0.
 
-[Note: memory] Nothing is learnt, so all plans use the same memory for
-parameters and gradients. One plan of legato's runtime at a time has message
-buffers, and DDP has buckets only while it is its turn. That is four times the
-gradients at most, or 18 GB for VGG-16 on eight hosts.
+[Note: memory] The models do not learn, so all plans share the memory of
+parameters and gradients. Only one plan of legato's runtime has message buffers
+at a time, and DDP has buckets only during its turn. The total is at most four
+times the gradients, or 18 GB for VGG-16 on eight hosts.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from legato.zoo import scale_compute
 
 __all__ = ["rehearse_here"]
 
-_BLOCK = 5  # iterations that are timed together, at most,
-_WARM = 2  # ... and those before them that are not
-_TRACED = 3
+_BLOCK = 5  # the most iterations that are timed together
+_WARM = 2  # iterations before each block, which are not timed
+_TRACED = 3  # iterations that are traced, of which the median one is kept
 
 
 class _Runner(Protocol):
-    """One plan, ready to be trained with."""
+    """One plan, ready to train with."""
 
     name: str
 
     def iterations(self, count: int) -> list[float]:
-        """Run so many; returns the moments at which their backward passes began (host seconds)."""
+        """Run `count` iterations; return the times at which their backward passes began (host seconds)."""
 
     def trace(self) -> list[Timeline]:
-        """Measured iterations."""
+        """Return the timelines of a few iterations."""
 
 
 class _Loop:
-    """The training loop around an emulated model, however it is wrapped."""
+    """The training loop of an emulated model, under any wrapper."""
 
     def __init__(self, model: EmulatedModel, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.wrapped, self.optimizer = model, wrapped, optimizer
@@ -80,7 +80,7 @@ class _Loop:
 
 
 class _Ddp:
-    """`DistributedDataParallel`, with its default buckets or with others; it has buckets only while it runs."""
+    """`DistributedDataParallel`, with its default buckets or with given ones, which exist only while it runs."""
 
     def __init__(self, name: str, shared: EmulatedModel, caps: Sequence[float] | None) -> None:
         self.name, self.shared = name, shared
@@ -93,7 +93,7 @@ class _Ddp:
 
     def iterations(self, count: int) -> list[float]:
         began = self._loop().run(count)
-        gc.collect()  # the wrapper and its hooks hold each other
+        gc.collect()  # the wrapper and its hooks refer to each other
         return began
 
     def trace(self) -> list[Timeline]:
@@ -105,7 +105,7 @@ class _Ddp:
 
 
 class _Planned:
-    """A plan in legato's runtime; all plans share one wrapped model, which adopts the one whose turn it is."""
+    """A plan in legato's runtime; all plans share one wrapped model, which adopts a plan when its turn comes."""
 
     def __init__(self, name: str, plan: Plan, loop: _Loop) -> None:
         self.name, self.plan, self.loop = name, plan, loop
@@ -124,7 +124,7 @@ class _Planned:
 
 
 class _Prediction(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others about a plan."""
+    """A plan and its prediction, as rank 0 sends them to the other ranks."""
 
     name: str
     plan: Plan
@@ -133,10 +133,10 @@ class _Prediction(msgspec.Struct, frozen=True):
 
 
 def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
-    """Calibrate this process group, plan for it, and measure every plan of the task; all ranks have to call it.
+    """Calibrate this process group, plan for it, and measure every plan of the task; all ranks have to call this.
 
-    `advance(stage, done, total)` is called as it goes. All ranks return the
-    same plans and predictions; what was measured is this rank's own.
+    `advance(stage, done, total)` reports progress. All ranks return the same
+    plans and predictions, and each its own measurements.
     """
     calibration = calibrate(progress=lambda done, total: advance(STAGES[0], done, total))
     cluster = calibration.cluster if task.cluster is None else task.cluster
@@ -174,7 +174,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
 
 
 def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) -> list[_Prediction]:
-    """Rank 0's plans, for everybody."""
+    """Make the plans on rank 0, and return them on all ranks."""
     told = b""
     if dist.get_rank() == 0:
         names = [name for name in task.schedulers if name != BUCKETS]
@@ -206,7 +206,7 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction]) -> list[_Ru
 
 
 def _typical(name: str, timelines: list[Timeline]) -> Timeline | None:
-    """The median one."""
+    """Return the timeline of median length, or None if there are none."""
     if not timelines:
         return None
     middle = sorted(timelines, key=lambda t: t.iteration_s)[len(timelines) // 2]

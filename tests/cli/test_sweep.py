@@ -90,7 +90,7 @@ def test_what_failed_is_said(capsys, workload):
         (("--group", "2"), "group: ring has no such option"),
         (("--iterations", "0"), "iterations: 0"),
         (("--server-bandwidth", "0"), "not a bandwidth"),
-        (("--fidelity", "collective", "--racks", "2"), "like hosts"),
+        (("--fidelity", "collective", "--racks", "2"), "identical hosts"),
         (("--fabric", "rings"), "did you mean 'ring'"),
         (("--fidelity", "packet"), "unknown fidelity 'packet'"),
         (("--scheduler", ""), "unknown scheduler ''"),

@@ -142,7 +142,7 @@ def test_journals_are_told_from_other_files(tmp_path):
         with Journal(tmp_path / "j") as journal:
             assert journal.done == {}
     (tmp_path / "notes").write_bytes(b"buy milk\n")
-    with pytest.raises(FileError, match="no record of a sweep"):
+    with pytest.raises(FileError, match="not the journal of a sweep"):
         Journal(tmp_path / "notes")
     assert (tmp_path / "notes").read_bytes() == b"buy milk\n"
     with Journal(tmp_path / "j"), pytest.raises(FileError, match="another sweep"):
@@ -260,11 +260,11 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"fabrics": ("butterfly",), "fidelity": "collective"}, "collective fidelity"),
         ({"schedulers": ("legatto",)}, "did you mean 'legato'"),
         ({"workers": (0,)}, "workers: 0"),
-        ({"workers": ()}, "workers: none"),
+        ({"workers": ()}, "workers: empty"),
         ({"servers": (0,)}, "servers: 0"),
         ({"bandwidths_bps": (-1.0,)}, "bandwidth_bps: -1"),
-        ({"jitters": (0.1,), "fidelity": "collective"}, "like hosts"),
-        ({"slow_links": (2.0,), "fidelity": "collective"}, "like hosts"),
+        ({"jitters": (0.1,), "fidelity": "collective"}, "identical hosts"),
+        ({"slow_links": (2.0,), "fidelity": "collective"}, "identical hosts"),
         ({"racks": (9,)}, "racks: 9"),
         ({"slow_links": (0.0,)}, "slow_link: 0"),
         ({"oversubscriptions": (0.5,)}, "oversubscription: 0.5"),

@@ -63,7 +63,7 @@ def test_workers_know_one_another(tmp_path, worker):
     [
         ("raise ValueError('of worker 1')", "ValueError: of worker 1"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "worker 1 was ended by SIGKILL"),
-        ("sys.exit(3)", "they said nothing"),
+        ("sys.exit(3)", "no output"),
     ],
 )
 def test_when_one_worker_fails_the_others_are_ended(tmp_path, worker, end, said):

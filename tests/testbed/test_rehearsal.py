@@ -60,7 +60,7 @@ def test_ddp_is_always_measured_and_first():
     "field, value, said",
     [
         ("schedulers", ("ddp", "nonesuch"), "nonesuch"),
-        ("schedulers", ("ddp", "ddp"), "twice"),
+        ("schedulers", ("ddp", "ddp"), "named twice"),
         ("iterations", 0, "expected at least 1"),
         ("ratio", 0.0, "expected 1e-6 to 1e6"),
         ("ratio", float("nan"), "expected 1e-6 to 1e6"),

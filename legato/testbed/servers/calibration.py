@@ -1,10 +1,10 @@
-"""What pushes and pulls cost between these hosts: measured through legato's runtime, as training sends them.
+"""Measure the cost of pushes and pulls between these hosts, through legato's runtime, as training sends them.
 
-Models without computation, of equal tensors, are trained: an iteration is then
-all pushes, the servers' turn, and all pulls, and all workers begin it together.
-The slowest links are those of the servers, or of the workers where there are
-more servers than workers; how many messages and bytes they carry is known, and
-a line through the times gives what a message costs, and a byte, and the turn.
+The calibration trains models of equal tensors without computation. An iteration
+then consists of all pushes, the servers' turn, and all pulls, and all workers
+start it together. The slowest links are those of the servers, or of the workers
+if there are more servers than workers. The messages and bytes on these links
+are known, and a linear fit gives the cost of a message, a byte and a turn.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from legato.testbed.servers.model import ServerCosts, predict
 
 __all__ = ["Calibrated", "calibrate_servers"]
 
-#: (tensors a server, bytes of each)
+#: (tensors per server, bytes of each)
 _MODELS = ((1, 4096), (16, 16384), (16, 262144), (4, 1 << 20), (4, 1 << 22))
 _ITERATIONS = 7
 _COPY_BYTES = 1 << 23
 
 
 class Calibrated(msgspec.Struct, frozen=True):
-    """The costs, and by how much the model that they are for misses what was measured (median of the sizes)."""
+    """The costs, and the relative error of the predictions made with them (median over the sizes)."""
 
     costs: ServerCosts
     fit_error: float
 
 
 def calibrate_servers(servers: int, agents: int, progress: Callable[[int, int], None]) -> Calibrated:
-    """Measure, on all ranks together; the same on all of them."""
+    """Measure on all ranks together; returns the same on all of them."""
     workers = dist.get_world_size() - servers - agents
     copies = max(1.0, workers / servers)
     rows, seconds = [], []
@@ -63,7 +63,7 @@ def calibrate_servers(servers: int, agents: int, progress: Callable[[int, int], 
 
 
 def _fit(rows: list[tuple[float, float, float]], seconds: list[float], copy_s_per_byte: float) -> ServerCosts:
-    """By least squares of the relative errors, nothing below zero."""
+    """Fit the costs by least squares of the relative errors, with no cost below zero."""
     weighted = np.array(rows) / np.array(seconds)[:, None]
     scale = weighted.max(axis=0)
     found, _ = nnls(weighted / scale, np.ones(len(seconds)))
@@ -83,7 +83,7 @@ def _exchange_s(workload: Workload, workers: int, servers: int, agents: int) -> 
 
 
 def _flat(count: int, nbytes: int) -> Workload:
-    """A chain of layers that take no time, one tensor each."""
+    """Return a chain of layers that take no time, with one tensor each."""
     ops = [Op(f"f{i}", "forward", 0.0, (i - 1,) if i else ()) for i in range(count)]
     ops += [Op(f"b{i}", "backward", 0.0, (count + i - 1,)) for i in range(count)]
     tensors = [Tensor(f"t{i}", nbytes, 2 * count - 1 - i, (i,)) for i in range(count)]
@@ -91,7 +91,7 @@ def _flat(count: int, nbytes: int) -> Workload:
 
 
 def _copy_s_per_byte() -> float:
-    """Rank 0's, while the others wait."""
+    """Measure a copy on rank 0, while the other ranks wait."""
     source, target = torch.zeros(_COPY_BYTES // 4), torch.zeros(_COPY_BYTES // 4)
     seconds = []
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""A workload trained through real parameter servers on emulated accelerators, and what every worker saw of it."""
+"""Train a workload with real parameter servers and emulated accelerators, and record what every worker measures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 
 __all__ = ["ServerLoop", "WorkerRun"]
 
-#: Iterations that are run before those that count. In the first three, workers compare all their parameters.
+#: Iterations before those that count: in the first three, workers compare all their parameters.
 WARM = 3
 _PATIENCE_S = 120.0
 
 
 class WorkerRun(msgspec.Struct, frozen=True):
-    """A worker's iterations, from the beginning of one backward pass to that of the next (host seconds, all alike).
+    """A worker's iterations: `began` has the start of each backward pass, `stepped` its end (host seconds).
 
-    `waited_s` is how long each stood still for parameters, `stepped` when its
-    backward pass was over. `transfers` were looked at, `out_of_order` of them
-    came before one of the same server that should have come first.
+    `waited_s` is how long each iteration waited for parameters. `transfers` is
+    the number of transfers whose arrival was observed, and `out_of_order` how
+    many of these arrived before one of the same server that should have come
+    first.
     """
 
     began: tuple[float, ...]
@@ -42,7 +43,7 @@ class WorkerRun(msgspec.Struct, frozen=True):
 
 
 class ServerLoop:
-    """Trains `workload` on all ranks but the last `agents`, the last `servers` of which serve."""
+    """Trains `workload`: the first ranks are workers, then come `servers` servers, then `agents` agents."""
 
     def __init__(self, workload: Workload, servers: int, agents: int = 0) -> None:
         self.servers, self.agents = servers, agents
@@ -52,16 +53,16 @@ class ServerLoop:
         self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
 
     def run(self, plan: Plan, iterations: int, *, seed: int = 0, look: bool = False, infer: bool = False) -> list[Any]:
-        """What everybody found: `WorkerRun` of each worker, None of servers, seconds of each pass of an agent.
+        """Run a plan; return the result of each rank: a `WorkerRun`, None for a server, seconds per pass for an agent.
 
-        A plan called `random` stands for a new order of pulls every time. With
-        `look`, the order of arrival is looked at, which takes processor time and
-        slows all down; agents pull only if they are to `infer`.
+        A plan called `random` means a new order of pulls every time. With `look`,
+        the order of arrival is observed, which takes CPU time and slows down
+        everything. Agents pull only with `infer`.
         """
         return self._serve(plan, lambda m, o: _train(m, o, self.clock, iterations, look), seed, infer)
 
     def exchange(self, plan: Plan, iterations: int) -> list[float]:
-        """Seconds of pushes, the servers' turn and pulls, which all workers begin together, until the last is done."""
+        """Return the seconds from a common start to the last worker's end, for pushes, the servers' turn and pulls."""
 
         def train(model: ServedModel, optimizer: torch.optim.Optimizer) -> list[float]:
             seconds = []
@@ -110,7 +111,7 @@ def _train(
             loss.backward()
             stepped.append(time.perf_counter())
             optimizer.step()
-    counted = record[WARM + 1 :][:iterations]  # each begins with the forward pass that ends one of ours
+    counted = record[WARM + 1 :][:iterations]  # each starts with the forward pass that ends a counted iteration
     return WorkerRun(
         began=tuple(began[WARM : WARM + iterations + 1]),
         stepped=tuple(stepped[WARM : WARM + iterations]),

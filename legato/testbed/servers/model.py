@@ -1,15 +1,15 @@
-"""What parameter servers are predicted to take: the flow simulator, with legato's runtime as its fabric.
+"""Predict training with parameter servers: the flow simulator, with a fabric that models legato's runtime.
 
-A worker and a server have one connection, and it carries one message after
-another (`legato.pytorch.servers.protocol`); all connections of a link share it
-evenly, as TCP does. A server waits for every worker's gradients of its own
-parameters, and for no other server's; then it updates them in the order of the
-pulls, and each can be handed out from then on. In random order every worker has
-an order of its own.
+A worker and a server have one connection, which carries one message after
+another (`legato.pytorch.servers.protocol`). The connections of a link share its
+bandwidth evenly, as with TCP. A server waits for every worker's gradients of its
+own parameters, but not for other servers. Then it updates its parameters in the
+order of the pulls, and sends each one once it is updated. In random order, each
+worker has its own order.
 
-[Note: what a message costs] A message keeps its connection busy for as long as
-so many more bytes would (`ServerCosts.message_s`). So the simulated tensors are
-that much larger.
+[Note: cost of a message] The fixed time of a message (`ServerCosts.message_s`)
+is simulated as additional bytes: every simulated tensor is larger by the bytes
+that the link carries in this time.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from legato.zoo import scale_compute
 
 __all__ = ["Prediction", "ServerCosts", "own_updates", "predict"]
 
-#: Random orders that are simulated; the median counts.
+#: Number of random orders that are simulated; the prediction is their median.
 _DRAWS = 9
-#: A read that takes less than this is not waited for (`legato.testbed.accelerator`).
+#: A wait that is shorter than this does not delay the emulated device (`legato.testbed.accelerator`).
 _AT_ONCE_S = 200e-6
 
 
 class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What pushes and pulls cost between these hosts, through legato's runtime.
+    """The costs of pushes and pulls between these hosts, through legato's runtime.
 
-    `bandwidth_bps` is what a host's link carries of them in one direction (bits
-    per second), `message_s` what a message takes of a link beside its bytes,
-    `turn_s` what goes by between the last gradient and the first value,
-    `copy_s_per_byte` what it takes to put a value where it belongs.
+    `bandwidth_bps` is the payload that a host's link carries in one direction
+    (bits per second), `message_s` the time of a message in addition to its
+    bytes, `turn_s` the time between the last gradient and the first value, and
+    `copy_s_per_byte` the time to copy a value into its parameter.
     """
 
     bandwidth_bps: float
@@ -57,14 +57,14 @@ class ServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: float
 
     def cluster(self, workers: int, servers: int) -> Cluster:
-        """As planners see it: a push and a pull, the slowest links all the time in use."""
+        """Return the cluster for planners: the cost of a push and a pull, if the slowest links are always in use."""
         copies = max(1.0, workers / servers)
         cost = LinearCost(2 * copies * self.message_s, 2 * copies * 8 / self.bandwidth_bps)
         return Cluster(workers, {PARAMETER_SERVER: cost}, servers)
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """Seconds of an iteration, its pushes and pulls alone (the paper's N), and what it looks like."""
+    """Seconds of an iteration, seconds of its pushes and pulls alone (TicTac's N), and its timeline."""
 
     iteration_s: float
     communication_s: float
@@ -72,10 +72,10 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 def own_updates(workload: Workload) -> Workload:
-    """The workload with an optimizer op for each tensor, by its bytes: each server updates what it holds."""
+    """Return the workload with one optimizer op per tensor, its time by bytes: each server updates what it holds."""
     kept = [i for i, op in enumerate(workload.ops) if op.phase != "optimizer"]
     if any(workload.ops[d].phase == "optimizer" for i in kept for d in workload.ops[i].deps):
-        raise InputError(f"{workload.name}: an op of the model waits for an optimizer op (expected none to)")
+        raise InputError(f"{workload.name}: an op of the model waits for an optimizer op (expected none that does)")
     new = {old: i for i, old in enumerate(kept)}
     ops = [_moved(workload.ops[i], new) for i in kept]
     update_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("optimizer"))
@@ -94,9 +94,9 @@ def _moved(op: Op, new: Mapping[int, int]) -> Op:
 
 
 def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, servers: int) -> Prediction:
-    """What the plan takes; a plan called `random` stands for random orders, each worker's its own.
+    """Predict an iteration under a plan; a plan called `random` means random orders, a different one per worker.
 
-    `workload` as `own_updates` makes it. Every message has to be a whole tensor.
+    `workload` is a result of `own_updates`. Every message has to be a whole tensor.
     """
     header = round(costs.message_s * costs.bandwidth_bps / 8)
     job, padded = _worker_part(workload, costs, header), _padded(plan, header)
@@ -121,7 +121,7 @@ def predict(workload: Workload, plan: Plan, costs: ServerCosts, workers: int, se
 
 
 def _worker_part(workload: Workload, costs: ServerCosts, header: int) -> Workload:
-    """What workers do: no updates; a parameter is put in its place by the first op that reads it."""
+    """Return the workers' part: no updates, and the first op that reads a parameter also copies its value."""
     without = msgspec.structs.replace(
         workload,
         ops=tuple(op for op in workload.ops if op.phase != "optimizer"),
@@ -163,14 +163,14 @@ def _without_header(timeline: Timeline, header: int) -> Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class _RuntimeFabric(Servers):
-    """`legato.pytorch.servers`. `update_s` by tensor, until it can be handed out; `seed` of random orders, or None."""
+    """Models `legato.pytorch.servers`; `update_s` has the time to update each tensor, `seed` is for random orders."""
 
     turn_s: float = 0.0
     update_s: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        """One connection between each worker and server: a gradient goes out when the one before it is there."""
+        """Push the gradients: on each connection, one is sent when the one before it has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         graph.edge(ready, turn)
@@ -181,7 +181,7 @@ class _RuntimeFabric(Servers):
         return graph.join(sent)[:, None]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        """What is updated can go; to each worker, in its order, when what goes before is there."""
+        """Send updated parameters to each worker in its order: one is sent when the one before it has arrived."""
         graph = topology.graph
         turn = graph.add((len(fragments), topology.size))
         servers = topology.server(fragments.server)[:, None]

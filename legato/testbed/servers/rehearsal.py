@@ -1,8 +1,8 @@
-"""A rehearsal with parameter servers: orders of pulls tried for real between shaped hosts, against their predictions.
+"""Rehearsals with parameter servers: run orders of pulls between shaped hosts, and compare with the predictions.
 
-Workers come first, each on a host of its own, then servers, each on one of its
-own, then inference agents, as `torchrun` places ranks. This module needs no
-torch itself: the processes do (`legato.testbed.servers.trial`).
+Each rank has its own host. Workers come first, then servers, then inference
+agents, as under `torchrun`. This module does not need torch, but the processes
+do (`legato.testbed.servers.trial`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["ServerRehearsal", "ServerTask", "ServerTrial", "rehearse_servers", "
 
 
 class ServerTask(msgspec.Struct, frozen=True):
-    """What the ranks are to do: `iterations` of each order are timed, at least.
+    """The task of the ranks: at least `iterations` of each order are timed.
 
-    With a `ratio`, computation is scaled until all pushes and pulls alone take
-    `ratio` times as long. With `agents`, each order also trains while they infer,
-    which is not among the iterations that are timed.
+    With a `ratio`, computation is scaled so that all pushes and pulls alone take
+    `ratio` times as long as computation. With `agents`, each order is also
+    trained while the agents infer; these iterations are not timed.
     """
 
     workload: Workload
@@ -50,13 +50,14 @@ class ServerTask(msgspec.Struct, frozen=True):
 
 
 class ServerTrial(msgspec.Struct, frozen=True):
-    """One order of pulls, over iterations of worker 0 (seconds each), with what was predicted of one.
+    """One order of pulls: the iterations of worker 0 (seconds each), and the prediction for one iteration.
 
-    `waited_s`: how long it stood still for parameters; `straggler_s`: how long
-    the worker that was done first with its backward pass waited for the last;
-    `communication_s`: predicted, of all pushes and pulls alone (TicTac's N);
-    `agent_s`: of each pull and forward pass of an agent, while others train; `transfers` and
-    `out_of_order` of an extra turn, in which the order of arrival was looked at.
+    `waited_s` is the time that each iteration waited for parameters;
+    `straggler_s` the time between the first and the last worker's end of the
+    backward pass; `communication_s` the predicted time of all pushes and pulls
+    alone (TicTac's N); `agent_s` the time of each pull and forward pass of an
+    agent during training. `transfers` and `out_of_order` are from an additional
+    run in which the order of arrival was observed.
     """
 
     scheduler: str
@@ -78,16 +79,16 @@ class ServerTrial(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """Predicted / measured - 1."""
+        """The relative error of the prediction: predicted / measured - 1."""
         return self.predicted_s / self.median_s - 1
 
     @property
     def overlap(self) -> float:
-        """TicTac's coefficient, (N + C - T) / min(N, C), of the median iteration."""
+        """TicTac's overlap coefficient of the median iteration: (N + C - T) / min(N, C)."""
         return overlap_coefficient(self.communication_s, self.computation_s, self.median_s)
 
     def row(self, random_s: float | None) -> dict[str, Any]:
-        """The JSON of `legato rehearse --servers`."""
+        """Return the row that `legato rehearse --servers --json` prints."""
         return {
             "scheduler": self.scheduler,
             "measured_s": self.median_s,
@@ -105,7 +106,7 @@ class ServerTrial(msgspec.Struct, frozen=True):
 
 
 class ServerRehearsal(msgspec.Struct, frozen=True):
-    """What came of it; the workload is the one that was run, scaled if a ratio was asked for."""
+    """The result of a rehearsal; `workload` is the one that was run, scaled if the task has a ratio."""
 
     workload: Workload
     costs: ServerCosts
@@ -118,16 +119,16 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
 
 
 def select_orders(names: Sequence[str]) -> tuple[str, ...]:
-    """The orders that are meant: `all`, or these; random order is always among them, and first."""
+    """Return the orders to try: those named, or every one for `all`; `random` is always included, and comes first."""
     chosen = tuple(SERVER_SCHEDULERS) if "all" in names else tuple(dict.fromkeys(names))
     return ("random", *(name for name in chosen if name != "random"))
 
 
 def rehearse_servers(task: ServerTask, hosts: int, bandwidth_bps: float, advance: Advance) -> ServerRehearsal:
-    """Try the orders between `hosts` workers and the task's servers and agents, with links of `bandwidth_bps`.
+    """Try the orders with `hosts` workers and the task's servers and agents, on links of `bandwidth_bps`.
 
     Raises `InputError` if this machine cannot have such hosts, and `RankError`
-    with the last words of the process that failed, whose log is then kept.
+    with the error message of the process that failed; its log is then kept.
     """
     if hosts < 1:
         raise InputError(f"{hosts} hosts: there is no worker (expected at least 1)")

@@ -1,8 +1,8 @@
-"""What every rank of a rehearsal with parameter servers does: calibrate, plan, and try every order of pulls.
+"""One rank of a rehearsal with parameter servers: calibrate, plan, and try every order of pulls.
 
-The iterations of the orders are interleaved in blocks, so that a busy machine
-slows all of them. An iteration lasts from the beginning of one backward pass to
-that of the next, on worker 0.
+The iterations of the orders are interleaved in blocks, so that other work on the
+machine slows all orders alike. An iteration lasts from the start of one backward
+pass to the start of the next, on worker 0.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from legato.zoo import scale_compute
 
 __all__ = ["rehearse_here"]
 
-_BLOCK = 10
+_BLOCK = 10  # the most iterations that are timed together
 
 
 class _Planned(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others about an order."""
+    """An order of pulls and its prediction."""
 
     plan: Plan
     prediction: Prediction
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """... and about all."""
+    """What rank 0 sends to the other ranks: the workload to run, and all orders."""
 
     workload: Workload
     orders: list[_Planned]
 
 
 def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
-    """Calibrate these ranks, plan for them, and measure every order of the task; all ranks have to call it.
+    """Calibrate these ranks, plan for them, and measure every order of the task; all ranks have to call this.
 
-    `advance(stage, done, total)` is called as it goes.
+    `advance(stage, done, total)` reports progress.
     """
     calibrated = calibrate_servers(task.servers, task.agents, lambda done, total: advance(STAGES[0], done, total))
     told = _plan(task, calibrated.costs, advance)
@@ -76,7 +76,7 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
 
 
 def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Told:
-    """Rank 0's plans, for everybody."""
+    """Make the plans on rank 0, and return them on all ranks."""
     content = b""
     if dist.get_rank() == 0:
         workers = dist.get_world_size() - task.servers - task.agents
