@@ -1,8 +1,8 @@
-"""Data-parallel training on parameter servers, with an inference agent that looks on.
+"""Data-parallel training on parameter servers, with an inference agent that uses the newest parameters.
 
     torchrun --nproc-per-node 4 examples/train_parameter_server.py
 
-Two workers, one server, one agent. With a plan of one's own:
+This runs two workers, one server and one agent. To use your own plan:
 
     legato capture examples/train_parameter_server.py:training -o w.json
     legato plan w.json --workers 2 --servers 1 --scheduler tac -o plan.json
@@ -30,14 +30,14 @@ def build():
 
 
 def training():
-    """For `legato capture`: the model, its optimizer, and one step's loss."""
+    """Return the model, its optimizer, and the loss of one step, for `legato capture`."""
     model, optimizer = build()
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
     return model, optimizer, lambda: F.cross_entropy(model(images), labels)
 
 
 def examples(seed):
-    """Ten noisy patterns to be told apart."""
+    """Yield noisy samples of ten patterns, and their labels."""
     patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     random = torch.Generator().manual_seed(seed)
     while True:
@@ -46,7 +46,7 @@ def examples(seed):
 
 
 def train(model, optimizer):
-    """On every worker: the loop of a single process."""
+    """Train on a worker, with the loop of a single process."""
     batches = examples(model.worker)
     for step in range(40):
         images, labels = next(batches)
@@ -59,13 +59,13 @@ def train(model, optimizer):
 
 
 def infer(model):
-    """On the agent: the newest parameters, as long as there are newer ones."""
+    """Pull the newest parameters on the agent and evaluate them, until training ends."""
     images, labels = next(examples(99))
     while model.training_goes_on:
         model.pull()
         with torch.no_grad():
             right = (model(images).argmax(1) == labels).float().mean()
-    print(f"agent: {right:.0%} right after {model.iteration} updates", flush=True)
+    print(f"agent: {right:.0%} correct after {model.iteration} updates", flush=True)
 
 
 def main():
