@@ -15,20 +15,20 @@ from legato.schedule.search.legato import legato
 
 __all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "schedule", "scheduler_names"]
 
-#: Every scheduler of all-reduces (or of their halves), by its name on the command line.
+#: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:
-    """The schedulers that are made for a cluster: for its servers, where it has any."""
+    """The names of the schedulers for a cluster: those for parameter servers if it has servers."""
     return list(SERVER_SCHEDULERS if cluster.servers else SCHEDULERS)
 
 
 def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) -> Plan:
-    """The plan of a scheduler by its name.
+    """Plan with the scheduler of this name; `options` are passed to it.
 
     Raises `InputError`, with the nearest names, on a scheduler or an option
-    that does not exist, and whatever the scheduler raises.
+    that does not exist, and whatever the scheduler itself raises.
     """
     every = SCHEDULERS | SERVER_SCHEDULERS
     if name not in every:

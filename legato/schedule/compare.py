@@ -1,4 +1,4 @@
-"""Schedulers side by side on one workload, and the best of them."""
+"""Compares schedulers side by side on one workload, and chooses the best plan."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from legato.simulator.collective import simulate
 
 __all__ = ["Candidate", "best", "check_bounds", "compare"]
 
-#: A plan with more messages has to be predicted faster by more than this part.
+#: A plan with more messages is chosen only if it is faster by more than this fraction.
 _NOT_WORTH_A_MESSAGE = 0.005
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One scheduler's plan, what it is predicted to take, and how long planning took (seconds).
+    """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    The bound is the one for all plans of its kind: with the captured order of
-    ops or any, with all-reduces only or also their halves. `runnable` are those
-    of all-reduces or their halves in the captured order, which are what the
-    PyTorch runtime carries out as predicted.
+    `bound` holds for all plans of the same kind: in the captured order of ops or
+    in any order, with all-reduces only or also with their halves. `runnable` says
+    whether the PyTorch runtime carries the plan out as predicted: it sends
+    all-reduces, or their halves in pairs, in the captured order.
     """
 
     plan: Plan
@@ -46,11 +46,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def gap(self) -> float:
-        """How far above the proven lower bound: iteration / bound - 1."""
+        """How far the iteration is above the proven lower bound: iteration / bound - 1."""
         return self.iteration_s / self.bound.seconds - 1 if self.bound.seconds > 0 else 0.0
 
     def row(self) -> dict[str, Any]:
-        """The JSON of `legato plan` for this scheduler."""
+        """One row of `legato plan --json`."""
         return {
             "scheduler": self.plan.scheduler,
             "iteration_s": self.iteration_s,
@@ -72,9 +72,9 @@ def compare(
     compute: Literal["one", "unlimited"] = "one",
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Candidate]:
-    """Plan with each named scheduler (by default, all that are made for the cluster) and predict each plan.
+    """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
-    `progress(done, total)` is called after each one.
+    Calls `progress(done, total)` after each one. Raises `InputError` as `schedule` does.
     """
     names = list(names) or scheduler_names(cluster)
     bounds: dict[tuple[Order, bool], Bound] = {}
@@ -106,9 +106,9 @@ def check_bounds(
 ) -> None:
     """Prove the bounds of candidates again, from their certificates, in exact arithmetic.
 
-    The arguments are those given to `compare`; `progress(done, total)` is called
-    after each bound. Raises `InputError` when a certificate proves less than its
-    bound claims.
+    The arguments are those given to `compare`. Calls `progress(done, total)` after
+    each bound. Raises `InputError` when a certificate proves less than its bound
+    claims.
     """
     bounds = {kind_of(candidate.plan, workload): candidate.bound for candidate in candidates}
     for i, ((order, all_reduce_only), bound) in enumerate(bounds.items()):
@@ -118,11 +118,10 @@ def check_bounds(
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of those predicted to be as fast as the fastest, within half a per cent, the one with the fewest messages.
+    """The candidate with the fewest messages among those within half a per cent of the fastest.
 
-    What a message costs the host is not in the model, and half a per cent is
-    less than any prediction can be trusted for. Where there are runnable ones,
-    only those count.
+    The model leaves out what a message costs the host, and no prediction is exact
+    to half a per cent. If any candidates are runnable, only those count.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)

@@ -1,4 +1,4 @@
-"""What every scheduler starts from, the tensors in ready order, and what it ends with, a stamped plan."""
+"""What all schedulers share: when tensors are ready and read, and how messages and plans are made."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ __all__ = ["compose", "is_runnable", "message_of", "priorities", "ready_order", 
 
 
 def ready_order(workload: Workload) -> list[int]:
-    """Indices of the tensors in the order in which the captured backward pass produces their gradients."""
+    """The indices of the tensors in the order in which the captured backward pass produces their gradients."""
     return sorted(range(len(workload.tensors)), key=lambda t: workload.tensors[t].ready_after)
 
 
 def release_times(workload: Workload) -> list[float]:
-    """Seconds from the start of the backward pass to each tensor's gradient, by tensor; one stream, captured order."""
+    """For each tensor, when its gradient is ready (seconds); ops run on one stream in the captured order."""
     backward = workload.phase_ops("backward")
     end = dict(zip(backward, accumulate(workload.ops[i].duration_s for i in backward), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
 
 
 def priorities(workload: Workload) -> list[int]:
-    """For each tensor, the place of its first reader in the iteration; the end where nothing reads it."""
+    """For each tensor, the position of its first reader in the iteration, or the end if nothing reads it.
+
+    A smaller number is more urgent.
+    """
     place = {op: k for k, op in enumerate(workload.iteration_order())}
     return [min((place[r] for r in tensor.readers), default=len(place)) for tensor in workload.tensors]
 
 
 def resolve_collective(cluster: Cluster, collective: str | None) -> str:
-    """The name of a collective of the cluster, the default one for None. Raises `InputError` on any other."""
+    """The collective to use: the cluster's default for None. Raises `InputError` on one that the cluster lacks."""
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
 
 
 def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> Message:
-    """One all-reduce of whole tensors."""
+    """One all-reduce of whole tensors (indices)."""
     chosen = [workload.tensors[t] for t in tensors]
     return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
 
 
 def is_runnable(plan: Plan) -> bool:
-    """Whether the PyTorch runtime sends such messages: all-reduces, and halves in pairs of the same slices."""
+    """Whether the PyTorch runtime sends such messages: all-reduces, or halves in pairs with the same slices."""
     scattered = [message.slices for message in plan.messages if message.kind == "reduce_scatter"]
     gathered = [message.slices for message in plan.messages if message.kind == "all_gather"]
     kinds = {message.kind for message in plan.messages}
@@ -60,7 +63,7 @@ def compose(
     *,
     forward_overlap: bool = False,
 ) -> Plan:
-    """A plan that says what it was made for."""
+    """A plan of these messages that records the workload and the cluster it was made for."""
     return Plan(
         scheduler,
         tuple(messages),

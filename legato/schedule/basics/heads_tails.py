@@ -1,10 +1,10 @@
-"""How much computation must come before a gradient is there, and how much must follow its arrival.
+"""The release time and the tail of every tensor: the computation before and after its transfer.
 
-For every tensor: its *head*, the earliest moment its gradient can be ready, and
-its *tail*, the least time from its arrival to the end of the period. Carlier's
-(1982) words for release and delivery time; seconds throughout.
+A tensor's *release time* is the earliest moment at which its gradient can be ready
+(Carlier, 1982, calls it the *head*). Its *tail* is the least time from its arrival
+to the end of the period (also called the delivery time). All times are in seconds.
 
-                        head                            tail
+                        release time                    tail
     one stream,         backward ops up to the one      the optimizer ops that cannot start before, and
     captured order      that produces it                forward ops from the first such one on
     one stream,         all ops it depends on,          all ops that depend on it,
@@ -26,13 +26,13 @@ from legato.simulator.period import Compute, Period, check_compute
 
 __all__ = ["Detours", "HeadsTails", "Order", "heads_tails"]
 
-#: The orders in which a worker may run its ops. In both, optimizer ops run whenever their turn is best;
-#: "captured" keeps backward and forward ops in the order of the workload, "any" only their dependencies.
+#: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
+#: workload, "any" keeps only their dependencies. In both, optimizer ops may run at the best time for them.
 Order = Literal["captured", "any"]
 
 
 class HeadsTails(NamedTuple):
-    """Per tensor, and the seconds that the period takes at least when all communication is free."""
+    """Release time and tail of each tensor, and the least seconds of the period when communication is free."""
 
     release_s: list[float]
     tail_s: list[float]
@@ -40,7 +40,7 @@ class HeadsTails(NamedTuple):
 
 
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
-    """Heads and tails under a compute setting and order. Raises `InputError` on an unknown one."""
+    """Release times and tails under a compute setting and an order. Raises `InputError` on an unknown one."""
     check_compute(compute)
     if order not in ("captured", "any"):
         raise unknown_name("order", order, ("captured", "any"))
@@ -61,12 +61,11 @@ def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTail
 
 
 class Detours:
-    """What it costs to compute other gradients before those of a set, in any order on one stream.
+    """What it costs to compute other gradients before those of a set, when ops run in any order on one stream.
 
-    Before the first gradient of the set there is the computation that all of
-    the set depends on. Another gradient comes before it too if its op runs
-    before as well, which delays the set; or else it is sent after it.
-    Sets of ops are bits.
+    The computation that all tensors of the set depend on comes before the first
+    gradient of the set. Any other gradient either comes before it as well, and
+    its op delays the set, or is sent after it. Sets of ops are bit masks.
     """
 
     def __init__(self, workload: Workload, s_per_byte: float) -> None:
@@ -78,18 +77,19 @@ class Detours:
         self.send_s = [s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def shared(self, tensors: Iterable[int]) -> int:
-        """The ops that all of the set depend on."""
+        """The ops that all tensors of the set depend on."""
         shared = -1
         for t in tensors:
             shared &= self.needs[t]
         return shared
 
     def least_s(self, computed: int, tensors: Collection[int], free_s: float) -> float:
-        """Seconds of the ops `computed` in any case and of others, or those for sending what they make, at least.
+        """The least seconds for the ops `computed` in any case and for all other gradients.
 
-        `tensors` are those of the set, which cost no more; `free_s` of the
-        network's time cost nothing. They are best spent where they spare most
-        computation; parts of ops count as well, which can only make it less.
+        Each of the other ops that make gradients costs its own time, or the time to
+        send what it makes. `tensors`, the set, cost nothing more. `free_s` seconds of
+        sending are free; they are spent where they save most computation. Parts of
+        ops count as well, which can only lower the result.
         """
         late: dict[int, float] = {}
         for t, op in enumerate(self.ready_op):
@@ -126,7 +126,7 @@ def _successors(period: Period) -> list[list[int]]:
 
 
 def _closures(order: Iterable[int], neighbours: list[list[int]]) -> list[int]:
-    """For each op, the set (as bits) of itself and all that is reached from it; `order` has neighbours first."""
+    """For each op, the set (as bits) of itself and all ops reached from it; `order` has neighbours first."""
     closure = [0] * len(neighbours)
     for i in order:
         closure[i] = 1 << i | _union(closure[op] for op in neighbours[i])
@@ -141,7 +141,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 class _Weights:
-    """Durations of sets of ops given as bits, a byte at a time: one table of 256 sums for every eight ops."""
+    """Durations of sets of ops given as bits. Adds up eight ops at a time, from tables of 256 sums."""
 
     def __init__(self, duration_s: list[float]) -> None:
         self.tables: list[list[float]] = []
@@ -150,10 +150,10 @@ class _Weights:
             for weight in duration_s[k : k + 8]:
                 sums += [total + weight for total in sums]
             self.tables.append(sums)
-        self.known: dict[int, float] = {}
+        self.found: dict[int, float] = {}
 
     def of(self, bits: int) -> float:
         """Seconds of all ops in the set."""
-        if bits not in self.known:
-            self.known[bits] = sum(map(getitem, self.tables, bits.to_bytes(len(self.tables), "little")))
-        return self.known[bits]
+        if bits not in self.found:
+            self.found[bits] = sum(map(getitem, self.tables, bits.to_bytes(len(self.tables), "little")))
+        return self.found[bits]

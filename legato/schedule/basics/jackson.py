@@ -1,15 +1,15 @@
 """Jackson's preemptive schedule: at every moment, the ready job with the longest tail.
 
-One machine, job i released at r_i, processed for p_i, then a tail q_i that
-needs no machine; when has the last tail ended at the earliest? With preemption
-(1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal, and
-its value is the largest, over sets S of jobs, of
+Given one machine and jobs i with a release time r_i, a processing time p_i, and a
+tail q_i that needs no machine: when can the last tail end at the earliest? With
+preemption (1 | r_j, pmtn | L_max in delivery-time form) this greedy rule is optimal,
+and its value is the largest, over sets S of jobs, of
 
     min r(S) + sum p(S) + min q(S)
 
-(Horn 1974; Carlier 1982). It is PACE's scheduling problem (section IV) with the
-network as the machine, gradients as jobs and the remaining computation as
-tails; PACE solves it by a linear program.
+(Horn 1974; Carlier 1982, who calls the release time a head). This is PACE's
+scheduling problem (section IV), with the network as the machine, gradients as jobs,
+and the remaining computation as tails. PACE solves it by a linear program.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["jackson"]
 def jackson(
     release: Sequence[float], processing: Sequence[float], tail: Sequence[float]
 ) -> list[tuple[int, float, float]]:
-    """Pieces (job, start, stop) in time order, O(n log n); units are the caller's.
+    """The schedule as pieces (job, start, stop) in time order, in O(n log n); in any unit of time.
 
-    A job is preempted only where another is released; one that needs no time
-    gets one piece of no length. Of equal tails, the earlier index goes first.
-    Raises `ValueError` when the sequences differ in length.
+    A job is preempted only when another one is released. A job that needs no time
+    gets one piece of length 0. Of jobs with equal tails, the one with the lower
+    index goes first. Raises `ValueError` when the sequences differ in length.
     """
     arriving = sorted(range(len(release)), key=lambda i: release[i], reverse=True)
     left = [p for _, p, _ in zip(release, processing, tail, strict=True)]

@@ -1,26 +1,26 @@
 """Caramel's dataflow DAG optimizer: compute first what the next gradient needs.
 
-Idea: the backward pass is a graph, and any order of it that respects the graph
-computes the same. The one that makes gradients ready early leaves the network
-the most time.
+Idea: the backward pass is a graph, and any order of ops that respects the graph
+computes the same gradients. The order that makes gradients ready early leaves the
+network the most time.
 Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.1.
 
-Stage 1 chooses the order of the parameter updates: again and again the one that
-needs the least computation beyond what was computed for those before. Stage 2
-makes every worker keep to it: control dependencies from the end set of an
-update (the op that it depends on directly: `Tensor.ready_after`) to the free set
-of the next one (the ops it needs that wait for nothing else).
+Stage 1 chooses the order of the parameter updates: it repeatedly takes the update
+that needs the least computation beyond what the updates before it have computed.
+Stage 2 makes every worker keep to this order. It adds control dependencies from the
+end set of an update (the op that it depends on directly: `Tensor.ready_after`) to
+the free set of the next one (the ops it needs that wait for nothing else).
 
-What they leave feasible: the ops of one update all come before any op of the
-next, so the order of the updates is the only one left; in between, the ops of
-one update keep the freedom that the graph gives them. Every added dependency is
-needed for that: without it, an op can run before its update's turn.
+With these dependencies, the ops of one update all come before any op of the next,
+so only one order of the updates is feasible. The ops of one update keep the freedom
+that the graph gives them. Every added dependency is necessary: without it, an op can
+run before its update's turn.
 
 Deviations:
 - Tensors that become ready at the same op are one update.
-- Backward ops that no update needs (the gradient of the input) do not occur in
-  the paper; they come last, as if one more update needed them.
-- Where two updates need equally little, the one captured first. So an update
+- Backward ops that no update needs (the gradient of the input) do not occur in the
+  paper. They come last, as if one more update needed them.
+- Of updates that need equally little, the one captured first is taken. So an update
   never comes before one that it depends on.
 """
 
@@ -37,18 +37,19 @@ __all__ = ["control_dependencies", "serialized_order", "update_order"]
 def update_order(workload: Workload) -> list[int]:
     """Stage 1: the backward ops that produce gradients, in the order in which to run them.
 
-    An update never comes before one that it depends on, which needs less. So it
-    is weighed only when all of those have been made, by what is left to compute
-    for it; until then it is kept with one that it waits for. Times are exact
-    (whole numbers of a small enough unit), so nothing drifts.
+    An update needs at least as much as the updates that it depends on, so it never
+    comes before them. It is compared with others, by what is left to compute for
+    it, only when all of those are done; until then it is kept with one that it waits
+    for. Times are exact (whole multiples of a small enough unit), so no rounding
+    errors add up.
     """
     waits, duration = Period.of(workload).waits, _whole_durations(workload)
     updates = sorted({tensor.ready_after for tensor in workload.tensors})
     undone = set(workload.phase_ops("backward"))
     pending = set(updates)
-    behind: dict[int, list[int]] = {}  # by update: those that wait for it
-    left: dict[int, int] = {}  # of the updates that wait for none
-    needed_by: dict[int, list[int]] = {}  # by op: those of them that need it
+    behind: dict[int, list[int]] = {}  # by update: the updates that wait for it
+    left: dict[int, int] = {}  # what is left to compute, for updates that wait for no other
+    needed_by: dict[int, list[int]] = {}  # by op: the updates in `left` that need it
     order: list[int] = []
     fresh = updates
     while len(order) < len(updates):
@@ -60,7 +61,7 @@ def update_order(workload: Workload) -> list[int]:
             left[update] = sum(duration[op] for op in block)
             for op in block:
                 needed_by.setdefault(op, []).append(update)
-        chosen = min(left, key=lambda update: (left[update], update))  # of equals, the one captured first
+        chosen = min(left, key=lambda update: (left[update], update))  # of equal ones, the one captured first
         order.append(chosen)
         for op in _until_update(chosen, waits, undone, pending)[0]:
             undone.remove(op)
@@ -75,7 +76,7 @@ def update_order(workload: Workload) -> list[int]:
 def _until_update(
     update: int, waits: list[list[int]], undone: set[int], pending: set[int]
 ) -> tuple[list[int], int | None]:
-    """The undone ops that an update needs, itself among them, or another update that it waits for."""
+    """The undone ops that an update needs, including itself, or another update that it waits for."""
     block, found = [update], {update}
     for op in block:  # grows
         for dep in waits[op]:
@@ -95,10 +96,10 @@ def _whole_durations(workload: Workload) -> list[int]:
 
 
 def control_dependencies(workload: Workload, updates: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage 2: the dependencies (op, op that has to wait for it) to add to the graph; none that is there already.
+    """Stage 2: the dependencies (op, op that must wait for it) to add to the graph, without those it has already.
 
-    `updates` are the ops that produce gradients, each once, none before one
-    that it depends on: what `update_order` returns.
+    `updates` are the ops that produce gradients, each once and none before one
+    that it depends on, as `update_order` returns them.
     """
     waits = Period.of(workload).waits
     executed: set[int] = set()
@@ -113,17 +114,17 @@ def control_dependencies(workload: Workload, updates: Sequence[int]) -> list[tup
 
 
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
-    """The order of all ops of a period in which the backward pass makes these updates in this order.
+    """An order of all ops of a period in which the backward pass makes the updates in this order.
 
-    Of the orders that `control_dependencies` leaves, the one closest to the
-    captured order; optimizer and forward ops stand as in `Workload.iteration_order`.
+    Of the orders that `control_dependencies` allows, this is the one closest to the
+    captured order. Optimizer and forward ops stand as in `Workload.iteration_order`.
     """
     rest = workload.iteration_order()[len(workload.phase_ops("backward")) :]
     return (*(op for block in _blocks(workload, updates) for op in block), *rest)
 
 
 def _blocks(workload: Workload, updates: Iterable[int]) -> list[list[int]]:
-    """The ops of each update that no earlier one needs, and last the ops that none does; captured order in each."""
+    """For each update, the ops that no earlier one needs, in captured order; last, the ops that no update needs."""
     waits = Period.of(workload).waits
     unexecuted = set(workload.phase_ops("backward"))
     blocks = []

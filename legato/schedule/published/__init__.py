@@ -22,7 +22,7 @@ from legato.schedule.published import (
 
 __all__ = ["PUBLISHED", "SERVER_SCHEDULERS"]
 
-#: Published schedulers of all-reduces (or of their halves), by their names on the command line.
+#: Published schedulers of all-reduces (or their halves), by their names on the command line.
 PUBLISHED: dict[str, Callable[..., Plan]] = {
     "fifo": baselines.fifo,
     "single": baselines.single,
@@ -37,7 +37,7 @@ PUBLISHED: dict[str, Callable[..., Plan]] = {
     "bytescheduler": bytescheduler.bytescheduler,
 }
 
-#: Schedulers that order pushes to parameter servers and pulls from them.
+#: Schedulers that order the pushes to parameter servers and the pulls from them, by their names on the command line.
 SERVER_SCHEDULERS: dict[str, Callable[..., Plan]] = {
     "random": pulls.random_pulls,
     "tic": tictac.tic,

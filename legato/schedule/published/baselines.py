@@ -1,17 +1,16 @@
-"""WFBP: send each gradient as soon as it is there.
+"""The two extremes: `fifo` sends every gradient on its own, `single` sends all of them together.
 
-Idea: layers that are done with the backward pass communicate while the layers
-before them still compute; one message a tensor, first ready, first sent.
-Paper: wait-free backpropagation, as restated in MG-WFBP (Shi et al., 2019),
-section II-C, equations 6 to 8.
-Deviation: a tensor is a parameter, not a layer; where several are ready at the
-same op, each is its own message.
+`fifo` is wait-free backpropagation (WFBP), as restated in MG-WFBP (Shi, Chu, Li,
+INFOCOM 2019), section II-C, equations 6 to 8. Idea: layers that are done with the
+backward pass communicate while the layers before them still compute. One message
+per tensor; the first one ready is the first one sent.
 
-SyncEASGD: send everything at once, after the backward pass.
+`single` is the single-layer communication of You et al. (2017), the baseline
+"SyncEASGD" of MG-WFBP, section V. Idea: one message pays the startup time alpha
+once. Nothing overlaps.
 
-Idea: one message pays the startup time alpha once; nothing overlaps.
-Paper: single-layer communication of You et al. (2017), the baseline
-"SyncEASGD" of MG-WFBP (Shi et al., 2019), section V.
+Deviation: a tensor is a parameter, not a layer. Where the same op makes several
+gradients, `fifo` sends each of them as its own message.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ __all__ = ["fifo", "single"]
 
 
 def fifo(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """A message a tensor, in ready order. Raises `InputError` on a collective the cluster lacks."""
+    """Send one message per tensor, in ready order. Raises `InputError` on a collective the cluster lacks."""
     name = resolve_collective(cluster, collective)
     return compose("fifo", [message_of(workload, [t], name) for t in ready_order(workload)], workload, cluster)
 
 
 def single(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """One message of all tensors. Raises `InputError` on a collective the cluster lacks."""
+    """Send all tensors as one message. Raises `InputError` on a collective the cluster lacks."""
     name = resolve_collective(cluster, collective)
     return compose("single", [message_of(workload, ready_order(workload), name)], workload, cluster)

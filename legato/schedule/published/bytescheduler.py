@@ -1,29 +1,29 @@
 """ByteScheduler: partitions in a priority queue, and a window of credit in front of the network.
 
-Idea: what is handed to the network cannot be called back, and a network that is
-given one small message at a time is not full. So tensors are cut into
-partitions, the most urgent ready one is next, and as many are under way as the
-credit allows: a partition takes its bytes of credit with it and returns them
-when it has arrived.
-Paper: A Generic Communication Scheduler for Distributed DNN Training
-Acceleration (Peng et al., SOSP 2019); as in its code, a partition may leave as
-long as any credit is left.
+Idea: a message that has been given to the network cannot be called back, and a
+network that gets one small message at a time is not fully used. So tensors are
+partitioned, the most urgent partition that is ready goes next, and as many are under
+way as the credit allows: a partition takes its bytes of credit when it leaves and
+returns them when it arrives.
+Paper: A Generic Communication Scheduler for Distributed DNN Training Acceleration
+(Peng et al., SOSP 2019). As in its code, a partition may leave while any credit is
+left.
 Units: seconds and bytes.
 
-The plan is the order in which that queue hands its partitions over, with the
-captured op times. The network serves what it was given first come, first
-served, so an urgent partition waits for the whole window that is before it:
-larger credit, later preemption. With credit for one partition, this is P3.
+The plan is the order in which this queue releases its partitions, with the captured
+op times. The network serves them first come, first served, so an urgent partition
+waits for the whole window before it: the larger the credit, the later the preemption.
+With credit for one partition, this is P3.
 
-The defaults are those that its documentation names for all-reduce, 8 and 16
-million parameters of 4 bytes (for parameter servers: 1 and 4 million).
+The defaults are those that ByteScheduler's documentation gives for all-reduce: 8 and
+16 million parameters of 4 bytes (for parameter servers, 1 and 4 million).
 
 Deviations:
-- At this fidelity the network carries one message at a time, and is full with
-  one. What the window is for, hiding the gap between two messages, costs
-  nothing here; only what it harms is seen.
-- ByteScheduler tunes partition and credit while it trains (Bayesian
-  optimisation); here they are options.
+- At this fidelity the network carries one message at a time, and one message uses it
+  fully. The window hides the gap between two messages, which costs nothing here; only
+  its disadvantage is visible.
+- ByteScheduler tunes partition and credit during training (Bayesian optimisation);
+  here they are options.
 - With all-reduce there are no pushes and pulls, so nothing is duplex.
 """
 
@@ -41,7 +41,7 @@ from legato.schedule.basics.compose import compose, priorities, ready_order, rel
 
 __all__ = ["CREDIT_BYTES", "PARTITION_BYTES", "bytescheduler"]
 
-#: What ByteScheduler's documentation suggests for all-reduce.
+#: The values that ByteScheduler's documentation suggests for all-reduce.
 PARTITION_BYTES = 32_000_000
 CREDIT_BYTES = 64_000_000
 
@@ -54,11 +54,11 @@ def bytescheduler(
     partition_bytes: int = PARTITION_BYTES,
     credit_bytes: int = CREDIT_BYTES,
 ) -> Plan:
-    """Partitions of at most `partition_bytes` in the order the queue hands them over, with forward overlap.
+    """Send partitions of at most `partition_bytes` in the order of the queue, with forward overlap.
 
-    A runtime sends whole elements: keep `partition_bytes` a multiple of 16.
-    Raises `InputError` when either is below 1, or on a collective the cluster
-    lacks.
+    The runtime sends whole elements, so `partition_bytes` should be a multiple of
+    16. Raises `InputError` when either option is below 1, or on a collective the
+    cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
@@ -67,9 +67,9 @@ def bytescheduler(
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))
-    queue: list[tuple[int, int, int]] = []  # urgency, tensor, first byte not handed over
-    window: deque[tuple[float, int]] = deque()  # what is under way: when it will have arrived, and its bytes
-    now, free, credit = 0.0, 0.0, credit_bytes  # `free`: when the network has sent all that it was given
+    queue: list[tuple[int, int, int]] = []  # priority, tensor, first byte not yet sent
+    window: deque[tuple[float, int]] = deque()  # partitions under way: arrival time and bytes
+    now, free, credit = 0.0, 0.0, credit_bytes  # `free`: when the network has sent all that it has
     messages = []
     while arriving or queue:
         while arriving and ready[arriving[0]] <= now:

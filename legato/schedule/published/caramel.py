@@ -1,65 +1,51 @@
 """Caramel: compute, merge and send so that every gradient has the widest window.
 
-Idea: a gradient can travel between the op that produces it and the first op that
-reads it. Four parts widen these windows or use them better; each can be
-switched off:
+A gradient can travel between the op that produces it and the first op that reads
+it. Four parts widen these windows or use them better, and each can be switched
+off. Without any of them, the plan is that of `fifo`.
 
-- *serialization* (4.1, `op_order.py`): run the backward pass in the order
-  that makes gradients ready early. The result is the plan's `op_order`.
-- *batching* (4.2, `caramel.py`): merge small gradients.
-- *scheduling* (4.3, `caramel.py`): pack the messages beside the
-  backward pass, then the forward pass. The forward pass no longer waits for the
-  last message.
-- *depth* (4.4): cut a message into chunks that are sent and added up in turn.
+*Serialization* (section 4.1, `op_order.py`) runs the backward pass in the order
+that makes gradients ready early. The result is the plan's `op_order`.
 
-Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020); the flags are those of
-its `ARModel` (section 5). Its time oracle, the minimum of several runs for each
-op, is what a captured `Workload` holds. Without any part this is `fifo`.
-Units: seconds and bytes.
+*Batching* (4.2) merges small gradients, since a small message is mostly overhead.
+A gradient below a threshold joins the current batch. The batch goes out when it
+has grown beyond the threshold, or when the network has nothing else to do. So a
+batch holds gradients that become ready at nearly the same time, and none waits
+for another one while the network is idle.
 
-Deviations:
-- One network model for all: the cluster's linear cost. The paper fits one, to
-  64 B and 4 MB.
-- The plan has no clock: of the packing's times, the order remains, and every
-  message goes out as early as that allows.
-- The paper gives no formula for the depth, only that it goes from 1 to 8 with
-  the size and the threshold of the batcher. Here no chunk is smaller than the
-  threshold, and of the depths that this leaves the cheapest is taken
-  (`legato.simulator.pipelining`): without a cost of reduction, that is 1.
-
-Caramel's parameter batcher: small gradients share a message while the network is busy anyway.
-
-Idea: a small message is mostly overhead. A gradient below a threshold joins the
-current batch, which goes out when it has grown beyond the threshold, or when
-the network has nothing else to do. So a batch holds gradients that become ready
-at nearly the same time: none waits for another one while the network is idle.
-Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.2.
-Units: seconds and bytes.
-
-Deviation: the paper does not say what becomes of a batch when a large gradient
-comes up. It stays open: the large one makes the network busy.
-
-Caramel's network transfer scheduler: pack the messages beside the backward pass, then beside the forward pass.
-
-Idea: a message may go out between the last update of a gradient in it and the
-first reading of one. The largest come first, each to the first place where it
-fits: (1) within the backward pass, as early as its gradients allow; (2) within
-the forward pass, as late as its readers allow; (3) what fits nowhere may reach
-over the end of the backward pass or the start of the forward pass, whichever
-lengthens the iteration less (the backward pass if neither does).
+*Scheduling* (4.3, "greedy 2D bin packing") packs the messages beside the backward
+pass and the next forward pass, which no longer waits for the last message. A
+message may go out between the last update of a gradient in it and the first read
+of one. The largest messages are placed first, each in the first place where it
+fits: (1) within the backward pass, as early as its gradients allow; (2) within the
+forward pass, as late as its readers allow; (3) a message that fits in neither may
+reach over the end of the backward pass or the start of the forward pass,
+whichever lengthens the iteration less (the backward pass if they are equal).
 
     computation | backward pass ......... |<- added time ->| forward pass ........ |
     network       | a |  | b || c |         | d  ||    e   |      | f ||   g   |
                   ^ release                                       deadline ^
 
-Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.3, "greedy 2D
-bin packing"; its bins are stretches of time, and the network is filled by one
-message at a time here. Where in its window a message goes is left open there.
-Units: seconds.
+*Depth* (4.4) divides a message into chunks that are sent and added up in turn.
 
-Seen backwards in time, the forward pass is another backward pass, whose release
-times are the tails: one `_Pass` does both. "Forward pass" is all that computes
-after the backward pass, optimizer ops included.
+Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020). The flags are those of its
+`ARModel` (section 5). Its time oracle, the minimum of several runs of each op, is
+what a captured `Workload` holds.
+Units: seconds and bytes.
+
+Deviations:
+- All parts use one network model, the cluster's linear cost. The paper fits one
+  to messages of 64 B and 4 MB.
+- The paper does not say what happens to an open batch when a large gradient
+  becomes ready. Here it stays open, since the large one keeps the network busy.
+- The bins of the paper are stretches of time. Here one message at a time fills
+  the network. The paper leaves open where in its window a message goes.
+- A plan has no clock. It keeps the order that the packing finds, and every message
+  goes out as early as this order allows.
+- The paper gives no formula for the depth; it says only that the depth goes from 1
+  to 8 with the size and the batcher's threshold. Here no chunk is smaller than the
+  threshold, and of the depths that remain the cheapest is taken
+  (`legato.simulator.pipelining`). Where adding up costs nothing, this is 1.
 """
 
 from __future__ import annotations
@@ -82,6 +68,7 @@ from legato.simulator.pipelining import message_s
 
 __all__ = ["MAX_DEPTH", "Packing", "adaptive_depth", "batches", "caramel", "pack", "threshold_bytes"]
 
+
 MAX_DEPTH = 8
 
 
@@ -98,10 +85,10 @@ def caramel(
 ) -> Plan:
     """Caramel's plan; forward overlap is part of scheduling.
 
-    `threshold` is the size in bytes up to which gradients are batched, 1.5
-    alpha/beta by default. The plan has an `op_order` if serialization finds
-    another than the workload's own. Raises `InputError` on a negative
-    threshold or on a collective the cluster lacks.
+    `threshold` is the size in bytes up to which gradients are batched, by default
+    1.5 alpha/beta. The plan has an `op_order` if serialization finds one that
+    differs from the captured order. Raises `InputError` on a negative threshold or
+    on a collective the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
@@ -110,8 +97,8 @@ def caramel(
         raise InputError(f"threshold: {limit} bytes (expected at least 0)")
     captured = workload.iteration_order()
     order = serialized_order(workload, update_order(workload)) if serialization else captured
-    ready = _ready_times(workload, order)
-    tensors = _by_readiness(workload, order)
+    ready = _release_times(workload, order)
+    tensors = _ready_order(workload, order)
     groups = [[t] for t in tensors]
     if batching:
         sizes = [workload.tensors[t].nbytes for t in tensors]
@@ -125,54 +112,20 @@ def caramel(
     return msgspec.structs.replace(plan, op_order=order if order != captured else ())
 
 
-def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
-    """Chunks of at least `threshold` bytes, at most `MAX_DEPTH`: the number that makes the message cheapest.
-
-    1 where that cannot be priced: a cluster that was measured at no depth, or
-    a collective without one.
-    """
-    return min(
-        (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
-        key=lambda d: message_s(cluster, collective, d, nbytes),
-    )
-
-
-def _scheduled(
-    messages: list[Message],
-    groups: list[list[int]],
-    workload: Workload,
-    cluster: Cluster,
-    order: tuple[int, ...],
-    ready: list[float],
-) -> list[Message]:
-    """The messages in the order that the packing gives them."""
-    after = _after_arrival(workload, order)
-    backward = math.fsum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
-    packing = pack(
-        [max(ready[t] for t in group) for group in groups],
-        [max(after[t] for t in group) for group in groups],
-        [message_s(cluster, m.collective, m.depth, m.nbytes) for m in messages],
-        [m.nbytes for m in messages],
-        backward,
-        workload.compute_s - backward,
-    )
-    return [messages[m] for m in packing.order]
-
-
-def _by_readiness(workload: Workload, order: tuple[int, ...]) -> list[int]:
-    """The tensors in the order in which their gradients become ready; those of one op as the workload has them."""
+def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
+    """The tensors in the order in which their gradients become ready; those of one op in the workload's order."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
 
 
-def _ready_times(workload: Workload, order: tuple[int, ...]) -> list[float]:
-    """By tensor: when its gradient is ready if nothing waits."""
+def _release_times(workload: Workload, order: tuple[int, ...]) -> list[float]:
+    """For each tensor, when its gradient is ready if nothing waits."""
     end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
 
 
-def _after_arrival(workload: Workload, order: tuple[int, ...]) -> list[float]:
-    """By tensor: computation from its first reader to the end if nothing waits; 0 if nothing reads it."""
+def _tails(workload: Workload, order: tuple[int, ...]) -> list[float]:
+    """For each tensor, the computation from its first reader to the end if nothing waits; 0 if nothing reads it."""
     backwards = order[::-1]
     rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
     return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
@@ -181,8 +134,8 @@ def _after_arrival(workload: Workload, order: tuple[int, ...]) -> list[float]:
 def threshold_bytes(cost: LinearCost) -> float:
     """The least x with f(2x) / (2 f(x)) > 0.8, where f is the cost: 1.5 alpha / beta.
 
-    0 where startup is free, infinite where only startup costs. With a floor
-    that f(x) lies on, 0.8 is passed at (1.6 floor - alpha) / (2 beta).
+    It is 0 where startup is free, and infinite where only startup costs. If f(x) is
+    at the floor of the cost, 0.8 is passed at (1.6 floor - alpha) / (2 beta).
     """
     if cost.startup_s == 0:
         return 0.0
@@ -195,15 +148,15 @@ def threshold_bytes(cost: LinearCost) -> float:
 
 
 def batches(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:
-    """Gradients (indices) in groups, a message each, in the order in which they go out.
+    """Groups of gradients (indices), one message each, in the order in which they go out.
 
-    `release_s` never falls. Gradients larger than `threshold` bytes are alone.
-    Raises `ValueError` when the sequences differ in length.
+    `release_s` must not decrease. A gradient larger than `threshold` bytes forms a
+    group alone. Raises `ValueError` when the sequences differ in length.
     """
     if len(release_s) != len(nbytes):
-        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many)")
+        raise ValueError(f"{len(release_s)} release times and {len(nbytes)} sizes (expected equal numbers)")
     sent: list[list[int]] = []
-    idle = 0.0  # when the network will be done with all in `sent`
+    idle = 0.0  # when the network has sent all of `sent`
 
     def send(group: list[int]) -> None:
         nonlocal idle
@@ -229,8 +182,42 @@ def batches(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost,
     return sent
 
 
+def adaptive_depth(nbytes: int, cluster: Cluster, collective: str, threshold: float) -> int:
+    """The number of chunks, up to `MAX_DEPTH` and of at least `threshold` bytes each, that makes a message cheapest.
+
+    This is 1 where the cost is unknown: on a cluster that was measured at no other
+    depth, or for a collective that cannot be pipelined.
+    """
+    return min(
+        (d for d in range(1, MAX_DEPTH + 1) if d == 1 or nbytes >= d * threshold),
+        key=lambda d: message_s(cluster, collective, d, nbytes),
+    )
+
+
+def _scheduled(
+    messages: list[Message],
+    groups: list[list[int]],
+    workload: Workload,
+    cluster: Cluster,
+    order: tuple[int, ...],
+    ready: list[float],
+) -> list[Message]:
+    """The messages in the order that the packing finds."""
+    after = _tails(workload, order)
+    backward = math.fsum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
+    packing = pack(
+        [max(ready[t] for t in group) for group in groups],
+        [max(after[t] for t in group) for group in groups],
+        [message_s(cluster, m.collective, m.depth, m.nbytes) for m in messages],
+        [m.nbytes for m in messages],
+        backward,
+        workload.compute_s - backward,
+    )
+    return [messages[m] for m in packing.order]
+
+
 class Packing(NamedTuple):
-    """The messages (indices) in the order in which they go out, and what they add to the computation at most."""
+    """The messages (indices) in the order in which they go out, and the most that they add to the computation."""
 
     order: list[int]
     added_s: float
@@ -244,13 +231,17 @@ def pack(
     backward_s: float,
     forward_s: float,
 ) -> Packing:
-    """Place every message.
+    """Place every message beside the backward pass or the forward pass.
 
-    `release_s`: from the start of the backward pass until it may go out; `tail_s`:
-    computation from its first reader to the end of the iteration; `send_s`: its
-    time on the network; `backward_s`, `forward_s`: the two passes when nothing
-    waits. Equally large messages are placed in the order given. Raises
-    `ValueError` when the sequences differ in length.
+    By message: `release_s` is when it may go out, `tail_s` the computation from its
+    first reader to the end of the iteration, `send_s` its time on the network.
+    `backward_s` and `forward_s` are the lengths of the two passes when nothing waits.
+    Equally large messages are placed in the order given. Raises `ValueError` when
+    the sequences differ in length.
+
+    Seen backwards in time, the forward pass is another backward pass, whose release
+    times are the tails, so one `_Pass` serves both. "Forward pass" means everything
+    that computes after the backward pass, including optimizer ops.
     """
     backward, forward = _Pass(backward_s), _Pass(forward_s)
     messages = list(zip(release_s, tail_s, send_s, nbytes, strict=True))
@@ -275,16 +266,16 @@ def pack(
 
 
 class _Pass:
-    """What the network carries beside one pass, and how far that reaches over the pass's end."""
+    """What the network carries beside one pass, and how far it reaches beyond the end of the pass."""
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
         self.beyond_s = 0.0
-        self.busy: list[tuple[float, float]] = []  # in order, with gaps between them
+        self.busy: list[tuple[float, float]] = []  # busy intervals in time order, with gaps between them
         self.placed: list[tuple[float, float, int]] = []  # start, end, message
 
     def earliest(self, release_s: float, send_s: float) -> float:
-        """Where a message first fits."""
+        """The first time at which a message fits."""
         start = release_s
         at = bisect_left(self.busy, (release_s,))
         if at and self.busy[at - 1][1] > start:
@@ -296,11 +287,11 @@ class _Pass:
         return start
 
     def added_s(self, end_s: float) -> float:
-        """What a message that ends there adds to the iteration."""
+        """What a message that ends at this time adds to the iteration."""
         return max(0.0, end_s - self.length_s - self.beyond_s)
 
     def place(self, message: int, start_s: float, send_s: float) -> None:
-        """Put a message where it fits, and close the gaps that this fills."""
+        """Place a message at a time where it fits, and join the busy intervals that it fills up."""
         end = start_s + send_s
         self.beyond_s += self.added_s(end)
         insort(self.placed, (start_s, end, message))

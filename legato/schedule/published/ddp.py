@@ -1,16 +1,16 @@
-"""What PyTorch's DistributedDataParallel does, and how to make it do something better.
+"""PyTorch's DistributedDataParallel: the buckets that it forms, and how to make it form better ones.
 
-DDP walks over the gradients in the order in which they became ready in the
-first iteration and fills buckets: a bucket is closed as soon as it holds at
-least its cap. By default the first cap is 1 MiB and every other 25 MiB;
-`bucket_cap_mb_list` (PyTorch 2.13) sets each one, and the last one goes on for
-all that follow. Buckets are sent in that order, and no forward op overlaps.
+DDP goes through the gradients in the order in which they became ready in the first
+iteration and fills buckets. A bucket is closed as soon as it holds at least its cap.
+By default the first cap is 1 MiB and all others are 25 MiB; `bucket_cap_mb_list`
+(PyTorch 2.13) sets each one, and its last cap holds for all further buckets. Buckets
+are sent in that order, and no forward op overlaps with them.
 
-This is the state after DDP has rebuilt its buckets: from the second iteration
-on, from the third with `static_graph`, never with `find_unused_parameters`.
+This describes DDP after it has rebuilt its buckets: from the second iteration on,
+from the third with `static_graph`, and never with `find_unused_parameters`.
 
-Deviation: DDP never mixes dtypes or devices in a bucket and counts caps for
-each of them on its own; a workload has neither, and is taken to have one.
+Deviation: DDP never mixes dtypes or devices in a bucket, and counts caps for each of
+them separately. A workload records neither, and is taken to have one of each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from legato.schedule.basics.compose import compose, message_of, ready_order, res
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "bucket_caps", "ddp"]
 
 _MIB = 2**20
-#: DDP's default caps, of the first bucket and of every other.
+#: DDP's default caps: of the first bucket, and of all others.
 FIRST_BUCKET_BYTES = 1 * _MIB
 BUCKET_BYTES = 25 * _MIB
 
@@ -41,12 +41,12 @@ def ddp(
     bucket_bytes: int | None = None,
     bucket_cap_mb_list: Sequence[float] | None = None,
 ) -> Plan:
-    """DDP's buckets, a message each.
+    """DDP's buckets, one message each.
 
-    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP, a
-    `bucket_bytes` of one's own is the cap of the first bucket too, unless that
-    is given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and
-    stands alone. Raises `InputError` on a cap that is not above zero.
+    `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP,
+    `bucket_bytes` is also the cap of the first bucket unless `first_bucket_bytes` is
+    given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and excludes
+    the other two. Raises `InputError` on a cap that is not above zero.
     """
     name = resolve_collective(cluster, collective)
     if bucket_cap_mb_list is not None:
@@ -82,19 +82,22 @@ def _buckets(sizes: Iterable[int], caps: Sequence[int]) -> list[tuple[int, int]]
 def bucket_caps(plan: Plan) -> list[float]:
     """The `bucket_cap_mb_list` (MiB) with which stock DDP forms this plan's messages as its buckets.
 
-    A cap is the exact size of its bucket, so the bucket is full with its last
-    tensor and not before; sizes below 2**53 bytes are exact in MiB as floats.
-    It holds for one dtype, and for plans that merge neighbours in DDP's own
-    ready order, as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do, on a
-    workload captured from the same model. Raises `PlanError` where no buckets
-    can do what the plan does: it cuts tensors, or sends other than all-reduces.
+    Each cap is the exact size of its bucket, so the last tensor of a bucket fills it
+    and no earlier one does. Sizes below 2**53 bytes are exact in MiB as floats. The
+    caps are right for models of one dtype, and for plans that merge neighbours in
+    DDP's own ready order (as `merge-optimal`, `mg-wfbp`, `fifo` and `single` do) on
+    a workload captured from the same model. Raises `PlanError` where no buckets can
+    do what the plan does: it partitions tensors, or sends other messages than
+    all-reduces.
     """
     seen = set()
     for i, message in enumerate(plan.messages):
         if message.kind != "all_reduce":
-            raise PlanError(f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', all that DDP sends)")
+            raise PlanError(
+                f"messages[{i}].kind: {message.kind!r} (expected 'all_reduce', which is all that DDP sends)"
+            )
         for piece in message.slices:
             if piece.start != 0 or piece.tensor in seen:
-                raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut in pieces (expected whole tensors)")
+                raise PlanError(f"messages[{i}]: {piece.tensor!r} is partitioned (expected whole tensors)")
             seen.add(piece.tensor)
     return [message.nbytes / _MIB for message in plan.messages]

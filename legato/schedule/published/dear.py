@@ -1,23 +1,23 @@
-"""DeAR: the two halves of an all-reduce, one behind the backward pass and one before the forward pass.
+"""DeAR: divide every all-reduce into its halves, one beside the backward pass and one before the forward pass.
 
-Idea: a reduce-scatter needs only the gradient, and nothing needs its result but
-the all-gather that makes an all-reduce of it. So gradients are reduced and
-scattered while the backward pass goes on, and gathered, in forward order, just
-before the next forward pass reads them: communication overlaps with both,
-without priorities and without a startup time more.
+Idea: a reduce-scatter needs only the gradient, and nothing needs its result except
+the all-gather that completes the all-reduce. So gradients are reduced and scattered
+during the backward pass, and gathered in forward order just before the next forward
+pass reads them. Communication overlaps with both passes, without priorities and
+without an additional startup time.
 Paper: DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining (Zhang, Shi, Chu, Wang, Li, Liu, ICDCS 2023), with the tensor fusion
-of its code: in forward order, fill buffers to less than 25 MiB.
+Pipelining (Zhang, Shi, Chu, Wang, Li, Liu, ICDCS 2023), with the tensor fusion of its
+code: in forward order, fill buffers to less than 25 MiB.
 Units: bytes.
 
 Deviations:
-- DeAR never divides a module; a group here is filled tensor by tensor, in the
-  order in which the forward pass reads them.
-- DeAR hands an all-gather over when the forward pass begins with the group
-  before it. A plan has no such moment: the next one goes out when the one
-  before has ended, which is never later.
-- DeAR tunes its buffer size while it trains (Bayesian optimisation); here it is
-  an option.
+- DeAR never divides a module. Here a group is filled tensor by tensor, in the order
+  in which the forward pass reads them.
+- DeAR launches an all-gather when the forward pass begins with the group before it. A
+  plan has no such event: the next all-gather goes out when the one before has ended,
+  which is never later.
+- DeAR tunes its buffer size during training (Bayesian optimisation); here it is an
+  option.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ BUFFER_BYTES = 25 * 2**20
 def dear(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, buffer_bytes: int = BUFFER_BYTES
 ) -> Plan:
-    """Two messages a group, all reduce-scatters before the first all-gather, with forward overlap.
+    """Send two messages per group, all reduce-scatters before the first all-gather, with forward overlap.
 
-    A group holds less than `buffer_bytes`, or one tensor; 1 turns fusion off.
-    Raises `InputError` when it is below 1, or on a collective the cluster lacks.
+    A group holds less than `buffer_bytes`, or one tensor; `buffer_bytes=1` turns
+    fusion off. Raises `InputError` when `buffer_bytes` is below 1, or on a collective
+    the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     if buffer_bytes < 1:
         raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
     groups = _groups(workload, buffer_bytes)
-    # A group is complete with its last gradient; of those complete at the same op, backward order.
+    # A group is complete with its last gradient; groups complete at the same op go in backward order.
     complete = [max(workload.tensors[t].ready_after for t in group) for group in groups]
     backward = sorted(range(len(groups)), key=lambda g: (complete[g], -g))
     reduced = [message_of(workload, group, name) for group in groups]
@@ -58,7 +59,7 @@ def dear(
 
 
 def _groups(workload: Workload, buffer_bytes: int) -> list[list[int]]:
-    """Tensors in the order in which the forward pass reads them, in buffers."""
+    """Groups of tensors, one per buffer, in the order in which the forward pass reads them."""
     place = priorities(workload)
     groups: list[list[int]] = []
     held = 0

@@ -1,24 +1,24 @@
-"""Horovod: at every tick of a clock, fuse what is ready, up to a threshold.
+"""Horovod: at every tick of a clock, fuse the gradients that are ready, up to a threshold.
 
-Idea: a background thread wakes up once a cycle, agrees with the other workers
-on the gradients that all of them have, and sends those together: fewer startup
-times than a message a tensor, and no plan. The forward pass waits for all.
-Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion; cycle time and
-threshold are HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of its code.
+Idea: a background thread wakes up once per cycle, agrees with the other workers on
+the gradients that all of them have, and sends those together. This pays fewer startup
+times than one message per tensor, and needs no plan. The forward pass waits for all.
+Paper: Horovod (Sergeev, Del Balso, 2018), Tensor Fusion. Cycle time and threshold are
+HOROVOD_CYCLE_TIME and HOROVOD_FUSION_THRESHOLD of its code.
 Units: seconds and bytes.
 
-The defaults are those of Horovod since version 0.21 (2020): 1 ms and 128 MiB.
-Before, and so in the papers that compare with it, they were 5 ms and 64 MiB.
+The defaults are those of Horovod since version 0.21 (2020): 1 ms and 128 MiB. Before,
+and in the papers that compare with Horovod, they were 5 ms and 64 MiB.
 
 Deviations:
-- A plan says what goes together and in which order, and has no clock. The
-  messages are those that the cycles form with the captured op times, the first
-  tick at the start of the backward pass; that a message waits for its tick, up
-  to a cycle after its last gradient, is not in the plan, nor what the
-  negotiation costs. A prediction flatters Horovod by so much.
-- Ticks go on while messages are under way, as with NCCL; with MPI or Gloo the
-  thread sends by itself, and a long message puts the next tick off.
-- A workload has one dtype, and no response cache.
+- A plan says what goes together and in which order, and has no clock. The messages are
+  those that the cycles form with the captured op times, with the first tick at the
+  start of the backward pass. The plan leaves out that a message waits for its tick, up
+  to a cycle after its last gradient, and what the negotiation costs. A prediction is
+  too short by these two times.
+- Ticks go on while messages are under way, as with NCCL. With MPI or Gloo the thread
+  itself sends, and a long message delays the next tick.
+- A workload has one dtype, and there is no response cache.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def horovod(
     fusion_threshold_bytes: int = FUSION_THRESHOLD_BYTES,
     cycle_time_s: float = CYCLE_TIME_S,
 ) -> Plan:
-    """The messages of the cycles, in ready order; a threshold of 0 turns fusion off.
+    """Send the messages that the cycles form, in ready order; a threshold of 0 turns fusion off.
 
-    A tensor larger than the threshold goes alone. Raises `InputError` on a
+    A tensor larger than the threshold is sent alone. Raises `InputError` on a
     threshold below 0, a cycle shorter than a nanosecond, or a collective the
     cluster lacks.
     """
@@ -61,7 +61,7 @@ def horovod(
         raise InputError(f"cycle_time_s: {cycle_time_s} (expected finite seconds, at least {_SHORTEST_CYCLE_S})")
     ready = release_times(workload)
     groups: list[list[int]] = []
-    tick = held = 0  # of the last group: the cycle it leaves in, and its bytes
+    tick = held = 0  # of the last group: the cycle in which it leaves, and its bytes
     for t in ready_order(workload):
         sees, nbytes = math.ceil(ready[t] / cycle_time_s), workload.tensors[t].nbytes
         if groups and sees == tick and held + nbytes <= fusion_threshold_bytes:

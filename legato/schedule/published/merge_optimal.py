@@ -1,33 +1,32 @@
-"""The exact optimum of MG-WFBP's own problem, in O(L).
+"""The exact optimum of MG-WFBP's own problem, in O(L) for L tensors.
 
-Idea: with the gradients in ready order, let f(j) be the earliest moment at
-which the first j of them can have arrived. The last message carries those from
-i to j, for some i, and starts when the ones before have arrived and gradient j
-is ready:
+Idea: with the gradients in ready order, let f(j) be the earliest moment at which the
+first j of them can have arrived. The last message carries those from i to j, for some
+i, and starts when the ones before have arrived and gradient j is ready:
 
     f(j) = min over i < j of  max(f(i), ready(j)) + alpha + beta * bytes(i..j),   f(0) = 0
 
-Merging neighbours in ready order loses nothing: any other grouping, order, or
-cut can be turned into such a one that ends no later, by moving every byte into
-the first message that starts after it is ready.
+Merging neighbours in ready order loses nothing. Any other grouping, order or
+partitioning can be turned into such messages that end no later, by moving every byte
+into the first message that starts after the byte is ready.
 Paper: the problem is equation 23 of MG-WFBP (Shi, Chu, Li, INFOCOM 2019), whose
-Algorithm 1 does not solve it; the recurrence is ours.
+Algorithm 1 does not solve it. The recurrence is ours.
 Units: seconds and bytes.
 
-The recurrence is evaluated in O(L) and not O(L^2). Both f and ready grow, so
-the i whose f(i) <= ready(j), where the message waits for its gradient, are a
-prefix that only grows with j; the best of them is the last (it leaves least to
-send). For the others the message waits for the network, and the best has the
-least f(i) - beta * bytes(0..i): the first of them, because that never falls
-(f(j) - beta * bytes(0..j) is alpha plus the least of terms that all grow with j,
-or alpha more than an earlier one).
+The recurrence is evaluated in O(L), not O(L^2). Both f and ready grow, so the i with
+f(i) <= ready(j), for which the message waits for its gradient, are a prefix that only
+grows with j. The best of them is the last, since it leaves the least to send. For all
+other i the message waits for the network, and the best i has the least
+f(i) - beta * bytes(0..i). This is the first of them, because that value never falls:
+f(j) - beta * bytes(0..j) is alpha plus the least of terms that all grow with j, or
+alpha more than an earlier value.
 
-Where several plans end at the same time, the one with fewer messages.
+Of several plans that end at the same time, the one with fewer messages is taken.
 
-A cost with a floor (`LinearCost.floor_s`) has no such shortcut: the recurrence
-is evaluated in O(L^2). Its result is then the best of neighbours merged in
-ready order; bytes that would fill up a message below the floor for nothing are
-not moved into it.
+A cost with a floor (`LinearCost.floor_s`) allows no such shortcut, and the recurrence
+is evaluated in O(L^2). Its result is then the best way to merge neighbours in ready
+order. It does not move bytes into a message below the floor, where they would travel
+for free.
 """
 
 from __future__ import annotations
@@ -58,10 +57,13 @@ def merge_optimal(workload: Workload, cluster: Cluster, *, collective: str | Non
 def merge_neighbours(
     release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
 ) -> tuple[float, list[tuple[int, int]]]:
-    """(f(n), the messages as (start, stop) ranges) for gradients whose `release_s` never falls.
+    """The pair (f(n), messages as (start, stop) ranges), for gradients whose `release_s` never decreases.
 
     Raises `ValueError` when the sequences differ in length or hold nothing.
     """
+    if not release_s or len(release_s) != len(nbytes):
+        counts = f"{len(release_s)} release times and {len(nbytes)} sizes"
+        raise ValueError(f"{counts} (expected equal numbers, at least one)")
     finish, split = (_with_floor if cost.floor_s else earliest_finishes)(release_s, nbytes, cost)
     groups, stop = [], len(nbytes)
     while stop:
@@ -73,14 +75,9 @@ def merge_neighbours(
 def earliest_finishes(
     release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
 ) -> tuple[list[float], list[int]]:
-    """f(0) to f(n), and for each the i that is best; a floor of the cost is left out.
-
-    Raises `ValueError` as `merge_neighbours` does.
-    """
-    if not release_s or len(release_s) != len(nbytes):
-        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
-    sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j alone
-    finish, count, split = [0.0], [0], [0]  # f(j); the messages it takes; where the last of them begins
+    """The values f(0) to f(n), and the best i for each; ignores a floor of the cost."""
+    sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j without alpha
+    finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last of them begins
     waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
     for j, ready in enumerate(release_s, start=1):
         while waiting < j and finish[waiting] <= ready:
@@ -99,9 +96,7 @@ def earliest_finishes(
 
 
 def _with_floor(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> tuple[list[float], list[int]]:
-    """As `earliest_finishes`, for any cost."""
-    if not release_s or len(release_s) != len(nbytes):
-        raise ValueError(f"{len(release_s)} ready times and {len(nbytes)} sizes (expected as many, at least one)")
+    """The same as `earliest_finishes`, for a cost with a floor."""
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     finish, count, split = np.zeros(len(upto)), np.zeros(len(upto), dtype=int), [0]
     for j, ready in enumerate(release_s, start=1):

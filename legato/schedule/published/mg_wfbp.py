@@ -1,21 +1,22 @@
 """MG-WFBP: merge a gradient with the next one if that one is ready within alpha.
 
-Idea: a message of its own costs a layer the startup time alpha; holding it back
-until the next gradient is ready costs the wait. Layer l is merged into the next
-one, l-1, when the wait is the shorter: ready(l-1) - tau_c(l) < alpha, where
-tau_c(l) is the moment the network could start on layer l.
+Idea: a message of its own costs a layer the startup time alpha; holding the layer back
+until the next gradient is ready costs the wait. Layer l is merged into the next one,
+l-1, when the wait is shorter: ready(l-1) - tau_c(l) < alpha, where tau_c(l) is the
+moment at which the network could start on layer l.
 Paper: MG-WFBP (Shi, Chu, Li, INFOCOM 2019), Theorem 1 and Algorithm 1.
 Units: seconds and bytes.
 
 Deviations:
-- The paper recomputes every start time after every merge, O(L^2). A merge
-  changes the start of later layers only, and the loop has not been there yet:
-  one scan, O(L), finds the same merges.
-- A layer is a tensor here, in ready order. Of two that are ready at the same
+- The paper recomputes every start time after every merge, in O(L^2). A merge changes
+  the start of later layers only, which the loop has not reached yet, so one scan in
+  O(L) finds the same merges.
+- A layer is a tensor here, in ready order. Of two tensors that are ready at the same
   op, the second has no backward time of its own.
-- As printed, line 9 leaves the backward start of layer 1 unset and line 13
-  reads that of layer 0; the end of the backward pass is meant (equation 26).
-- The theorem claims the optimum. It is not: `merge_optimal.py` has that.
+- As printed, line 9 leaves the backward start of layer 1 unset and line 13 reads that
+  of layer 0. The end of the backward pass is meant (equation 26).
+- The theorem claims that the result is optimal. It is not; `merge_optimal.py` finds
+  the optimum.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ __all__ = ["mg_wfbp"]
 
 
 def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """Algorithm 1's groups, a message each. Raises `InputError` on a collective the cluster lacks."""
+    """Send the groups of Algorithm 1, one message each. Raises `InputError` on a collective the cluster lacks."""
     name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
     order, ready = ready_order(workload), release_times(workload)
     groups: list[list[int]] = []
-    start, nbytes = 0.0, 0  # of the group at the end: when the network could begin it, and what it holds
+    start, nbytes = 0.0, 0  # of the last group: when the network could begin it, and its bytes
     for t in order:
         if groups and ready[t] - start < cost.startup_s:
             groups[-1].append(t)

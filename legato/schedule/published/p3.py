@@ -1,19 +1,19 @@
-"""P3: cut gradients into slices and send what the next forward pass reads first.
+"""P3: partition gradients into slices, and send first what the next forward pass reads first.
 
-Idea: the next forward pass begins with the first layers, whose gradients come
-last. Slices let an urgent gradient overtake a large one that is on its way, and
-a forward op starts as soon as its own parameters are in.
-Paper: Priority-Based Parameter Propagation (Jayarajan et al., SysML 2019),
-section 4; cited by PACE (section VII) and TicTac.
+Idea: the next forward pass begins with the first layers, whose gradients come last.
+With slices, an urgent gradient can overtake a large one that is under way, and a
+forward op starts as soon as its own parameters have arrived.
+Paper: Priority-Based Parameter Propagation (Jayarajan et al., SysML 2019), section 4;
+cited by PACE (section VII) and TicTac.
 Units: seconds and bytes.
 
 Deviations:
-- P3 keeps a priority queue at run time and talks to parameter servers. The plan
-  here is a fixed order of all-reduces, the one that such a queue would produce
-  with the captured op times: whenever the network is free, the ready slice that
-  is read first goes out.
-- P3 cuts into 50,000 parameters; our default is 4 MiB, because every slice
-  costs an alpha here.
+- P3 keeps a priority queue at run time and talks to parameter servers. Here the plan
+  is a fixed order of all-reduces, the one that such a queue would produce with the
+  captured op times: whenever the network is free, the ready slice that is read first
+  goes out.
+- P3 partitions into slices of 50,000 parameters. The default here is 4 MiB, because
+  every slice costs an alpha.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["p3"]
 
 
 def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, slice_bytes: int = 4 * 2**20) -> Plan:
-    """Slices of at most `slice_bytes`, most urgent first, with forward overlap.
+    """Send slices of at most `slice_bytes`, the most urgent first, with forward overlap.
 
-    A runtime sends whole elements: keep `slice_bytes` a multiple of 8. Raises
-    `InputError` when it is below 1, or on a collective the cluster lacks.
+    The runtime sends whole elements, so `slice_bytes` should be a multiple of 8.
+    Raises `InputError` when it is below 1, or on a collective the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     if slice_bytes < 1:
@@ -42,7 +42,7 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))
-    queue: list[tuple[int, int, int]] = []  # urgency, tensor, first byte not sent
+    queue: list[tuple[int, int, int]] = []  # priority, tensor, first byte not yet sent
     messages = []
     now = 0.0
     while arriving or queue:

@@ -1,61 +1,55 @@
-"""PACE: fuse small gradients to balanced groups, and let the urgent overtake at any moment.
+"""PACE: fuse small gradients into balanced groups, and let urgent ones preempt others at any moment.
 
-Idea: an all-reduce that is under way is cut the moment that a more urgent one
-becomes ready, so the network never works on what can wait. Small tensors are
-fused first, or their startup times would eat the gain.
 Paper: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training
-(Bao, Peng, Chen, Wu, INFOCOM 2020). Section IV: the schedule; section V: the
-fusion (`pace.py`).
+(Bao, Peng, Chen, Wu, INFOCOM 2020).
 Units: seconds and bytes.
 
-Section IV wants the x_i(t), which operator has the network in which time slot,
-that minimise max(y_i + L_i): arrival plus longest path of computation after it
-(Theorem 1). The paper solves an integer program with T N variables and
-coefficients of (T N)^t. It is the problem 1 | r_j, pmtn | L_max, for which
-Jackson's rule is exactly optimal in O(n log n) (`jackson.py`), without slots.
+*The schedule* (section IV). An all-reduce that is under way is interrupted the
+moment a more urgent one becomes ready, so the network never works on a gradient
+that can wait. The paper looks for the x_i(t), which operator has the network in
+which time slot, that minimise max(y_i + L_i): arrival plus the longest path of
+computation after it (Theorem 1). It solves an integer program with T N variables
+and coefficients of (T N)^t. This is the problem 1 | r_j, pmtn | L_max, for which
+Jackson's rule is exactly optimal in O(n log n), without slots (`jackson.py`).
 
-A partition costs nothing in the paper, only what is fused counts a startup
-time. In the plan every piece of the schedule is a message and costs its own, so
-the iteration takes longer than the paper's oracle believes.
+A partition costs nothing in the paper; only a fused tensor pays a startup time. In
+the plan, every piece of the schedule is a message and pays its own, so the
+iteration takes longer than the paper's oracle believes.
 
-Deviations:
-- `compute`: the paper assumes "unlimited" devices, every op runs as soon as it
-  can. The default is "one" stream that runs the ops in the captured order; the
-  computation after an arrival is then all from its first reader on, and the
-  schedule is as exactly optimal.
-- The paper combines the gradients of one op beforehand. They may have different
-  readers, so here fusion decides.
-- A cut falls on a multiple of 16 bytes of its tensor, the next one down, so
-  that no element is divided; a piece that this leaves empty is not sent.
-- As printed, constraint 7 lets a gradient be sent in the very slot in which it
-  is still being computed (t < z should read t <= z).
-
-PACE's balanced tensor fusion: how many groups, and which neighbours in each.
-
-Idea: fuse tensors that are ready at about the same time, to groups of about the
-same size. For a number R of groups, cut the chain of tensors in ready order so
-that the smallest group is as large as possible; of all R, take the one whose
-fused tensors the preemptive schedule delivers best.
-Paper: PACE (Bao, Peng, Chen, Wu, INFOCOM 2020), section V, Algorithm 1.
-Units: seconds and bytes.
+*Balanced tensor fusion* (section V, Algorithm 1). Small tensors are fused first,
+since their startup times would cost more than preemption gains. Tensors that are
+ready at about the same time form groups of about the same size: for a number R of
+groups, the chain of tensors in ready order is divided so that the smallest group
+is as large as possible. Of all R, the one is taken whose fused tensors the
+preemptive schedule delivers best.
 
 The recursion for R groups tries every first group of a chain,
 
     MaxMinSize(i, R) = max over k > i of  min(bytes(i..k), MaxMinSize(k, R - 1))
 
-and takes the shortest that attains it. A longer first group holds more and
-leaves less, so the maximum is where the two cross, and the crossing moves to
-the right with i: a row of the table takes one walk over the chain, O(N R) where
-the recursion takes O(N^2 R). The groups are the same.
+and takes the shortest group that attains the maximum. A longer first group holds
+more and leaves less, so the maximum is where the two cross, and the crossing moves
+to the right with i. One walk over the chain therefore fills a row of the table:
+O(N R) where the recursion takes O(N^2 R). The groups are the same.
 
 Deviations:
-- What a fused tensor costs is the linear model that the paper fits to its
-  measurements, with its constant. Equation 1 has none, and then no fusion is
-  ever better than no fusion.
-- For "large" N the paper searches R at random (a momentum method that it does
-  not describe). We try every R up to 399 (its models have up to 164 tensors),
-  then one in R / 200; and stop where nothing better can come, because all is
-  hidden already or R startup times alone take longer.
+- `compute`: the paper assumes "unlimited" devices, on which every op runs as soon
+  as it can. The default is "one" stream that runs the ops in the captured order.
+  The computation after an arrival is then everything from its first reader on,
+  and the schedule is still exactly optimal.
+- The paper combines the gradients of one op beforehand. They may have different
+  readers, so fusion decides this here.
+- Tensors are partitioned at multiples of 16 bytes, rounded down, so that no element
+  is divided. A partition that becomes empty is not sent.
+- As printed, constraint 7 lets a gradient be sent in the slot in which it is still
+  being computed (t < z should read t <= z).
+- A fused tensor costs what the linear model says that the paper fits to its
+  measurements, including its constant. Equation 1 has no constant, and without one
+  fusion never helps.
+- For "large" N the paper searches R at random (a momentum method that it does not
+  describe). Here every R up to 399 is tried (the paper's models have up to 164
+  tensors), then one in R / 200. The search stops where nothing better can come,
+  because all communication is hidden already or R startup times alone take longer.
 """
 
 from __future__ import annotations
@@ -76,7 +70,12 @@ from legato.simulator.period import Compute
 
 __all__ = ["Chain", "balanced", "fuse", "pace", "preemptive"]
 
+
 _ALIGNMENT = 16
+
+
+#: Every number of groups R is tried up to twice this, then one in R / _DENSE.
+_DENSE = 200
 
 
 def pace(
@@ -87,12 +86,11 @@ def pace(
     compute: Compute = "one",
     fusion: bool = True,
 ) -> Plan:
-    """A message for each piece of the optimal preemptive schedule, with forward overlap.
+    """Send one message for each piece of the optimal preemptive schedule, with forward overlap.
 
-    The schedule takes O(N log N) for N tensors, fusion O(N^2); with `fusion`
-    off, the tensors are scheduled as they are (section IV alone). Raises
-    `InputError` on a compute setting that does not exist or a collective the
-    cluster lacks.
+    For N tensors, the schedule takes O(N log N) and fusion O(N^2). Without `fusion`,
+    the tensors are scheduled as they are (section IV alone). Raises `InputError` on an
+    unknown compute setting or a collective the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     cost = cluster.cost(name)
@@ -106,12 +104,12 @@ def pace(
     ends = fuse(chain, cost, times.compute_s) if fusion else list(range(1, len(order) + 1))
     groups = [_Fused([workload.tensors[t] for t in order[a:b]]) for a, b in pairwise([0, *ends])]
     _, pieces = preemptive(chain.fused(ends), cost)
-    messages = [Message(slices, collective=name) for slices in _cut(groups, pieces, cost)]
+    messages = [Message(slices, collective=name) for slices in _partition(groups, pieces, cost)]
     return compose("pace", messages, workload, cluster, forward_overlap=True)
 
 
 def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
-    """Heads and tails of the DAG; on one stream with the optimizer ops too where the plan will have them."""
+    """Release times and tails; on one stream, a tail includes the optimizer ops where the plan will have them."""
     if compute != "one":
         return heads_tails(workload, compute, "captured")
     backwards = workload.iteration_order()[::-1]
@@ -120,61 +118,15 @@ def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
     return HeadsTails(release_times(workload), tails, workload.compute_s)
 
 
-class _Fused:
-    """Tensors laid end to end."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        *self.starts, self.nbytes = accumulate((tensor.nbytes for tensor in tensors), initial=0)
-
-    def aligned(self, at: int) -> int:
-        """The last place up to `at` where a tensor may be cut."""
-        start = self.starts[bisect_right(self.starts, at) - 1]
-        return start + (at - start) // _ALIGNMENT * _ALIGNMENT
-
-    def slices(self, start: int, stop: int) -> tuple[Slice, ...]:
-        """Bytes `start` to `stop` of the whole as slices of its tensors."""
-        found = []
-        k = bisect_right(self.starts, start) - 1
-        while start < stop:
-            begin, tensor = self.starts[k], self.tensors[k]
-            end = min(stop, begin + tensor.nbytes)
-            found.append(Slice(tensor.name, start - begin, end - begin))
-            start, k = end, k + 1
-        return tuple(found)
-
-
-def _cut(
-    groups: Sequence[_Fused], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
-) -> list[tuple[Slice, ...]]:
-    """What each piece carries: the share of its group's bytes that it has of its group's time."""
-    last = {i: k for k, (i, _, _) in enumerate(pieces)}
-    busy, sent = [0.0] * len(groups), [0] * len(groups)
-    cuts = []
-    for k, (i, start, stop) in enumerate(pieces):
-        group, end = groups[i], groups[i].nbytes
-        busy[i] += stop - start
-        if k != last[i]:
-            end = group.aligned(min(int(end * busy[i] / cost.cost(end)), end))
-        if end > sent[i]:
-            cuts.append(group.slices(sent[i], end))
-            sent[i] = end
-    return cuts
-
-
-#: Every number of groups is tried up to twice this one, then one in so many.
-_DENSE = 200
-
-
 class Chain(NamedTuple):
-    """All-reduce operators in ready order: ready, size, and the computation after (PACE's z, S and L)."""
+    """All-reduce operators in ready order: release time, size, and the computation after (PACE's z, S and L)."""
 
     release_s: list[float]
     nbytes: list[int]
     tail_s: list[float]
 
     def fused(self, ends: Sequence[int]) -> Chain:
-        """The chain of groups that end at these places: ready with its last tensor, as urgent as its most urgent."""
+        """The chain of groups with these ends: ready with the last tensor, as urgent as the most urgent one."""
         upto = list(accumulate(self.nbytes, initial=0))
         return Chain(
             [self.release_s[end - 1] for end in ends],
@@ -184,7 +136,7 @@ class Chain(NamedTuple):
 
 
 def preemptive(chain: Chain, cost: LinearCost) -> tuple[float, list[tuple[int, float, float]]]:
-    """The best preemptive schedule: latest arrival plus tail in seconds, and its pieces (operator, start, stop)."""
+    """The best preemptive schedule: its latest arrival plus tail (seconds) and its pieces (operator, start, stop)."""
     pieces = jackson(chain.release_s, [cost.cost(nbytes) for nbytes in chain.nbytes], chain.tail_s)
     return max(stop + chain.tail_s[i] for i, _, stop in pieces), pieces
 
@@ -193,7 +145,7 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
     """Where the groups end in the best fused chain: Algorithm 1.
 
     `compute_s` is the time of an iteration when communication is free. Of equal
-    iteration times, the fewest groups.
+    iteration times, the one with the fewest groups is taken.
     """
     best_s, best = math.inf, [len(chain.nbytes)]
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)
@@ -211,10 +163,10 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
 
 
 def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
-    """For R = 1, 2, ..., N in turn: where the R groups of neighbours end whose smallest is as large as possible."""
+    """For R = 1, 2, ..., N: where R groups of neighbours end, with the smallest group as large as possible."""
     count = len(nbytes)
     upto = list(accumulate(nbytes, initial=0))
-    least = [upto[count] - start for start in upto[:count]]  # MaxMinSize(i, R), for the R at hand
+    least = [upto[count] - start for start in upto[:count]]  # MaxMinSize(i, R) for the current R
     first_end = [[count] * count]  # for every R, where the first group of the chain from i on ends
     for groups in range(1, count + 1):
         if groups > 1:
@@ -227,7 +179,7 @@ def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _one_more_group(upto: list[int], least: list[int]) -> tuple[list[int], list[int]]:
-    """From MaxMinSize(., R - 1): MaxMinSize(., R), and where the first of the R groups ends."""
+    """MaxMinSize(., R) from MaxMinSize(., R - 1), and where the first of the R groups ends."""
     sizes, ends = [], []
     last = len(least) - 1  # the first group can go up to here
     k = 1
@@ -235,8 +187,50 @@ def _one_more_group(upto: list[int], least: list[int]) -> tuple[list[int], list[
         while k < last and upto[k] - upto[i] < least[k]:
             k += 1
         size, end = min(upto[k] - upto[i], least[k]), k
-        if k - 1 > i and upto[k - 1] - upto[i] >= size:  # the group is still the smaller side there
+        if k - 1 > i and upto[k - 1] - upto[i] >= size:  # there the group is still the smaller side
             size, end = upto[k - 1] - upto[i], k - 1
         sizes.append(size)
         ends.append(end)
     return sizes, ends
+
+
+class _Fused:
+    """A group of tensors, end to end."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        *self.starts, self.nbytes = accumulate((tensor.nbytes for tensor in tensors), initial=0)
+
+    def aligned(self, at: int) -> int:
+        """The last offset up to `at` at which a tensor may be partitioned."""
+        start = self.starts[bisect_right(self.starts, at) - 1]
+        return start + (at - start) // _ALIGNMENT * _ALIGNMENT
+
+    def slices(self, start: int, stop: int) -> tuple[Slice, ...]:
+        """Bytes `start` to `stop` of the group as slices of its tensors."""
+        found = []
+        k = bisect_right(self.starts, start) - 1
+        while start < stop:
+            begin, tensor = self.starts[k], self.tensors[k]
+            end = min(stop, begin + tensor.nbytes)
+            found.append(Slice(tensor.name, start - begin, end - begin))
+            start, k = end, k + 1
+        return tuple(found)
+
+
+def _partition(
+    groups: Sequence[_Fused], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
+) -> list[tuple[Slice, ...]]:
+    """The slices that each piece carries: its share of the group's bytes is its share of the group's time."""
+    last = {i: k for k, (i, _, _) in enumerate(pieces)}
+    busy, sent = [0.0] * len(groups), [0] * len(groups)
+    messages = []
+    for k, (i, start, stop) in enumerate(pieces):
+        group, end = groups[i], groups[i].nbytes
+        busy[i] += stop - start
+        if k != last[i]:
+            end = group.aligned(min(int(end * busy[i] / cost.cost(end)), end))
+        if end > sent[i]:
+            messages.append(group.slices(sent[i], end))
+            sent[i] = end
+    return messages

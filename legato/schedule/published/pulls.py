@@ -1,31 +1,30 @@
-"""What all plans for parameter servers share: pushes before pulls, each slice at its server.
+"""Plans for parameter servers: pushes, then pulls in a random order or in the best one.
 
-Where a slice is says `legato.core.placement`, for tensors in the order of their
-creation. A workload does not know that; the order in which the forward pass
-first reads them is the same for models that are built layer by layer.
+All schedulers for parameter servers share `push_and_pull`: pushes in ready order,
+then pulls in the scheduler's order, each slice at its server. `legato.core.placement`
+decides where a slice is, for tensors in the order of their creation. A workload does
+not know that order; the order in which the forward pass first reads the tensors is
+the same for models that are built layer by layer.
 
-Pulls in a random order: what TensorFlow does, and what TicTac is measured against.
+`random` is what TensorFlow does and what TicTac is measured against (Hashemi, Abdu
+Jyothi, Campbell, SysML 2019, section 2.2). All transfers of an iteration are
+requested when the graph starts, and arrive in any order; in 1,000 iterations of
+ResNet-50 no order was seen twice. Deviation: a plan is one order, the same for all
+workers and iterations. With `plan=None` the runtime draws a new one for each worker
+and iteration.
 
-Idea: none. The transfers of an iteration are requested when the graph is
-started, all at once, and arrive in any order; in 1,000 iterations of ResNet-50
-no order was seen twice.
-Paper: TicTac (Hashemi, Abdu Jyothi, Campbell, SysML 2019), section 2.2.
-Deviation: a plan is one order, the same for all workers and iterations. With
-`plan=None` the runtime draws a new one for each worker and iteration.
+`pull-optimal` is the best order of pulls for a worker that runs its ops in the
+captured order. Once all pushes are through, the network carries one pull after
+another without a gap. A pull that ends at e lets the iteration end no earlier than
+at e + tail, with the computation from its first reader on as its tail. Every order
+ends at the largest of these sums, so the problem is 1 || L_max, for which the
+longest tail first is exactly optimal (Jackson, 1955): the order in which the forward
+pass first reads the parameters. Eager PyTorch runs its ops in the captured order, so
+no order of pulls behind pushes is better there. `tic` and `tac` see only the graph,
+not the order of ops, and are meant for executors that run whatever is ready
+(TensorFlow). Source: ours, as a yardstick for TicTac.
 
-The best order of pulls for a worker that runs its ops in the captured order.
-
-Idea: once all pushes are through, the network carries one pull after another
-without a gap, and a pull that ends at e lets the iteration end no earlier than
-at e + tail, the computation from its first reader on. Every order ends at the
-largest of these, so the question is 1||L_max, for which the longest tail first
-is exactly optimal (Jackson, 1955): the order in which the forward pass first
-reads the parameters. Eager PyTorch runs its ops in the captured order, so there
-no order of pulls behind pushes is better. `tic` and `tac` do not know the order
-of ops; they see the graph alone, and are meant for executors that run whatever
-is ready (TensorFlow).
-Source: ours, as a yardstick for TicTac (Hashemi et al., SysML 2019).
-Units: none; only the order of ops matters.
+Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ __all__ = ["pull_optimal", "pull_seconds", "push_and_pull", "random_pulls", "rea
 
 
 def reading_order(workload: Workload) -> list[int]:
-    """Indices of the tensors in the order in which the captured forward pass first reads them."""
+    """The indices of the tensors in the order in which the captured forward pass first reads them."""
     first_read = priorities(workload)
     return sorted(range(len(first_read)), key=lambda t: (first_read[t], t))
 
 
 def pull_seconds(workload: Workload, cluster: Cluster, collective: str | None) -> list[float]:
-    """For each tensor, the time of its pull as one message that has the network to itself.
+    """For each tensor, the seconds of its pull as one message alone on the network.
 
     A pull is half of what the collective does (`legato.simulator.collective`).
     """
@@ -65,7 +64,7 @@ def push_and_pull(
     collective: str | None,
     placement: Placement,
 ) -> Plan:
-    """Pushes as gradients become ready, then pulls in the order given, a message a slice, with forward overlap.
+    """Push gradients as they become ready, then pull in this order, one message per slice, with forward overlap.
 
     Raises `InputError` when the cluster has no servers, on a collective that it
     lacks, or on an unknown placement.
@@ -91,7 +90,7 @@ def random_pulls(
     placement: Placement = "round-robin",
     seed: int = 0,
 ) -> Plan:
-    """Pushes in ready order, pulls shuffled by `seed`. Raises `InputError` as `tic` does."""
+    """Push in ready order, pull in an order shuffled by `seed`. Raises `InputError` as `tic` does."""
     order = list(range(len(workload.tensors)))
     random.Random(seed).shuffle(order)
     return push_and_pull("random", order, workload, cluster, collective, placement)
@@ -100,5 +99,5 @@ def random_pulls(
 def pull_optimal(
     workload: Workload, cluster: Cluster, *, collective: str | None = None, placement: Placement = "round-robin"
 ) -> Plan:
-    """Pushes in ready order, pulls in reading order. Raises `InputError` without servers, or on an unknown setting."""
+    """Push in ready order, pull in reading order. Raises `InputError` without servers, or on an unknown setting."""
     return push_and_pull("pull-optimal", reading_order(workload), workload, cluster, collective, placement)

@@ -53,7 +53,7 @@ def test_batches_by_hand(ready, nbytes, expected):
 
 
 def test_as_many_sizes_as_times():
-    with pytest.raises(ValueError, match="1 ready times and 2 sizes"):
+    with pytest.raises(ValueError, match="1 release times and 2 sizes"):
         batches([1.0], [1, 2], LinearCost(1.0, 1.0), 1.0)
 
 

@@ -71,8 +71,8 @@ def test_bucket_caps_are_exact(nbytes):
 @pytest.mark.parametrize(
     ("slices", "kind", "error"),
     [
-        ([("a", 0, 2), ("a", 2, 4)], "all_reduce", r"messages\[1\]: 'a' is cut in pieces"),
-        ([("a", 2, 4)], "all_reduce", r"messages\[0\]: 'a' is cut in pieces"),
+        ([("a", 0, 2), ("a", 2, 4)], "all_reduce", r"messages\[1\]: 'a' is partitioned"),
+        ([("a", 2, 4)], "all_reduce", r"messages\[0\]: 'a' is partitioned"),
         ([("a", 0, 4)], "reduce_scatter", r"messages\[0\].kind: 'reduce_scatter'"),
     ],
 )

@@ -134,7 +134,7 @@ def test_no_other_grouping_or_order_is_better(rows, cost):
 
 @pytest.mark.parametrize(("ready", "nbytes"), [([], []), ([1.0], [1, 2])])
 def test_merging_needs_as_many_sizes_as_times(ready, nbytes):
-    with pytest.raises(ValueError, match="expected as many, at least one"):
+    with pytest.raises(ValueError, match="expected equal numbers, at least one"):
         merge_neighbours(ready, nbytes, LinearCost(1.0, 1.0))
 
 
