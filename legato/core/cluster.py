@@ -14,15 +14,15 @@ from legato.core.units import Int64, format_bandwidth, format_seconds
 __all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
 
 
-#: A relative error that is none.
+#: A relative error that counts as none.
 _FITS = 1e-3
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, and never less than `floor_s`.
+    """The time of a collective of n bytes: `alpha_s + beta_s_per_byte * n` seconds, but at least `floor_s`.
 
-    A backend that works on the hosts while it sends pays for that work only
-    where the network would be done sooner: that is the floor.
+    The floor is the work that a backend does on the hosts while it sends: it
+    takes longer than the network for small messages, and is hidden for large ones.
     """
 
     alpha_s: float
@@ -40,24 +40,25 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{format_seconds(self.alpha_s)} + {format_seconds(self.beta_s_per_byte * 2**20)} per MiB{floor}"
 
     def cost(self, nbytes: float) -> float:
-        """Seconds to send `nbytes` bytes as one message."""
+        """Return the seconds that one message of `nbytes` bytes takes."""
         return max(self.floor_s, self.alpha_s + self.beta_s_per_byte * nbytes)
 
     @property
     def startup_s(self) -> float:
-        """What the smallest message costs."""
+        """The seconds that the smallest message takes."""
         return max(self.floor_s, self.alpha_s)
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[float, float]]) -> LinearCost:
-        """Least squares over (bytes, seconds) samples, each divided by its seconds.
+        """Fit a cost to (bytes, seconds) samples by least squares, each square divided by the sample's seconds.
 
-        So the large sizes, where most bytes of a plan are, decide about beta, and
-        the small ones about alpha and the floor. Absolute error would leave alpha
-        to the largest size; relative error would bend the line to small messages,
-        whose times scatter. No constant is allowed below zero. The cost gets a
-        floor where that halves the squares. Raises `InputError` on fewer than two
-        distinct sizes or on times that are not above zero.
+        With this weight the large sizes, which carry most bytes of a plan,
+        determine beta, and the small ones alpha and the floor. With absolute
+        errors the largest size would determine alpha as well; with relative
+        errors the small messages, whose times scatter, would bend the line. No
+        constant is below zero. The cost gets a floor if that halves the sum of
+        squares. Raises `InputError` if there are fewer than two distinct sizes,
+        or a time is not above zero.
         """
         points = sorted((float(x), float(y)) for x, y in samples)
         if len({x for x, _ in points}) < 2:
@@ -68,7 +69,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         least = best._squares(points) / 2
         if least < math.fsum(y for _, y in points) * _FITS**2:
             return best
-        for k in range(2, len(points) - 1):  # the first k lie on the floor
+        for k in range(2, len(points) - 1):  # the first k samples lie on the floor
             if points[k][0] == points[-1][0]:
                 break
             floor = k / math.fsum(1 / y for _, y in points[:k])
@@ -78,15 +79,17 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return best
 
     def _squares(self, points: Iterable[tuple[float, float]]) -> float:
-        """The sum of the squares of the errors, each divided by its seconds."""
+        """The sum of squared errors, each divided by the seconds of its sample."""
         return math.fsum((self.cost(x) - y) ** 2 / y for x, y in points)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(alpha, beta) of the straight line through (bytes, seconds) of at least two sizes."""
+    """(alpha, beta) of the straight line that fits (bytes, seconds) samples of at least two sizes best."""
     weight = math.fsum(1 / y for _, y in points)
     level = len(points) / weight
-    middle = math.fsum(x / y for x, y in points) / weight  # sizes are taken from here, or close ones would cancel
+    middle = (
+        math.fsum(x / y for x, y in points) / weight
+    )  # measure sizes from here: differences of close sizes would cancel otherwise
     spread = math.fsum((x - middle) ** 2 / y for x, y in points)
     beta = math.fsum(x - middle for x, _ in points) / spread
     alpha = level - beta * middle
@@ -106,7 +109,7 @@ def _recursive_doubling(n: int, latency: float, byte: float, reduce: float) -> t
 
 
 def _halving_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # As in the table, 2 * byte - (2 * byte + reduce) / n + reduce, without its rounding below zero for n = 1.
+    # The table's 2 * byte - (2 * byte + reduce) / n + reduce, written so that rounding cannot give less than 0 for n = 1.
     return 2 * latency * math.log2(n), (2 * byte + reduce) * (n - 1) / n
 
 
@@ -115,7 +118,7 @@ def _ring(n: int, latency: float, byte: float, reduce: float) -> tuple[float, fl
 
 
 def _shuffle(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # All-to-all, local sum, all-gather: two rounds, in each of which a worker's link carries (n - 1) / n of the bytes.
+    # All-to-all, local sum, all-gather: in each of the two rounds a worker's link carries (n - 1) / n of the bytes.
     return 2 * latency * (n > 1), (2 * byte + reduce) * (n - 1) / n
 
 
@@ -130,7 +133,7 @@ COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]
 }
 
 
-#: Those of them that are priced by depth (`legato.simulator.pipelining`).
+#: The collectives whose cost depends on the depth (`legato.simulator.pipelining`).
 PIPELINED = ("shuffle", "ring", "halving-doubling")
 
 #: The cost of a push and a pull through a cluster's servers.
@@ -138,7 +141,7 @@ PARAMETER_SERVER = "parameter-server"
 
 
 def _parameter_server(workers: int, servers: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # A worker's link carries every byte once each way, a server's link those of its share for every worker.
+    # A worker's link carries every byte once in each direction; a server's link carries its bytes once per worker.
     return 2 * latency, 2 * byte * max(1.0, workers / servers) + reduce * (workers - 1) / servers
 
 
@@ -149,16 +152,16 @@ class Cluster(
     tag_field="format",
     tag="legato.cluster/1",
 ):
-    """The machines of a data-parallel job and what their network costs.
+    """The machines of a data-parallel job, and what messages cost on their network.
 
-    `collectives` maps a collective's name to its cost on these workers; the
-    first one is the default. `bandwidth_bps` (bits per second, one direction of
-    a worker's link) and `latency_s` (seconds, one hop) are what it was derived
-    from, or None where it was measured; `reduce_s_per_byte` is the time to add
-    one byte of one gradient to another. `depths` has what was measured of a
-    collective in chunks: name, then depth (2 and up), then cost.
-    `unpack_s_per_byte` is the time to copy a byte of an averaged gradient from
-    its message to where the optimizer looks for it.
+    `collectives` maps the name of each collective to its cost on these workers;
+    the first one is the default. `bandwidth_bps` (bits per second, one direction
+    of a worker's link) and `latency_s` (seconds, one hop) are the values that
+    the costs were derived from, or None if the costs were measured;
+    `reduce_s_per_byte` is the time to add one byte of one gradient to another.
+    `depths` holds the measured costs of collectives in chunks: by name, then by
+    depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
+    averaged gradient from its message into the gradient that the optimizer reads.
     """
 
     workers: Int64
@@ -200,10 +203,12 @@ class Cluster(
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
-        """A cluster priced by `COLLECTIVES`; `collectives[0]` is the default.
+        """Derive the costs from a bandwidth and a latency, by the formulas in `COLLECTIVES`.
 
-        With servers, `PARAMETER_SERVER` may be among them: pushes and pulls of
-        many messages, spread evenly over the servers.
+        The first of `collectives` is the default. If there are servers,
+        `PARAMETER_SERVER` can be one of them: pushes and pulls of many messages,
+        distributed evenly over the servers. Raises `InputError` on an unknown
+        collective or a number out of range.
         """
         if not (isinstance(workers, int) and workers >= 1):
             raise InputError(f"workers: {workers} (expected at least 1)")
@@ -246,11 +251,12 @@ class Cluster(
         return next(iter(self.collectives))
 
     def cost(self, collective: str | None = None, depth: int = 1) -> LinearCost:
-        """The cost of a collective by name, or of the default one.
+        """Return the cost of a collective, by its name, or of the default one.
 
-        In chunks, that of the greatest depth up to `depth` that was measured;
-        where none was, this says nothing about depth (`legato.simulator.pipelining`
-        does).
+        For a depth above 1, this is the cost measured at the greatest depth that
+        is not above `depth`. If none was measured, it is the cost of one chunk;
+        `legato.simulator.pipelining` then computes the effect of the depth.
+        Raises `InputError` on a collective that the cluster lacks.
         """
         name = self.default_collective if collective is None else collective
         if name not in self.collectives:
@@ -259,10 +265,11 @@ class Cluster(
         return measured.get(max((d for d in measured if d <= depth), default=1), self.collectives[name])
 
     def least_costs(self) -> list[LinearCost]:
-        """Straight lines, below the least of which no message is, whatever its collective and depth.
+        """Return straight lines; no message, of any collective and depth, takes less than the lowest of them.
 
-        Floors are left out. Chunks can hide a reduction behind the transfer, and nothing else: a
-        derived collective that has a depth is also listed as if it were free.
+        Floors are left out. Chunks can hide the reduction behind the transfer,
+        but nothing else, so a derived collective that can be pipelined is also
+        listed with a free reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:

@@ -1,14 +1,14 @@
 """Everything legato raises on purpose.
 
     LegatoError
-     +-- InputError          something we were given is wrong (command line: exit status 2)
-     |    +-- FileError       a file: names the path, the field, the value and what was expected
-     |    +-- PlanError       a plan that does not fit its workload, model or cluster
-     |    +-- CaptureError    a training step that cannot be captured
+     +-- InputError          an input is wrong (command line: exit status 2)
+     |    +-- FileError       a file is wrong: names the path, the field, the value and what was expected
+     |    +-- PlanError       a plan does not fit its workload, model or cluster
+     |    +-- CaptureError    a training step cannot be captured
      +-- RankError           the ranks of a job disagree, or one of them failed
 
-`InputError` is also a `ValueError`, so that whoever builds the nouns by hand
-gets the exception Python programmers expect.
+`InputError` is also a `ValueError`: the exception that Python programmers
+expect when they construct a value from wrong arguments.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LONGEST_TEXT = 1000
 
 
 class LegatoError(Exception):
-    """The root: catch it to catch everything legato raises on purpose."""
+    """The base class of everything that legato raises on purpose."""
 
 
 class InputError(LegatoError, ValueError):
     """A value, argument or file that legato was given is wrong.
 
-    Its text leaves out the middle of what is long: names come from files, and may be of any length.
+    Its text leaves out the middle of a long message: names come from files and may have any length.
     """
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class InputError(LegatoError, ValueError):
 
 
 class FileError(InputError):
-    """A file cannot be read, or does not hold what it should."""
+    """A file cannot be read, or its content is not what it should be."""
 
 
 class PlanError(InputError):
@@ -63,7 +63,7 @@ class RankError(LegatoError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a name that is not in a registry, with the nearest names.
+    """Return the error for a name that is not in a registry; it suggests the nearest names.
 
     >>> print(unknown_name("scheduler", "mgwfbp", ["fifo", "mg-wfbp"]))
     unknown scheduler 'mgwfbp'; did you mean 'mg-wfbp'? known: fifo, mg-wfbp

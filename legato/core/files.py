@@ -26,24 +26,24 @@ Noun = TypeVar("Noun", bound=msgspec.Struct)
 AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline
 _NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in (Workload, Cluster, Plan, Timeline)}
 
-#: A file of a noun is a hundredth of this; `/dev/zero` never ends.
+#: The largest file that is read. Real ones have a hundredth of this; `/dev/zero` has no end.
 MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
 class _Header(msgspec.Struct):
-    """What every file says first: which noun, and which version of it."""
+    """The first field of every file: which noun it holds, in which version of the format."""
 
     format: msgspec.Raw = msgspec.Raw()
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """The value as JSON; equal values give equal bytes."""
+    """Return the value as JSON. Equal values give equal bytes."""
     return msgspec.json.encode(value)
 
 
 def identity(value: msgspec.Struct) -> str:
-    """16 hexadecimal digits that differ when the values differ."""
+    """Return 16 hexadecimal digits of a hash: they differ if the values differ."""
     return hashlib.sha256(encode(value)).hexdigest()[:16]
 
 
@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None)
 
 
 def load(path: str | os.PathLike[str]) -> bytes:
-    """All bytes of a file, or of a pipe. Raises `FileError` when it cannot be read, or has more than `MOST_BYTES`."""
+    """Return all bytes of a file or pipe. Raises `FileError` if it cannot be read, or has more than `MOST_BYTES`."""
     data = bytearray()
     try:
         with open(path, "rb") as file:
@@ -87,12 +87,12 @@ def load(path: str | os.PathLike[str]) -> bytes:
     except (OSError, ValueError) as error:
         raise FileError(one_line(f"{path}: cannot read: {_reason(error)}")) from None
     if len(data) > MOST_BYTES:
-        raise FileError(one_line(f"{path}: more than {MOST_BYTES // 2**20} MiB (too large for a file of legato's)"))
+        raise FileError(one_line(f"{path}: more than {MOST_BYTES // 2**20} MiB (too large for a legato file)"))
     return bytes(data)
 
 
 def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
-    """Write a value so that the file is either the old one or the whole new one."""
+    """Write a value to a file as JSON, atomically (see `write_bytes`). Raises `FileError` if it cannot be written."""
     try:
         text = encode(value).decode() + "\n"
     except ValueError as error:
@@ -101,7 +101,7 @@ def write(path: str | os.PathLike[str], value: msgspec.Struct) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """`write_bytes` of the text in UTF-8."""
+    """Write text to a file in UTF-8, atomically (see `write_bytes`)."""
     try:
         data = text.encode("utf-8")
     except ValueError as error:
@@ -110,9 +110,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write bytes so that the file is either the old one or the whole new one.
+    """Write bytes to a file atomically: afterwards it holds all of them, or, if that fails, its old content.
 
-    What is not a regular file (`/dev/stdout`, a pipe) is written to and not replaced.
+    A path that is not a regular file (`/dev/stdout`, a pipe) is written to, not
+    replaced. Raises `FileError` if it cannot be written.
     """
     temporary = None
     try:
@@ -149,7 +150,7 @@ def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspe
 
 
 def _decode(data: bytes, kind: type[Noun]) -> Noun:
-    """`msgspec.json.decode`, but what is wrong with the data is a `FileError` without the source."""
+    """Decode like `msgspec.json.decode`, but raise a `FileError`, without the source, on wrong data."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -161,7 +162,7 @@ def _decode(data: bytes, kind: type[Noun]) -> Noun:
 
 
 def _malformed(data: bytes, error: Exception) -> str:
-    """Why bytes are not JSON text."""
+    """Say why the bytes are not JSON text."""
     if data.startswith(b"\xef\xbb\xbf"):
         return "not JSON: a byte order mark (expected UTF-8 without one)"
     try:
@@ -172,7 +173,7 @@ def _malformed(data: bytes, error: Exception) -> str:
 
 
 def _explain(message: str, data: bytes, kind: type) -> str:
-    """msgspec's message with the value that it is about: `field: value (expected ...)`."""
+    """Turn msgspec's message into `field: value (expected ...)`."""
     match = re.fullmatch(r"(.*?)(?: - at `(\$[^`]*)`)?", message, re.DOTALL)
     assert match is not None
     what = match.group(1)
@@ -188,12 +189,12 @@ def _explain(message: str, data: bytes, kind: type) -> str:
     if what.startswith(("Expected ", "Invalid ", "Number ", "Integer ")):
         reason = what.split(", got")[0].replace("`", "").replace(" | ", " or ")
         return f"{where or 'file'}: {text} ({reason[0].lower()}{reason[1:]})"
-    # The noun's own sentence; it starts with a field's name where it is about one.
+    # A message of the noun's own check; it starts with the name of a field if it is about one.
     return f"{prefix if re.match(r'[a-z_]+[:[]', what) else prefix[:-1] + ': ' if prefix else ''}{what}"
 
 
 def _locate(data: bytes, kind: Any, path: str) -> tuple[str, str, Any]:
-    """The place that msgspec's path means: (its name, the text that stands there, its type)."""
+    """Find the place that msgspec's path refers to: (its name, the text there, the expected type)."""
     where = ""
     try:
         for name, index in re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", path):

@@ -1,11 +1,12 @@
-"""Where messages lie in memory: a flat buffer each, and those that share a tensor next to one another.
+"""Where messages lie in memory: each in a flat buffer, and those that share a tensor in adjacent buffers.
 
-[Note: chains] A tensor that a plan cuts into several messages can be one piece
-of memory all the same, if the message with its beginning ends with it and the
-next one begins with what comes then. So slices that go on lie first in a
-message and slices that are gone on with lie last, and messages that fit
-together in this way share one allocation. Elements that count gradients lie
-behind the others, and in front of a slice that is gone on with.
+[Note: chains] A tensor that a plan partitions over several messages can still
+be contiguous in memory: the message with its first bytes must end with them,
+and the next message must begin with the bytes that follow. Therefore a slice
+that continues a tensor lies first in its message, and a slice that is continued
+by the next message lies last; messages that fit together in this way form a
+chain and share one allocation. The elements that count gradients lie behind
+the slices, but before a slice that is continued.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ __all__ = ["BufferLayout", "buffer_layout", "chains", "scattered_tensors"]
 
 
 class BufferLayout(NamedTuple):
-    """A message's slices in their order in memory; numbers are elements from the start of its buffer."""
+    """A message's slices in their order in memory; positions are elements from the start of its buffer."""
 
     slices: tuple[Slice, ...]
     starts: tuple[int, ...]
-    flags: Mapping[str, int]  # by tensor: where it is counted, in the message that has its beginning
+    flags: Mapping[str, int]  # by tensor: the element that counts it, in the message with its first byte
     elements: int
-    joins: tuple[str, int] | None  # the tensor, and the byte of it, with which the buffer begins
-    leaves: tuple[str, int] | None  # ... and with which the next buffer should begin
+    joins: tuple[str, int] | None  # the tensor, and its byte, with which the buffer begins
+    leaves: tuple[str, int] | None  # the tensor, and its byte, with which the next buffer should begin
 
 
 def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int, multiple: int = 1) -> BufferLayout:
-    """The layout of a message of elements of `element_size` bytes; `sizes` are whole tensors, in bytes.
+    """Lay out a message of elements of `element_size` bytes; `sizes` are the bytes of whole tensors, by name.
 
-    The buffer has a multiple of so many elements.
+    The number of elements of the buffer is a multiple of `multiple`.
     """
     slices = sorted(message.slices, key=lambda s: (s.start == 0) * (1 + (s.stop < sizes[s.tensor])))
     first, last = slices[0], slices[-1]
@@ -69,13 +70,13 @@ def _place_flags(slices: Sequence[Slice], flags: dict[str, int], at: int) -> int
 
 
 def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
-    """All layouts by index, those next to one another that fit together: each list is one piece of memory."""
+    """Return the indices of all layouts in chains of buffers that fit together; each chain is one allocation."""
     beginning = {layout.joins: i for i, layout in enumerate(layouts) if layout.joins is not None}
     following = {i: beginning[a.leaves] for i, a in enumerate(layouts) if a.leaves in beginning}
     inner = set(following.values())
     chains: list[list[int]] = []
     seen: set[int] = set()
-    for start in sorted(range(len(layouts)), key=lambda i: i in inner):  # then what goes round in a circle
+    for start in sorted(range(len(layouts)), key=lambda i: i in inner):  # last the layouts that form a circle
         chain = []
         at: int | None = start
         while at is not None and at not in seen:
@@ -88,11 +89,14 @@ def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:
 
 
 def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ranks: int) -> list[str]:
-    """The tensors that are cut and do not lie in one piece of memory: their gradients have to be put together.
+    """Return the partitioned tensors that are not contiguous in memory: their gradients must be gathered.
 
-    `sizes` are whole tensors, in bytes; halves of all-reduces have equally many elements for each of the ranks.
+    `sizes` are the bytes of whole tensors, by name. A reduce-scatter has the same
+    number of elements for each of the `ranks`.
     """
-    owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]  # second halves take the first ones'
+    owning = [
+        m for m in messages if m.kind in ("all_reduce", "reduce_scatter")
+    ]  # an all-gather or pull uses the buffer of its first half
     cuts = [slice_ for message in owning for slice_ in message.slices if slice_.nbytes < sizes[slice_.tensor]]
     if not cuts:
         return []

@@ -3,10 +3,10 @@
 *Round robin* (TensorFlow's default): whole tensors, the i-th one on server
 i mod k.
 
-*Equal*: every tensor is cut into k pieces of (nearly) the same size, so that
-every server holds, and sends, the same number of bytes at any moment. Pieces
-begin at multiples of 8 bytes, so that no element is cut; a tensor of fewer than
-8 bytes a server goes whole to the server that holds the least.
+*Equal*: every tensor is partitioned into k pieces of (nearly) the same size, one
+per server, so that every server holds and sends the same number of bytes at any
+moment. Pieces begin at multiples of 8 bytes, which keeps every element whole; a
+tensor with fewer than 8 bytes per server goes to the server that holds the least.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["PLACEMENTS", "Placement", "place"]
 Placement = Literal["round-robin", "equal"]
 PLACEMENTS: tuple[Placement, ...] = ("round-robin", "equal")
 
-#: No element of any dtype crosses a multiple of this.
+#: Bytes; no element of any dtype crosses a multiple of this.
 _ALIGN = 8
 
 
 def place(sizes: Iterable[int], servers: int, placement: Placement = "round-robin") -> list[list[tuple[int, int, int]]]:
-    """For each tensor, in the order of their creation, its pieces: (first byte, end, server).
+    """Place tensors, in the order of their creation: for each, its pieces as (first byte, end, server).
 
-    `sizes` are in bytes. Raises `InputError` when there are no servers, or on an
+    `sizes` are in bytes. Raises `InputError` if there are no servers, or on an
     unknown placement.
     """
     if servers < 1:

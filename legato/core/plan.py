@@ -1,4 +1,4 @@
-"""What goes over the network, in which pieces and in which order."""
+"""What is sent, in which messages and in which order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 
-#: Every byte is aggregated by exactly one of these ...
+#: Every byte is aggregated by exactly one message of these kinds.
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
-#: ... and handed out again by the second half of the two that need one.
+#: Kinds that only aggregate, and the kind that distributes the result.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
 _AGGREGATED_BY = {second: first for first, second in _DISTRIBUTE.items()}
 
@@ -40,11 +40,11 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes on the wire at once: slices of one or more tensors.
+    """Slices of one or more tensors that are sent together.
 
-    `collective` names the cost in `Cluster.collectives`; `depth` is the number
-    of chunks a collective pipelines (Caramel, section 5); `server` is the
-    parameter server of a push or pull.
+    `collective` is a name in `Cluster.collectives`, or None for the default;
+    `depth` is the number of chunks that the collective pipelines (Caramel,
+    section 5); `server` is the parameter server of a push or pull.
     """
 
     slices: tuple[Slice, ...]
@@ -78,12 +78,12 @@ class Plan(
 ):
     """An order of messages; the order *is* the schedule.
 
-    A message goes out when the one before it has been handed to the network
-    and every tensor in it is ready, whatever else is ready by then. With
-    `forward_overlap` a forward op waits for the parameters it reads and for no
-    others; without it every forward op waits for the last message. `op_order`
-    is the order in which a worker runs its ops over one period, backward first;
-    empty means `Workload.iteration_order()`.
+    A message is launched when the one before it has been launched and every
+    tensor in it is ready, even if a later message is ready earlier. With
+    `forward_overlap` a forward op waits only for the parameters that it reads;
+    without it every forward op waits for the last message. `op_order` is the
+    order in which a worker runs its ops over one period, backward first; empty
+    means `Workload.iteration_order()`.
     """
 
     scheduler: str
@@ -174,11 +174,11 @@ def _contents(message: Message, sizes: Mapping[str, int]) -> str:
 
 
 def check_plan(plan: Plan, workload: Workload) -> None:
-    """Raise `PlanError` unless the plan carries out the workload.
+    """Raise `PlanError` unless the plan fits the workload.
 
-    Every byte of every tensor is aggregated exactly once, handed out again
-    where aggregation alone does not do that, and `op_order` is an order the
-    dependencies allow.
+    It must aggregate every byte of every tensor exactly once, distribute the
+    bytes that its messages only aggregate (reduce_scatter, push), and have an
+    `op_order` that the dependencies allow.
     """
     check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
     if plan.op_order:
@@ -186,16 +186,18 @@ def check_plan(plan: Plan, workload: Workload) -> None:
 
 
 def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
-    """Raise `PlanError` unless the messages carry every byte of `sizes` (tensor name to bytes) as they must."""
+    """Raise `PlanError` unless the messages aggregate, and distribute, every byte of `sizes` (bytes by tensor)."""
     covered: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for i, message in enumerate(plan.messages):
         spans = covered.setdefault(message.kind, {})
         for piece in message.slices:
             size = sizes.get(piece.tensor)
             if size is None:
-                raise PlanError(f"messages[{i}]: the workload has no tensor {piece.tensor!r} (a plan for another one?)")
+                raise PlanError(
+                    f"messages[{i}]: the workload has no tensor {piece.tensor!r} (is the plan for another workload?)"
+                )
             if piece.stop > size:
-                raise PlanError(f"messages[{i}]: byte {piece.stop} of {piece.tensor!r}, which has only {size}")
+                raise PlanError(f"messages[{i}]: byte {piece.stop} of {piece.tensor!r}, which has only {size} bytes")
             spans.setdefault(piece.tensor, []).append((piece.start, piece.stop))
     aggregated = [covered[kind] for kind in _AGGREGATE if kind in covered]
     for tensor, size in sizes.items():
@@ -204,18 +206,18 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
         first, handed = covered.get(kind, {}), covered.get(second, {})
         for tensor in dict.fromkeys([*first, *handed]):
             if _union(first.get(tensor, ())) != _union(handed.get(tensor, ())):
-                raise PlanError(f"{tensor!r}: what {kind} aggregates is not what {second} hands out")
+                raise PlanError(f"{tensor!r}: {kind} and {second} messages carry different bytes (expected the same)")
 
 
 def _check_cover(tensor: str, size: int, pieces: list[tuple[int, int]]) -> None:
     at = 0
     for start, stop in sorted(pieces):
         if start != at:
-            problem = "never" if start > at else "twice"
-            raise PlanError(f"{tensor!r}: byte {min(start, at)} is sent {problem} (expected exactly once)")
+            problem = "never sent" if start > at else "sent twice"
+            raise PlanError(f"{tensor!r}: byte {min(start, at)} is {problem} (expected exactly once)")
         at = stop
     if at != size:
-        raise PlanError(f"{tensor!r}: byte {at} is sent never (expected exactly once)")
+        raise PlanError(f"{tensor!r}: byte {at} is never sent (expected exactly once)")
 
 
 def _union(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -235,10 +237,10 @@ def _check_op_order(order: tuple[int, ...], workload: Workload) -> None:
     at = {op: k for k, op in enumerate(order)}
     for i, op in enumerate(ops):
         for dep in op.deps:
-            # What the backward pass needs of the forward pass is there: the period starts with backward.
+            # The results that the backward pass needs of the forward pass exist: the period starts with backward.
             crosses_period = ops[dep].phase == "forward" and op.phase != "forward"
             if not crosses_period and at[dep] > at[i]:
-                raise PlanError(f"op_order: op {i} runs before op {dep}, on which it depends")
+                raise PlanError(f"op_order: op {i} runs before op {dep}, which it depends on")
     for tensor in workload.tensors:
         updates = [r for r in tensor.readers if ops[r].phase == "optimizer"]
         if any(at[r] < at[tensor.ready_after] for r in tensor.readers):

@@ -1,4 +1,4 @@
-"""What happened, or what would: spans of computation and communication."""
+"""One measured or predicted iteration: spans of computation and communication."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from legato.core.units import Int64, format_bytes, format_seconds
 
 __all__ = ["Span", "SpanKind", "Timeline"]
 
-#: Seconds; what is beyond overflows where it is multiplied.
+#: Seconds; larger values could overflow in later arithmetic.
 _LATEST_S = 1e18
 
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that a worker's lane did from `start_s` to `end_s` (seconds).
+    """An op or a message in one of a worker's lanes, from `start_s` to `end_s` (seconds).
 
-    `nbytes` are the bytes of a message, None where nobody knows them.
+    `nbytes` is the size of a message, or None if it is unknown.
     """
 
     worker: Int64
@@ -51,12 +51,12 @@ class Timeline(
     tag_field="format",
     tag="legato.timeline/1",
 ):
-    """One iteration of training, as predicted by a simulation or as measured.
+    """One iteration of training, predicted by a simulation or measured.
 
-    The metrics are those of TicTac and Caramel, for the first worker: communication
-    time N, computation time C, iteration time T (seconds). Where spans of one
-    sort lie over one another (several messages in flight), the time that at
-    least one of them covers counts once.
+    The metrics are those of TicTac and Caramel, for the first worker:
+    communication time N, computation time C, iteration time T (seconds). Time
+    in which several messages are in flight counts once; so does time in which
+    several ops run.
     """
 
     name: str
@@ -91,23 +91,23 @@ class Timeline(
 
     @property
     def communication_s(self) -> float:
-        """N: the time in which the network is busy."""
+        """N: seconds in which the network is busy."""
         return _length(self._covered(communication=True))
 
     @property
     def computation_s(self) -> float:
-        """C: the time in which the worker computes."""
+        """C: seconds in which the worker computes."""
         return _length(self._covered(communication=False))
 
     @property
     def exposed_comm_s(self) -> float:
-        """The time in which the network is busy and the worker is not."""
+        """Seconds in which the network is busy and the worker is not."""
         busy, compute = self._covered(communication=True), self._covered(communication=False)
         return _length(merge_intervals(busy + compute)) - _length(compute)
 
     @property
     def overlap(self) -> float:
-        """Overlap coefficient alpha = (N + C - T) / min(N, C); 0 where nothing can overlap."""
+        """Overlap coefficient alpha = (N + C - T) / min(N, C); 0 if nothing can overlap."""
         return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
 
     @property
@@ -117,13 +117,13 @@ class Timeline(
 
 
 def overlap_coefficient(communication_s: float, computation_s: float, iteration_s: float) -> float:
-    """alpha = (N + C - T) / min(N, C), of times in seconds (TicTac, section 3.2); 0 where nothing can overlap."""
+    """Return alpha = (N + C - T) / min(N, C) of times in seconds (TicTac, section 3.2); 0 if nothing can overlap."""
     least = min(communication_s, computation_s)
     return (communication_s + computation_s - iteration_s) / least if least > 0 else 0.0
 
 
 def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, as sorted disjoint ones."""
+    """Return the union of intervals as sorted, disjoint intervals."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -144,7 +144,7 @@ _MOST_LANES = 64
 
 
 def _draw(timeline: Timeline) -> str:
-    """The timeline as one SVG element, without scripts or anything to load."""
+    """Draw the timeline as one SVG element, without scripts or external files."""
     lanes: dict[tuple[int, str], list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
         lanes.setdefault((span.worker, span.lane), []).append(span)

@@ -1,7 +1,7 @@
-"""Quantities as people write them: `10Gbit`, `30us`, `25MiB`.
+"""Quantities as text: `10Gbit`, `30us`, `25MiB`.
 
-Inside legato there are only seconds, bytes and bits per second; text becomes
-numbers here, at the door, and numbers become text again here.
+The rest of legato computes in seconds, bytes and bits per second; these
+functions convert text to numbers and numbers to text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RATE |= {f"{unit}/s": scale for unit, scale in list(_RATE.items())}
 _SIZE = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SPEED = {"g": 1e9, "t": 1e12, "p": 1e15}
 _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for suffix in ("flops", "flop/s")}
-#: What is beyond these is a slip of the pen, and overflows where it is multiplied.
+#: Values beyond these limits are typing errors, and could overflow in later arithmetic.
 _LONGEST_S = 1e9
 _SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
@@ -54,7 +54,7 @@ def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: st
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second from `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten)."""
+    """Return bits per second for `10Gbit`, `0.5Gbit`, `100Mbit` (powers of ten). Raises `InputError`."""
     value = _parse(text, _RATE, None, "a bandwidth like 10Gbit or 500Mbit")
     if value <= 0:
         raise InputError(f"{text!r} is not a bandwidth above zero")
@@ -64,7 +64,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from `30us`, `500ns`, `1.5ms`, `2s`; a bare `0` is zero."""
+    """Return seconds for `30us`, `500ns`, `1.5ms`, `2s`, or `0` without a unit. Raises `InputError`."""
     if text.strip() == "0":
         return 0.0
     value = _parse(text, _TIME, None, "a time like 30us, 1.5ms or 2s")
@@ -74,7 +74,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from `25MiB`, `4kB`, `4096`; MiB are powers of two, MB of ten."""
+    """Return bytes for `25MiB` (powers of two), `4kB` (powers of ten), `4096`. Raises `InputError`."""
     value = _parse(text, _SIZE, "b", "a size like 25MiB, 4kB or 4096")
     if value != int(value):
         raise InputError(f"{text!r} is not a whole number of bytes")
@@ -82,7 +82,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_flops(text: str) -> float:
-    """Floating-point operations per second from `10T`, `312TFLOPS`, `900G` (powers of ten)."""
+    """Return floating-point operations per second for `10T`, `312TFLOPS`, `900G`. Raises `InputError`."""
     value = _parse(text, _SPEED, None, "a speed like 10T or 900G (FLOP/s)")
     if value <= 0:
         raise InputError(f"{text!r} is not a speed above zero")
@@ -90,7 +90,7 @@ def parse_flops(text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits and the unit that fits: `12.3 ms`."""
+    """Format with three significant digits and a fitting unit: `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale * 0.9995:
             return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
@@ -98,7 +98,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Three significant digits and a binary unit: `97.5 MiB`."""
+    """Format with three significant digits and a binary unit: `97.5 MiB`."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
@@ -106,7 +106,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_bandwidth(bps: float) -> str:
-    """Three significant digits and the unit that fits: `2.5 Gbit/s`."""
+    """Format with three significant digits and a fitting unit: `2.5 Gbit/s`."""
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bps >= scale:
             return f"{bps / scale:.3g} {unit}"

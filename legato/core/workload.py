@@ -16,15 +16,15 @@ __all__ = ["Op", "Phase", "Tensor", "Workload"]
 
 Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
-#: What is longer overflows where it is multiplied.
+#: Seconds; larger values could overflow in later arithmetic.
 _LONGEST_S = 1e15
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One computation of an iteration; its index in `Workload.ops` is its id.
 
-    `duration_s` is in seconds, `deps` are the ids of earlier ops whose results
-    it needs.
+    `duration_s` is in seconds; `deps` are the ids of the earlier ops whose
+    results it needs.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One trained parameter and its gradient, `nbytes` on the wire.
+    """One trained parameter and its gradient, which has `nbytes` bytes.
 
     `ready_after` is the id of the backward op that produces the gradient.
     `readers` are the ids of the ops that need the gradients of all workers: the
@@ -59,16 +59,16 @@ class Workload(
 ):
     """One training iteration on one worker.
 
-    Ops stand in the order in which one pass executes them: forward, backward,
-    optimizer. Tensors stand in the order in which their gradients become
-    ready, as far as the source knows it.
+    Ops are in the order in which a training step executes them: forward,
+    backward, optimizer. Tensors are in the order in which their gradients become
+    ready, if the source knows it.
 
-    `untraced_s` is the time of an iteration measured without any tracing
-    (seconds; None if nobody measured it), and `time_scale` the factor by which
-    the measured op times were multiplied to add up to it (1 if they were not).
+    `untraced_s` is the time of an iteration measured without tracing (seconds;
+    None if it was not measured), and `time_scale` the factor by which the
+    measured op times were multiplied to add up to it (1 if they were not).
 
-    Raises `InputError` when an op or tensor points where it must not, or a
-    number is not a finite number of at least zero.
+    Raises `InputError` if an op or tensor refers to an op that it must not
+    refer to, or if a number is out of range.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Workload(
         names = set()
         for i, tensor in enumerate(self.tensors):
             if tensor.name in names:
-                raise InputError(f"tensors[{i}].name: {tensor.name!r} twice (expected a name of its own)")
+                raise InputError(f"tensors[{i}].name: {tensor.name!r} twice (expected a unique name)")
             names.add(tensor.name)
             if tensor.nbytes < 1:
                 raise InputError(f"tensors[{i}].nbytes: {tensor.nbytes} (expected at least 1)")
@@ -143,21 +143,21 @@ class Workload(
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
+        """The bytes of all gradients."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def phase_ops(self, phase: Phase) -> list[int]:
-        """Ids of the ops of a phase, in execution order."""
+        """Return the ids of the ops of a phase, in execution order."""
         place = _ORDER[phase]
         begin = bisect_left(self.ops, place, key=lambda op: _ORDER[op.phase])
         return list(range(begin, bisect_right(self.ops, place, lo=begin, key=lambda op: _ORDER[op.phase])))
 
     def iteration_order(self) -> tuple[int, ...]:
-        """Ids of all ops in the order in which one steady-state iteration runs them.
+        """Return the ids of all ops in the order in which one steady-state iteration runs them.
 
         The period starts with the backward pass and ends with the next forward
-        pass. Each optimizer op stands just before the first forward op that
-        reads a parameter it updates, and after the forward pass if none does.
+        pass. Each optimizer op comes just before the first forward op that reads
+        a parameter which it updates, or after the forward pass if none does.
         """
         first_use: dict[int, int] = {}
         forward, updates = self.phase_ops("forward"), self.phase_ops("optimizer")
@@ -166,7 +166,7 @@ class Workload(
             use = min((r for r in tensor.readers if r < len(forward)), default=len(self.ops)) if applied else 0
             for r in applied:
                 first_use[r] = min(first_use.get(r, use), use)
-        # An optimizer op that another one depends on is needed as early as that one.
+        # An optimizer op is needed as early as the optimizer ops that depend on it.
         for i in reversed(updates):
             for dep in self.ops[i].deps:
                 if self.ops[dep].phase == "optimizer":

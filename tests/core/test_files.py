@@ -262,7 +262,7 @@ def test_deep_nesting(noun):
         (["ops"], "{}", "ops: an object (expected array)"),
         (["ops", 0], "[]", "ops[0]: an array (expected object)"),
         (["tensors"], "[]", "tensors: none given (expected at least one"),
-        (["tensors", 1, "name"], '"w1"', "tensors[1].name: 'w1' twice (expected a name of its own)"),
+        (["tensors", 1, "name"], '"w1"', "tensors[1].name: 'w1' twice (expected a unique name)"),
         (["tensors", 0, "nbytes"], "0", "tensors[0].nbytes: 0 (expected at least 1)"),
         (["tensors", 0, "nbytes"], "1.5", "tensors[0].nbytes: 1.5 (expected int)"),
         (["tensors", 0, "nbytes"], "1" + "0" * 400, "tensors[0].nbytes: 1000000000000"),
@@ -397,7 +397,7 @@ def test_a_file_without_an_end(monkeypatch):
     monkeypatch.setattr("legato.core.files.MOST_BYTES", 3 * 2**20)
     with pytest.raises(FileError) as error:
         read("/dev/zero", Workload)
-    assert str(error.value) == "/dev/zero: more than 3 MiB (too large for a file of legato's)"
+    assert str(error.value) == "/dev/zero: more than 3 MiB (too large for a legato file)"
 
 
 def test_a_file_of_just_the_limit(tmp_path, monkeypatch):

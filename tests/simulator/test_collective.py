@@ -135,7 +135,7 @@ def test_each_half_takes_half():
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        (Plan("p", (whole("w2"),)), "'w1': byte 0 is sent never"),
+        (Plan("p", (whole("w2"),)), "'w1': byte 0 is never sent"),
         (Plan("p", (whole("w2", collective="slwo"), whole("w1"))), r"messages\[0\].collective: .* did you mean 'slow'"),
         (
             Plan("p", (whole("w1", "w2", kind="all_gather"), whole("w1", "w2", kind="reduce_scatter"))),
