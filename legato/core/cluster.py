@@ -87,9 +87,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(alpha, beta) of the straight line that fits (bytes, seconds) samples of at least two sizes best."""
     weight = math.fsum(1 / y for _, y in points)
     level = len(points) / weight
-    middle = (
-        math.fsum(x / y for x, y in points) / weight
-    )  # measure sizes from here: differences of close sizes would cancel otherwise
+    middle = math.fsum(x / y for x, y in points) / weight  # sizes minus this: close ones do not cancel
     spread = math.fsum((x - middle) ** 2 / y for x, y in points)
     beta = math.fsum(x - middle for x, _ in points) / spread
     alpha = level - beta * middle
@@ -109,7 +107,7 @@ def _recursive_doubling(n: int, latency: float, byte: float, reduce: float) -> t
 
 
 def _halving_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # The table's 2 * byte - (2 * byte + reduce) / n + reduce, written so that rounding cannot give less than 0 for n = 1.
+    # The table's 2 * byte - (2 * byte + reduce) / n + reduce, without a rounding error below zero for n = 1.
     return 2 * latency * math.log2(n), (2 * byte + reduce) * (n - 1) / n
 
 

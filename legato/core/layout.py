@@ -94,9 +94,8 @@ def scattered_tensors(messages: Sequence[Message], sizes: Mapping[str, int], ran
     `sizes` are the bytes of whole tensors, by name. A reduce-scatter has the same
     number of elements for each of the `ranks`.
     """
-    owning = [
-        m for m in messages if m.kind in ("all_reduce", "reduce_scatter")
-    ]  # an all-gather or pull uses the buffer of its first half
+    # All-gathers use the buffers of their reduce-scatters.
+    owning = [m for m in messages if m.kind in ("all_reduce", "reduce_scatter")]
     cuts = [slice_ for message in owning for slice_ in message.slices if slice_.nbytes < sizes[slice_.tensor]]
     if not cuts:
         return []

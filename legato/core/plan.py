@@ -193,9 +193,7 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
         for piece in message.slices:
             size = sizes.get(piece.tensor)
             if size is None:
-                raise PlanError(
-                    f"messages[{i}]: the workload has no tensor {piece.tensor!r} (is the plan for another workload?)"
-                )
+                raise PlanError(f"messages[{i}]: the workload has no tensor {piece.tensor!r} (another workload?)")
             if piece.stop > size:
                 raise PlanError(f"messages[{i}]: byte {piece.stop} of {piece.tensor!r}, which has only {size} bytes")
             spans.setdefault(piece.tensor, []).append((piece.start, piece.stop))

@@ -1,1 +1,1 @@
-"""Floor 1: a Workload, a Plan and a Cluster become a predicted Timeline. One file a fidelity."""
+"""Predict the Timeline of a Workload under a Plan: on a Cluster (`collective`), or on every link (`flow`)."""

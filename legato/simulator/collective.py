@@ -1,23 +1,24 @@
-"""Collective fidelity: the network is one shared resource, a message costs alpha + beta * bytes.
+"""Collective fidelity: the network is one shared resource, and a message costs alpha + beta * bytes.
 
 This is the model that planners use (MG-WFBP section II, PACE section IV).
-Messages go out strictly in the plan's order: one starts when the one before
-has ended and every tensor in it is ready. An all-reduce of n bytes takes the
-cost of its collective, in chunks that of `legato.simulator.pipelining`; the two
-halves of which it can be made (reduce_scatter and all_gather, push and pull)
-take half of that each, alpha/2 + beta/2 * n. A message's `server` changes
-nothing at this fidelity.
+Messages are sent one at a time, in the plan's order: each starts when the one
+before it has ended and every tensor in it is ready. An all-reduce of n bytes
+takes the cost of its collective, or, in chunks, the time that
+`legato.simulator.pipelining` computes. Each of the two halves into which it can
+be split (reduce_scatter and all_gather, push and pull) takes half of that:
+alpha/2 + beta/2 * n. The `server` of a message has no effect at this fidelity.
 
-A worker computes on one stream, op after op in `op_order`, each as soon as the
-stream is free and what it needs is there; or, with compute "unlimited" (PACE),
-every op as soon as what it needs is there. What needs what is in `period.py`;
-a plan without forward overlap holds optimizer and forward ops until its last
-message is in and unpacked. (Earlier messages are unpacked meanwhile.) With
-forward overlap gradients are used where they arrived, but for those that are cut
-and do not lie in one piece of memory (`legato.core.layout`): they are put
-together just before the first op that reads them, by the worker's own stream.
+A worker computes on one stream: it runs its ops in `op_order`, each as soon as
+the stream is free and its inputs exist. With compute "unlimited" (PACE), every
+op runs as soon as its inputs exist. `period.py` defines these dependencies.
+Without forward overlap, optimizer and forward ops wait until the last message
+of the plan has arrived and is unpacked (earlier messages are unpacked while
+later ones are sent). With forward overlap, gradients are read from the buffers
+in which they arrived. Only partitioned tensors that are not contiguous in memory
+(`legato.core.layout`) are copied: the worker's stream gathers each of them just
+before the first op that reads it.
 
-All workers do the same at the same time: spans are those of worker 0.
+All workers behave alike, so the spans are those of worker 0.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def simulate(
     compute: Compute = "one",
     lower_bound_s: float | None = None,
 ) -> Timeline:
-    """What one steady-state iteration of the plan looks like on worker 0.
+    """Simulate one steady-state iteration of the plan, and return the timeline of worker 0.
 
-    Computation is in the lane "compute" (a span's kind is the op's phase),
-    messages are in the lane "network"; what takes no time has no span.
-    `lower_bound_s` is passed on to the Timeline. Raises `PlanError` when the
-    plan does not fit the workload or cluster, or would wait for itself.
+    Ops are in the lane "compute" (a span's kind is the op's phase), messages in
+    the lane "network"; ops and messages that take no time have no span.
+    `lower_bound_s` is stored in the Timeline. Raises `PlanError` if the plan
+    does not fit the workload or cluster, or if it can never finish.
     """
     period = Period.of(workload)
     priced = _prepare(period, plan, cluster, compute)
@@ -81,14 +82,14 @@ def simulate(
 
 
 def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
-    """Seconds of `simulate(...).iteration_s`, without building the spans. Raises what `simulate` raises."""
+    """Return `simulate(...).iteration_s` without building the spans. Raises what `simulate` raises."""
     return iteration_times(workload, [plan], cluster, compute=compute)[0]
 
 
 def iteration_times(
     workload: Workload, plans: Iterable[Plan], cluster: Cluster, *, compute: Compute = "one"
 ) -> list[float]:
-    """`iteration_time` of several plans, which share what is known of the workload."""
+    """Return the `iteration_time` of each of several plans. Raises what `simulate` raises."""
     period = Period.of(workload)
     times = []
     for plan in plans:
@@ -104,7 +105,7 @@ def _label(message: Message) -> str:
 
 
 def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> list[_Priced]:
-    """The plan's messages with their costs, after all checks that need no clock."""
+    """Check the plan as far as that needs no simulation, and return its messages with their costs."""
     check_compute(compute)
     check_plan(plan, period.workload)
     priced = []
@@ -129,12 +130,12 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
 
 
 class _Run:
-    """The one pass that all results come from.
+    """The simulation of one iteration.
 
     Two cursors, one over the ops in execution order and one over the messages,
-    each advance as far as what they wait for is known. Times follow from maxima
-    and sums alone, so it does not matter which cursor moves first. When neither
-    can move, the plan waits for itself.
+    advance as long as the times that they depend on are known. All times are
+    maxima and sums of earlier ones, so it does not matter which cursor advances
+    first. If neither can advance, the plan waits for itself.
     """
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
@@ -145,8 +146,8 @@ class _Run:
         self.op_start = [0.0] * len(self.order)
         self.op_end = [_UNKNOWN] * len(self.order)
         self.message_start: list[float] = []
-        self.arrival = [0.0] * len(period.ready_op)  # of the last byte that is in
-        self.missing = [0] * len(period.ready_op)  # messages still to come
+        self.arrival = [0.0] * len(period.ready_op)  # when the last byte so far arrives
+        self.missing = [0] * len(period.ready_op)  # messages that have not been sent yet
         for message in priced:
             for t in message.tensors:
                 self.missing[t] += 1
@@ -156,7 +157,7 @@ class _Run:
         self.computed = 0
 
     def _gather_s(self, cluster: Cluster) -> dict[int, float]:
-        """How long an op has to put gradients together before it starts, if it has to."""
+        """Seconds that an op spends on gathering gradients before it starts, by op."""
         tensors = self.period.workload.tensors
         if not cluster.unpack_s_per_byte:
             return {}
@@ -174,7 +175,7 @@ class _Run:
         return max(self.network + self.unpack_s, max(self.op_end))
 
     def run(self) -> None:
-        """Fill in every time. Raises `PlanError` when that is impossible."""
+        """Compute all times. Raises `PlanError` if the plan waits for itself."""
         while self.computed < len(self.order) or len(self.message_start) < len(self.messages):
             before = self.computed + len(self.message_start)
             self.compute()
@@ -183,7 +184,7 @@ class _Run:
                 raise PlanError(self.deadlock())
 
     def compute(self) -> None:
-        """Run ops, up to the first that waits for a message that is not sent yet."""
+        """Run ops, up to the first that waits for a message that has not been sent."""
         reads, waits, duration = self.period.reads, self.period.waits, self.period.duration_s
         op_end, all_sent = self.op_end, len(self.message_start) == len(self.messages)
         while self.computed < len(self.order):
@@ -207,7 +208,7 @@ class _Run:
             self.computed += 1
 
     def send(self) -> None:
-        """Send messages, up to the first that waits for an op that is not run yet."""
+        """Send messages, up to the first that waits for an op that has not run."""
         ready_op, op_end = self.period.ready_op, self.op_end
         while len(self.message_start) < len(self.messages):
             message = self.messages[len(self.message_start)]
@@ -222,12 +223,12 @@ class _Run:
                 self.missing[t] -= 1
 
     def deadlock(self) -> str:
-        """Why neither cursor can move: the next message waits for an op behind the next op, and that for a message."""
+        """Say why neither cursor can advance: a message waits for an op that comes after an op that waits for it."""
         ops, sent, stuck = self.period.workload.ops, len(self.message_start), self.order[self.computed]
         late = next(t for t in self.messages[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
         tensor = self.period.workload.tensors[late]
         return (
             f"messages[{sent}] waits for {tensor.name!r} from op {tensor.ready_after} "
             f"({ops[tensor.ready_after].name!r}), "
-            f"which op_order puts behind op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
+            f"which op_order puts after op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
         )

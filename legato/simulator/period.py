@@ -1,11 +1,11 @@
-"""Who waits for whom in one period of steady-state training.
+"""What waits for what in one period of steady-state training.
 
     backward of this iteration ──► gradients on the network ──► optimizer ──► forward of the next
 
-The period starts with the backward pass, when everything of the forward pass
-before it is there and the network is empty. Dependencies on that earlier
-forward pass are therefore met and left out; what remains is one directed
-graph without cycles, the same for every plan.
+The period starts with the backward pass. At that moment the results of the
+previous forward pass exist and the network is idle, so dependencies on that
+forward pass are left out. The remaining dependencies form a directed graph
+without cycles, which is the same for every plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from legato.core.workload import Phase, Workload
 
 __all__ = ["COMPUTE", "Compute", "Period", "check_compute"]
 
-#: How a worker computes: on `one` stream, an op at a time, or (PACE's assumption) on `unlimited` ones.
+#: How a worker computes: on `one` stream, one op at a time, or (PACE's assumption) on `unlimited` streams.
 Compute = Literal["one", "unlimited"]
 COMPUTE: tuple[Compute, ...] = ("one", "unlimited")
 
@@ -29,20 +29,21 @@ def check_compute(compute: str) -> None:
 
 
 class Period:
-    """A workload's ops and tensors as lists of indices, ready for many simulations.
+    """The ops and tensors of a workload as lists of indices, for many simulations.
 
-    `duration_s[op]`; `waits[op]`: the ops of this period that end before it
-    starts; `reads[op]`: the tensors that must have arrived before it starts;
-    `ready_op[tensor]`: the op that produces the gradient; `tensor_id[name]`;
-    `topological`: backward, optimizer, forward, an order in which everything
-    stands after what it waits for; `captured`: `Workload.iteration_order()`.
+    `duration_s[op]`: seconds; `waits[op]`: the ops of this period that must end
+    before it starts; `reads[op]`: the tensors that must have arrived before it
+    starts; `ready_op[tensor]`: the op that produces the gradient;
+    `tensor_id[name]`; `topological`: an order (backward, optimizer, forward) in
+    which every op comes after the ops it waits for; `captured`:
+    `Workload.iteration_order()`.
     """
 
     __slots__ = ("captured", "duration_s", "reads", "ready_op", "tensor_id", "topological", "waits", "workload")
 
     @classmethod
     def of(cls, workload: Workload) -> Period:
-        """The period of a workload, computed once: it is kept with the workload, which never changes."""
+        """Return the period of a workload. It is computed once and kept with the workload, which is immutable."""
         kept: dict[str, Any] = workload.__dict__
         if "period" not in kept:
             kept["period"] = cls(workload)
@@ -55,7 +56,7 @@ class Period:
         self.duration_s = [op.duration_s for op in ops]
         self.waits: list[list[int]] = [
             list(op.deps)
-            if op.phase == "forward"  # depends on nothing else: it stands first
+            if op.phase == "forward"  # forward ops depend on forward ops only
             else [dep for dep in op.deps if ops[dep].phase != "forward"]
             for op in ops
         ]

@@ -1,31 +1,32 @@
-"""A collective in chunks: while one is added up, another is on the wire.
+"""The time of a collective in chunks: while one chunk is added up, another one is sent.
 
-A worker sends, adds up what came in, and sends on; the network is idle while
-it adds. Cut into d chunks (the *depth*), a message keeps both busy, and pays
-every latency d times (Caramel, section 4.4 and Figure 13).
+In each round a worker sends, adds up what it received, and then sends the sum
+on; the network is idle while the worker adds. If a message is split into d
+chunks (the *depth*), both can be busy, but every latency is paid d times
+(Caramel, section 4.4 and Figure 13).
 
-One worker's link carries one chunk at a time, at `latency + byte * bytes`
-seconds a round; the worker adds up one chunk at a time, at `reduce * bytes`.
-In the reducing half, a round handles all chunks, one after another, before the
-next round does; in the distributing half, a chunk goes through all rounds
-before the next one does. With R rounds in each half, in all of which a chunk
-takes x to send and y to add up,
+A worker's link carries one chunk at a time, which takes `latency + byte * bytes`
+seconds per round; the worker adds up one chunk at a time, which takes
+`reduce * bytes`. In the reducing half, each round handles all chunks, one after
+another, before the next round starts; in the distributing half, each chunk goes
+through all rounds before the next chunk starts. If each half has R rounds, in
+each of which a chunk takes x to send and y to add up,
 
     T(d) = max(2 R d x,  (R-1) P + x + max(y + d R x, d y + R x)),   P = max(d x, d y, x + y)
 
-Either the link is never idle; or R-1 reducing rounds take P each, the time at
-their narrowest place (the link, the adder, or, where d = 1 leaves nothing to
-overlap with, both in turn), and in the last one, distribution waits for the
-first chunk's sum or for the last one's.
+Either the link is never idle; or each of R-1 reducing rounds takes P, the time
+of their bottleneck (the link, the addition, or both in turn: with d = 1 they
+cannot overlap), and after the last reducing round, distribution waits for the
+sum of the first chunk or for the sum of the last one.
 
-    collective          R           bytes of a chunk of c bytes on n workers, a round
+    collective          R           bytes sent per round, of a chunk of c bytes on n workers
     shuffle             1           c (n-1)/n: all-to-all, local sum, all-gather
     ring                n-1         c / n
     halving-doubling    log2(n)     c/2, c/4, ... c/n, and back
 
-Rounds of halving-doubling differ: `_rounds` adds them up one by one. With depth
-1, all three are the linear costs of `legato.core.cluster.COLLECTIVES`; a number
-of workers that is not a power of two is interpolated as there.
+The rounds of halving-doubling differ, so `_rounds` simulates them one by one. With
+depth 1, all three times are the linear costs of `legato.core.cluster.COLLECTIVES`;
+numbers of workers that are not powers of two are interpolated as there.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ __all__ = ["PIPELINED", "message_s", "pipelined_s"]
 
 
 def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
-    """Seconds of an all-reduce of `nbytes` bytes on a cluster.
+    """Return the seconds of an all-reduce of `nbytes` bytes on a cluster.
 
-    As measured, where that depth (or a smaller one) was; by `pipelined_s` where
-    the cluster was derived; and at the price of one chunk where neither is
-    known. Raises `InputError` on a collective the cluster lacks.
+    If this depth or a smaller one was measured, the measured cost is used; if
+    the cluster's costs were derived, `pipelined_s`; otherwise the cost of one
+    chunk. Raises `InputError` on a collective that the cluster lacks.
     """
     name = cluster.default_collective if collective is None else collective
     cost = cluster.cost(name, depth)
@@ -71,10 +72,10 @@ def pipelined_s(
     latency_s: float,
     reduce_s_per_byte: float,
 ) -> float:
-    """Seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
+    """Return the seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
 
-    The rest is as in `Cluster`. Raises `InputError` on a collective that is not
-    in `PIPELINED`, or on fewer than one worker or chunk.
+    The other arguments are those of `Cluster`. Raises `InputError` on a
+    collective that is not in `PIPELINED`, or on fewer than one worker or chunk.
     """
     if collective not in PIPELINED:
         raise unknown_name("pipelined collective", collective, PIPELINED)
@@ -97,7 +98,7 @@ def pipelined_s(
 
 
 def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
-    """The closed form."""
+    """The closed form T(d) of rounds that all take the same time."""
     period = max(depth * send, depth * add, send + add)
     distribute = rounds * send
     last = send + max(add + depth * distribute, depth * add + distribute)
@@ -105,7 +106,7 @@ def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
 
 
 def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
-    """The same for any rounds (seconds to send, to add up): every chunk through every round."""
+    """The time for any rounds (seconds to send, seconds to add up): simulate every chunk in every round."""
     link = adder = 0.0
     summed = [0.0] * depth
     for send, add in rounds:
@@ -120,7 +121,7 @@ def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
 
 
 def _halvings(workers: int) -> list[tuple[float, float]]:
-    """(latencies, share of the bytes) of each halving round: log2(n) latencies and (n-1)/n of the bytes in all."""
+    """(latencies, share of the bytes) of each halving round; in total log2(n) latencies and (n-1)/n of the bytes."""
     rounds = math.ceil(math.log2(workers))
     latencies = math.log2(workers) / rounds
     left = [2.0**-k for k in range(rounds)] + [1 / workers]

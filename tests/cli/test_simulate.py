@@ -137,7 +137,7 @@ def test_a_workload_a_worker(capsys, workload):
         (("--fabric", "hierarchical", "--group", "5"), "divides 32"),
         (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
         (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: not seen"),
-        (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "cuts into more than"),
+        (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "makes more than"),
         (("--workers", "1048576", "--iterations", "1000"), "more than 100,000,000"),
         (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
         (("--plan", "nowhere.json"), "nowhere.json"),

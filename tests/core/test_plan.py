@@ -80,14 +80,17 @@ def test_plans_that_carry_out_the_workload(groups):
         ([("all_reduce", X, Y), ("push", X), ("pull", X)], "'x': byte 0 is sent twice"),
         ([("all_reduce", Y, Slice("x", 0, 9))], r"messages\[0\]: byte 9 of 'x', which has only 8 bytes"),
         ([("all_reduce", X, Y), ("all_reduce", Slice("z", 0, 1))], r"messages\[1\]: the workload has no tensor 'z'"),
-        ([("reduce_scatter", X), ("all_reduce", Y)], "'x': what reduce_scatter aggregates is not what all_gather"),
+        (
+            [("reduce_scatter", X), ("all_reduce", Y)],
+            "'x': reduce_scatter and all_gather messages carry different bytes",
+        ),
         (
             [("reduce_scatter", X), ("all_gather", Slice("x", 0, 7)), ("all_reduce", Y)],
             "reduce_scatter and all_gather messages carry different bytes",
         ),
         (
             [("reduce_scatter", X), ("pull", X), ("all_reduce", Y)],
-            "'x': what reduce_scatter aggregates is not what all_gather",
+            "'x': reduce_scatter and all_gather messages carry different bytes",
         ),
         ([("push", X), ("all_gather", X), ("all_reduce", Y)], "is not what"),
         ([("all_reduce", X, Y), ("pull", X)], "'x': push and pull messages carry different bytes"),

@@ -147,7 +147,7 @@ def test_each_half_takes_half():
         ),
         (
             Plan("p", (whole("w1"), whole("w2")), True, (2, 5, 3, 4, 0, 1)),
-            r"messages\[0\] waits for 'w1' from op 3 \('b1'\), which op_order puts behind op 5 \('u2'\)",
+            r"messages\[0\] waits for 'w1' from op 3 \('b1'\), which op_order puts after op 5 \('u2'\)",
         ),
         (Plan("p", (whole("w2"), whole("w1")), False, (2, 5, 3, 4, 0, 1)), r"messages\[1\] waits for 'w1'"),
         (Plan("p", (whole("w2", "w1"),), True, (3, 2, 5, 4, 0, 1)), "op 3 runs before op 2"),

@@ -1,9 +1,10 @@
 """Flow fidelity: every transfer on every link, for every worker (Network Operator Edition, section 5).
 
-A *fabric* lowers a plan's messages to transfers that wait for one another
-(`fabrics/`, a file each, on top of `topology.py`); `unroll.py` adds the workers'
-computation; the *engine* runs the graph (`graph.py`, `engine.py`).
-docs/simulator.md explains the model. Importing this compiles nothing.
+A *fabric* turns a plan's messages into transfers that wait for one another
+(`fabrics/`, one file per fabric, using `topology.py`); `unroll.py` adds the
+workers' computation; the *engine* runs the resulting graph (`graph.py`,
+`engine.py`). docs/simulator.md explains the model. Importing this package
+compiles nothing.
 """
 
 from __future__ import annotations

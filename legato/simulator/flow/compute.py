@@ -1,4 +1,4 @@
-"""A worker's stream: its ops in order, cut where the network is waited for or handed something."""
+"""A worker's compute stream: its ops in order, split where it waits for the network or launches a message."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Times = NDArray[np.float64]
 class Stream:
     """One half of an iteration: ops that a worker runs one after another, in segments.
 
-    A segment runs without looking at the network. `duration_s[worker, segment]`;
-    `op_start_s[worker, k]` and `op_end_s[worker, k]`: when the k-th op of `ops`
-    starts and ends, from the start of its segment `segment[k]`. `at[op]`: its k.
+    Within a segment, the worker does not interact with the network.
+    `duration_s[worker, segment]`: seconds; `op_start_s[worker, k]` and
+    `op_end_s[worker, k]`: when the k-th op of `ops` starts and ends, in seconds
+    after the start of its segment `segment[k]`; `at[op]`: the op's k.
     """
 
     def __init__(self, ops: Sequence[int], cuts: set[int], op_duration_s: Times) -> None:
@@ -41,7 +42,7 @@ class Stream:
 
     @classmethod
     def backward(cls, workload: Workload, plan: Plan, fragments: Fragments, op_duration_s: Times) -> Stream:
-        """Cut behind the op after which a message is ready. Backward ops of the plan's order."""
+        """The backward ops in the plan's order, split after each op that makes a message ready."""
         ops = _order(workload, plan, backward=True)
         at = {op: k for k, op in enumerate(ops)}
         ready = {tensor.name: at[tensor.ready_after] for tensor in workload.tensors}
@@ -50,13 +51,13 @@ class Stream:
 
     @classmethod
     def forward(cls, workload: Workload, plan: Plan, op_duration_s: Times) -> Stream:
-        """Cut before an op that reads what nothing before it has read. All other ops of the plan's order."""
+        """All other ops in the plan's order, split before each op that is the first to read some tensor."""
         ops = _order(workload, plan, backward=False)
         return cls(ops, set(first_reads(workload, plan, ops)), op_duration_s)
 
 
 def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int, list[int]]:
-    """{place in `ops`: the tensors that are waited for there}; without forward overlap, all at the first op."""
+    """The tensors that an op waits for, by its place in `ops`; without forward overlap, the first waits for all."""
     if not plan.forward_overlap:
         return {0: list(range(len(workload.tensors)))}
     at = {op: k for k, op in enumerate(ops)}
@@ -73,11 +74,13 @@ def _order(workload: Workload, plan: Plan, *, backward: bool) -> list[int]:
 
 
 def check_alike(workloads: Sequence[Workload]) -> None:
-    """Raise `InputError` unless the workloads differ in their ops' times only."""
+    """Raise `InputError` unless the workloads differ only in the durations of their ops."""
     first = workloads[0]
     for w, other in enumerate(workloads):
         if other is first:
             continue
         same = [(a.name, a.phase, a.deps) for a in other.ops] == [(b.name, b.phase, b.deps) for b in first.ops]
         if not same or other.tensors != first.tensors:
-            raise InputError(f"workload of worker {w}: not worker 0's ops and tensors (expected only other times)")
+            raise InputError(
+                f"workload of worker {w}: not worker 0's ops and tensors (expected only different durations)"
+            )

@@ -1,17 +1,17 @@
-"""The hot loop: services in the order in which they become ready (`graph.py` says what a service is).
+"""The hot loop: runs services in the order in which they become ready (`graph.py` defines services).
 
-Ties are decided by `(ready, key, id)`. What is on no link waits for nobody and
-is run as soon as it is known when. Compiled by numba on first use and kept on
-disk.
+Services are ordered by `(ready, key, id)`. A service on no link never queues; it
+runs as soon as its start is known. numba compiles this module on first use and
+keeps the result on disk.
 
 [Note: queues]
-What a link lets go becomes ready, mostly, in the order in which the link served
-it; and so does, in front of a link, what streams and barriers let go. Each of
-these sequences is a *queue*: its services point to one another (`next`), and
-only its head is in the heap, which therefore grows with the links and not with
-the transfers that wait. A service that would come too early for the end of its
-queue goes to the heap by itself. The order of service is that of one heap of
-everything.
+The successors of a link's services become ready mostly in the order in which the
+link served them; so do the services of a link that wait for streams and
+barriers. Each of these sequences is a *queue*: its services form a linked list
+(`next`), and only its head is in the heap. The heap therefore grows with the
+number of links, not with the number of waiting transfers. A service that comes
+before the end of its queue goes into the heap directly. The order of service is
+the same as with one heap of all services.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 
 __all__ = ["link_edges", "run_services"]
 
-#: In place of the next service of a queue: there is none yet; and this one has run.
+#: Values of `next` that are not a service: it is the last one of its queue; it has run.
 _LAST, _DONE = -1, -2
 
 
 @numba.njit(cache=True)
 def link_edges(records, before, after):  # type: ignore[no-untyped-def]
-    """Edges, grouped by the service that they leave; fills in `first`, `count` and `missing`."""
+    """Group edges by the service they leave, and fill in `first`, `count` and `missing`."""
     total = len(records)
     count, missing = np.zeros(total, np.int32), np.zeros(total, np.int32)
     for e in range(len(before)):
@@ -38,7 +38,7 @@ def link_edges(records, before, after):  # type: ignore[no-untyped-def]
         record = records[i]
         record.first, record.count, record.missing = at, count[i], missing[i]
         at += count[i]
-        count[i] = record.first  # and from here on, where the next one goes
+        count[i] = record.first  # from here on: where the next edge goes
     successors = np.empty(at, np.int32)
     for e in range(len(before)):
         i = before[e]
@@ -49,7 +49,7 @@ def link_edges(records, before, after):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _before(s, a, i, t, b, j):  # type: ignore[no-untyped-def]
-    """Whether (s, a, i) goes before (t, b, j)."""
+    """Whether (s, a, i) comes before (t, b, j)."""
     if s != t:
         return s < t
     return a < b if a != b else i < j
@@ -57,7 +57,7 @@ def _before(s, a, i, t, b, j):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _sift_down(heap, size, t, key, i):  # type: ignore[no-untyped-def]
-    """Put (t, key, i) where the root is missing."""
+    """Insert (t, key, i) into a heap whose root is missing."""
     times, keys, ids = heap
     at, child = 0, 1
     while child < size:
@@ -73,7 +73,7 @@ def _sift_down(heap, size, t, key, i):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _sift_up(heap, at, t, key, i):  # type: ignore[no-untyped-def]
-    """Put (t, key, i) where the last leaf is missing."""
+    """Insert (t, key, i) into a heap whose last leaf is missing."""
     times, keys, ids = heap
     while at > 0:
         parent = (at - 1) >> 1
@@ -86,12 +86,12 @@ def _sift_up(heap, at, t, key, i):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def run_services(records, successors, num_links):  # type: ignore[no-untyped-def]
-    """Run everything that can run; returns how many services did. Fills in `begin_s` and `end_s`."""
+    """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran."""
     total = len(records)
-    free = np.zeros(num_links)  # from when on a link is free
-    ends = np.full(2 * num_links, -1, np.int32)  # of the queues: behind each link, and in front of it
+    free = np.zeros(num_links)  # when a link becomes free
+    ends = np.full(2 * num_links, -1, np.int32)  # last service of each queue: after each link, and before it
     heap = times, keys, ids = np.empty(total), np.empty(total, np.int64), np.empty(total, np.int32)
-    stack = np.empty(total, np.int32)  # what is on no link, and may run
+    stack = np.empty(total, np.int32)  # services on no link that can run
     size = depth = done = 0
     for i in range(total):
         records[i].next = _LAST

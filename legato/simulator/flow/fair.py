@@ -1,10 +1,10 @@
-"""Max-min fair sharing: all transfers on a link at once, at rates that nobody can raise at the cost of a slower one.
+"""Max-min fair sharing: all transfers on a link at once; no rate can rise without lowering one that is not higher.
 
-Services that cut through one another are one *flow*: they move together, at one
-rate, over all their links; it starts when nothing holds any of them back any
-more. Rates change when a flow starts or ends, by progressive filling: raise all
-rates alike; when a link is full, those on it keep theirs; go on with the rest.
-For small cases: each change looks at all flows on the way.
+Services that cut through one another are one *flow*: it moves at one rate over
+all their links, and starts when none of them waits for anything else. Whenever a
+flow starts or ends, the rates are computed again by progressive filling: raise
+all rates equally; when a link is full, fix the rates of its flows; continue with
+the others. This is for small cases: each change looks at all active flows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from legato.simulator.flow.graph import Services
 
 __all__ = ["fair_rates", "run_fair"]
 
-#: A flow of which so little is left, as a part of its bytes, has ended.
+#: A flow has ended when this share of its bytes is left.
 _NOTHING = 1e-12
 
 
 def run_fair(services: Services, s_per_byte: NDArray[np.float64]) -> int:
-    """Run everything that can run; returns how many services did. `s_per_byte[link]`: what a byte takes on it.
+    """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    Fills in `begin_s` and `end_s`.
+    A byte takes `s_per_byte[link]` seconds on a link.
     """
     records, successors, num_links = services
     flow, lag_s = _flows(records, successors)
@@ -38,12 +38,12 @@ def run_fair(services: Services, s_per_byte: NDArray[np.float64]) -> int:
 
 @numba.njit(cache=True)
 def _flows(records, successors):  # type: ignore[no-untyped-def]
-    """(the flow of each service, how long after the flow's own times its times are)."""
+    """(the flow of each service, how many seconds its times are after those of its flow)."""
     total = len(records)
     parent = np.arange(total)
     lag_s = np.zeros(total)
     changed = True
-    while changed:  # as often as a path of cut-through services is long
+    while changed:  # as many times as the longest path of cut-through services is long
         changed = False
         for i in range(total):
             for e in range(records[i].first, records[i].first + records[i].count):
@@ -74,9 +74,10 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
-    """The max-min fair rate of each flow; flow f is on `links[first[f]:first[f + 1]]`, each once.
+    """The max-min fair rate of each flow, in the unit of `capacity[link]`.
 
-    In the unit of `capacity[link]`. A flow on no link gets an infinite rate.
+    Flow f uses `links[first[f]:first[f + 1]]`, each listed once. A flow on no
+    link has an infinite rate.
     """
     flows, num_links = len(first) - 1, len(capacity)
     rate = np.full(flows, np.inf)
@@ -115,7 +116,7 @@ def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
-    """The links of the active flows, each once a flow, as `fair_rates` wants them."""
+    """The links of the active flows, each once per flow, as arguments for `fair_rates`."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
     for f in active:
@@ -138,7 +139,7 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True)
 def _run(records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first):  # type: ignore[no-untyped-def]
     total, flows = len(records), len(first) - 1
-    held_back = np.zeros(flows, np.int64)  # by how many services of other flows
+    held_back = np.zeros(flows, np.int64)  # number of services of other flows that it waits for
     ready_s = np.zeros(flows)
     size = np.zeros(flows)  # bytes on links
     fixed_s = np.zeros(flows)  # time on no link

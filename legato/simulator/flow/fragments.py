@@ -1,16 +1,17 @@
-"""A plan's messages, cut into what travels on its own: fragments.
+"""The fragments of a plan's messages: the parts that travel independently.
 
-Every byte is summed by one fragment and handed out by one. A message becomes a
-fragment, or several: one a parameter server whose tensors it holds, and of each
-as many pieces as its `depth` and the fabric's `message_bytes` ask for.
+Every byte is summed in one fragment and distributed in one. A message becomes one
+fragment per parameter server that holds tensors of it (one, without servers),
+and each of these is split further if the message's `depth` or the fabric's
+`message_bytes` require it.
 
-[Note: what kind of message means what]
-All fabrics do two things: `reduce` (gradients become sums) and `distribute` (sums
-reach all workers). `all_reduce` is both, on parameter servers a push and a
-pull; `push` and `reduce_scatter` are the first, `pull` and `all_gather` the
-second, whatever the fabric. Servers hand out an all-reduced tensor in the order
-in which the forward pass reads it, for the plan does not say; pulls keep the
-plan's order.
+[Note: kinds of messages]
+Every fabric has two operations: `reduce` (gradients become sums) and `distribute`
+(sums reach all workers). `all_reduce` is both; on parameter servers it is a push
+and a pull. `push` and `reduce_scatter` are the first, `pull` and `all_gather` the
+second, on every fabric. Servers distribute all-reduced tensors in the order in
+which the forward pass reads them, since the plan has no order for that; pulls
+keep the plan's order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 
-__all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "cut", "overlaps"]
+__all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "fragment", "overlaps"]
 
 REDUCING = ("all_reduce", "reduce_scatter", "push")
 DISTRIBUTING = ("all_reduce", "all_gather", "pull")
@@ -34,10 +35,11 @@ _MOST_FRAGMENTS = 1_000_000
 
 @dataclass(frozen=True)
 class Fragments:
-    """Fragments in the order in which they are sent. Arrays have one entry a fragment.
+    """Fragments in the order in which they are sent. Arrays have one entry per fragment.
 
-    `message` is the index in the plan, `order` the place in the order (what is
-    ready at once is sent by it), `server` the parameter server.
+    `message` is the index of its message in the plan, `order` its place among the
+    fragments (it decides between fragments that are ready at the same time),
+    `server` its parameter server.
     """
 
     slices: tuple[tuple[Slice, ...], ...]
@@ -56,13 +58,14 @@ class Fragments:
         return len(self.slices)
 
 
-def cut(
+def fragment(
     messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
 ) -> Fragments:
-    """Fragments of messages (with their indices in the plan).
+    """Fragment messages, given with their indices in the plan.
 
-    `placement` says which server a tensor lives on, where the message does not;
-    None if there is one place only.
+    `placement` maps each tensor to its server; it is used if the message has no
+    server. None means that there is one place only. Raises `InputError` on more
+    than a million fragments.
     """
     slices: list[tuple[Slice, ...]] = []
     index: list[int] = []
@@ -78,7 +81,7 @@ def cut(
             nbytes = sum(piece.nbytes for piece in group)
             pieces = min(nbytes, max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1))
             if len(slices) + pieces > _MOST_FRAGMENTS:
-                raise InputError(f"message_bytes: {message_bytes} cuts into more than {_MOST_FRAGMENTS:,} pieces")
+                raise InputError(f"message_bytes: {message_bytes} makes more than {_MOST_FRAGMENTS:,} fragments")
             for part in _split(group, nbytes, pieces):
                 slices.append(part)
                 index.append(i)
@@ -87,7 +90,7 @@ def cut(
 
 
 def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice, ...]]:
-    """Slices cut into equal pieces."""
+    """Split slices into equal pieces."""
     if pieces == 1:
         yield tuple(group)
         return
@@ -105,7 +108,7 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
 
 
 def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs (i, j) of fragments that share bytes: j hands out what i sums."""
+    """Return the pairs (i, j) of fragments that share bytes: j distributes bytes that i sums."""
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):
         for piece in slices:

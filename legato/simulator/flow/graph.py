@@ -1,22 +1,23 @@
-"""What the engine runs: services on links and streams, and which waits for which.
+"""The graph that the engine runs: services on links and streams, and their dependencies.
 
 [Note: one primitive]
 A *service* keeps one link busy for `work_s` seconds. It is ready when all the
-services it waits for have let it go, and links serve what is ready first come,
-first served. A service lets another go in one of two ways:
+services it waits for have released it, and a link serves ready services first
+come, first served. A service releases another one in one of two ways:
 
-- *after*: when it has ended, and its `delay_s` has passed;
-- *cut through*: `delay_s` after it has begun, and then the other cannot end
-  before it has ended itself, plus `delay_s`: the tail of a message that is sent
-  on while it is received.
+- *after*: `delay_s` after its own end;
+- *cut through*: `delay_s` after its own begin; the other one then cannot end
+  before `delay_s` after its own end (the tail of a message that is forwarded
+  while it is received).
 
-That is enough. A transfer is a service on the sender's link and one, cut
-through, on the receiver's. Multicast is one service that several cut through.
-In-network aggregation is one that cuts through several, or comes after them.
-Computation is a service on no link. A barrier is one that takes no time.
+This is enough for everything. A transfer is a service on the sender's link and
+one, released cut through, on the receiver's. In multicast, one service releases
+several cut through. In in-network aggregation, several release one, cut through
+or after. Computation is a service on no link. A barrier is a service that takes
+no time.
 
-A link that is faster than the one before it is busy for its own `work_s` only,
-although the tail passes later: others go in between.
+A link that is faster than the previous one is busy for its own `work_s` only,
+although the tail passes later: it serves others in between.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ NO_LINK = -1
 #: The tag of a service that carries no message.
 NO_TAG = -1
 
-#: One cache line a service: all that the engine touches when it runs one.
-#: `begin_s` and `end_s` are lower bounds until it has run, and its times from then on;
-#: `next` is the engine's own.
+#: One cache line per service: all data that the engine needs to run it.
+#: `begin_s` and `end_s` are lower bounds until it has run, and its times afterwards;
+#: `next` is private to the engine.
 SERVICE = np.dtype(
     [
         ("begin_s", "f8"),
@@ -56,16 +57,16 @@ SERVICE = np.dtype(
     ]
 )
 
-#: 64 bytes each. Ids and edges, of which there may be more, are numbers of 32 bits.
+#: A service takes 64 bytes. Ids and edges are numbers of 32 bits.
 _MOST_SERVICES = 100_000_000
 _MOST_EDGES = 2**31 - 1
 
 
 class Services(NamedTuple):
-    """A graph ready to run.
+    """A graph ready to run, with `num_links` links.
 
-    Service i lets go `successors[first_i : first_i + count_i]`, each written as
-    id << 1, plus 1 where it cuts through. `num_links` links.
+    Service i releases `successors[first_i : first_i + count_i]`; each entry is
+    id << 1, plus 1 if it is released cut through.
     """
 
     records: NDArray[Any]
@@ -74,7 +75,7 @@ class Services(NamedTuple):
 
 
 class Graph:
-    """Services and edges, added an array at a time."""
+    """Services and edges; they are added as arrays."""
 
     def __init__(self) -> None:
         self.num_services = self.num_edges = 0
@@ -102,12 +103,12 @@ class Graph:
         return np.arange(start, start + count, dtype=np.int32).reshape(shape)
 
     def check_room(self, count: int) -> None:
-        """Raise `InputError` if so many more are too many."""
+        """Raise `InputError` if `count` more services are too many."""
         if self.num_services + count > _MOST_SERVICES:
             raise _too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
-        """`after` waits for `before`, element by element (the two are broadcast)."""
+        """Let `after` wait for `before`, element by element (the two arrays are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:
@@ -118,14 +119,14 @@ class Graph:
             ends[start : start + count].reshape(ids.shape)[...] = ids
 
     def join(self, befores: Ids, axis: int = -1) -> Ids:
-        """Services that take no time and wait for all along the axis."""
+        """Add services that take no time, each of which waits for all services along the axis; return their ids."""
         moved = np.moveaxis(befores, axis, -1)
         joined = self.add(moved.shape[:-1])
         self.edge(moved, joined[..., None])
         return joined
 
     def freeze(self, num_links: int) -> Services:
-        """The graph for the engine. Nothing can be added afterwards."""
+        """Return the graph for the engine. Nothing can be added afterwards."""
         from legato.simulator.flow.engine import link_edges
 
         records = self._records[: self.num_services]
@@ -134,7 +135,7 @@ class Graph:
 
 
 def _grow(array: NDArray[Any], least: int) -> None:
-    """Make room for so many, in place, with some to spare: nobody else holds the array while it is filled."""
+    """Make room for at least `least` entries, in place; no other code holds the array while the graph is built."""
     if least > len(array):
         array.resize(least + least // 8, refcheck=False)
 

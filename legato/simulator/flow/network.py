@@ -14,33 +14,34 @@ from legato.core.errors import InputError, unknown_name
 
 __all__ = ["SHARING", "Network", "Sharing", "last_worker"]
 
-#: How transfers share a link: first come, first served; or all at once at max-min fair rates.
+#: How transfers share a link: first come, first served, or all at once at max-min fair rates.
 Sharing = Literal["fifo", "fair"]
 SHARING: tuple[Sharing, ...] = ("fifo", "fair")
 _MOST_WORKERS = 2**20
-#: No machine is so many times as slow as another, or as fast.
+#: Limits a factor between the speeds of two machines, up and down.
 _LARGEST_FACTOR = 1e6
-#: Fabrics that cost what a collective of another name does.
+#: Fabrics whose cost is that of a collective with another name.
 _PRICED_AS = {"butterfly": "recursive-doubling"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts on full-duplex links behind one switch that never blocks, or in racks.
+    """Hosts on full-duplex links, behind one switch that never blocks or in racks.
 
-    `bandwidth_bps` (bits per second) is one direction of every host's link; on
-    worker w's a byte takes `link_scale[w]` times as long (empty: 1), and servers
-    have links of `server_bandwidth_bps` (None: like workers). `latency_s` is
-    paid once a transfer, from host to host. With several `racks` (of
-    neighbouring workers; servers are dealt out to them in turn), what leaves a
-    rack shares an uplink, and what enters it a downlink, of (workers in it) *
-    `bandwidth_bps` / `oversubscription`. `cut_through` switches send on while
-    they receive; others wait for the whole transfer.
-    `reduce_s_per_byte` is the time to add a byte that came in.
+    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in
+    each direction. On the link of worker w a byte takes `link_scale[w]` times as
+    long (empty: 1); the servers' links have `server_bandwidth_bps` (None: that
+    of the workers). `latency_s` (seconds) is added once per transfer, from host
+    to host. With several `racks` (of neighbouring workers; servers are assigned
+    to racks in turn), transfers out of a rack share an uplink, and transfers
+    into it a downlink, of (workers in it) * `bandwidth_bps` / `oversubscription`.
+    With `cut_through`, switches forward a transfer while they receive it;
+    otherwise they wait for the whole transfer. `reduce_s_per_byte` is the time
+    to add a received byte.
 
     Worker w computes `compute_scale[w]` times as long as its workload says
-    (empty: 1), and every worker in every iteration by a further factor,
-    lognormal with median 1 and sigma `jitter`, drawn from `seed`.
+    (empty: 1); in every iteration each worker's time is multiplied by a further
+    factor, lognormal with median 1 and sigma `jitter`, drawn from `seed`.
 
     Raises `InputError` on numbers outside their range.
     """
@@ -88,9 +89,10 @@ class Network:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
 
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
-        """These machines as planners see them: one collective, the fabric's own or the nearest; or pushes and pulls.
+        """Return these machines as planners see them, all with links as slow as the slowest.
 
-        All links are as slow as the slowest.
+        The cluster has one collective: the fabric's, or the most similar one; with
+        servers, pushes and pulls.
         """
         own = _PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
         slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
@@ -111,7 +113,7 @@ class Network:
         return 8 / self.bandwidth_bps
 
     def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
-        """Seconds a byte takes on the links of the first so many workers, and of so many servers."""
+        """Seconds that a byte takes on the link of each of the first `workers` workers, and of the servers."""
         rates = np.full(workers + servers, self.s_per_byte)
         if self.link_scale:
             rates[:workers] *= self.link_scale[:workers]
@@ -121,17 +123,17 @@ class Network:
 
     @property
     def uniform(self) -> bool:
-        """Whether all workers compute alike, on like links."""
+        """Whether all workers have the same speed and the same link."""
         return self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
 
     @property
     def plain(self) -> bool:
-        """Whether all hosts are alike, behind one switch: what collective fidelity sees."""
+        """Whether all hosts are alike, behind one switch, as at collective fidelity."""
         alike = self.jitter == 0 and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.racks == 1 and self.sharing == "fifo"
 
     def slowdown(self, iterations: int) -> NDArray[np.float64]:
-        """[iterations, workers]: by which factor a worker's computation takes longer."""
+        """[iterations, workers]: the factor by which a worker's computation takes longer."""
         factors = np.ones((iterations, self.workers))
         if self.jitter > 0:
             factors *= np.exp(self.jitter * np.random.default_rng(self.seed).standard_normal(factors.shape))
@@ -141,9 +143,9 @@ class Network:
 
 
 def last_worker(name: str, factor: float, workers: int) -> tuple[float, ...]:
-    """Factors for a `Network`: this one for the last worker, and none for the others.
+    """Return scale factors for a `Network`: `factor` for the last worker, 1 for the others.
 
-    Raises `InputError`, by this name, where it is out of range.
+    Raises `InputError`, which calls the factor `name`, if it is out of range.
     """
     _check_factor(name, factor)
     return () if factor == 1 or workers > _MOST_WORKERS else (*[1.0] * (workers - 1), factor)

@@ -1,4 +1,4 @@
-"""What a flow simulation found: when what happened on each worker, and the papers' metrics."""
+"""The result of a flow simulation: all times on each worker, and the papers' metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """When segments of computation began: `forward_s` and `backward_s` [iteration, segment, worker]."""
+    """When segments of computation start: `forward_s` and `backward_s` [iteration, segment, worker], in seconds."""
 
     forward: Stream
     backward: Stream
@@ -34,7 +34,7 @@ class ComputeTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, begin_s: Times) -> ComputeTimes:
-        """Of the unrolled iterations, from when each of their services began."""
+        """Of the unrolled iterations, given when each of their services began."""
         runs = unrolled.iterations
         return cls(
             unrolled.forward,
@@ -45,7 +45,7 @@ class ComputeTimes:
         )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:
-        """[worker, op of the half]: when the ops of iteration k start and end."""
+        """[worker, op of the half]: when the ops of iteration k start, and when they end."""
         stream, begin = (self.forward, self.forward_s) if half == "forward" else (self.backward, self.backward_s)
         base = begin[k].T[:, stream.segment]
         factor = self.slowdown[k, : base.shape[0], None]
@@ -54,7 +54,10 @@ class ComputeTimes:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What links carried: worker w's link out is 2w, and in 2w + 1. A byte takes `s_per_byte[link]` seconds."""
+    """All transfers on links: worker w's outgoing link is 2w, its incoming link 2w + 1.
+
+    A byte takes `s_per_byte[link]` seconds.
+    """
 
     link: NDArray[np.int32]
     tag: NDArray[np.int32]  # iteration * messages + message
@@ -65,7 +68,7 @@ class Transfers:
 
     @classmethod
     def of(cls, records: NDArray[np.void], s_per_byte: Times) -> Transfers:
-        """The services that were on links."""
+        """Of the services that ran on links."""
         wired = records["link"] >= 0
         columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
         return cls(**columns, s_per_byte=s_per_byte)
@@ -73,8 +76,11 @@ class Transfers:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """When the fragments of the last iteration's messages are on their way: fragment i, of message `message[i]`, for
-    worker w from `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived."""
+    """When the fragments of the last iteration's messages are in flight.
+
+    Fragment i, of message `message[i]`, is in flight for worker w from
+    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived.
+    """
 
     message: NDArray[np.int64]
     nbytes: Times
@@ -83,7 +89,7 @@ class MessageTimes:
 
     @classmethod
     def of(cls, unrolled: Unrolled, launched: Times, summed: Times, released: Times, received: Times) -> MessageTimes:
-        """To the sum, and from the sum; a barrier releases everything at once."""
+        """Of reducing fragments, then of distributing fragments; a barrier releases all of those at once."""
         reducing, distributing, size = unrolled.reducing, unrolled.distributing, unrolled.topology.size
         sums = np.broadcast_to(summed.max(axis=1, keepdims=True), (len(reducing), size))
         barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
@@ -98,11 +104,12 @@ class MessageTimes:
 
 @dataclass(frozen=True)
 class FlowResult:
-    """K iterations of W workers with T tensors (in `workload.tensors` order); all times from the start of the run.
+    """K iterations of W workers with T tensors (in `workload.tensors` order); times in seconds from the start.
 
-    Where workers are identical and the fabric is symmetric, W is less than the
-    network's number of workers: those that stand for all. `num_events` services
-    on links and streams were simulated. Metrics are those of the last iteration.
+    If workers are identical and the fabric is symmetric, W is smaller than the
+    network's number of workers: only those that represent all are simulated.
+    `num_events` is the number of simulated services on links and streams.
+    Metrics are those of the last iteration.
     """
 
     workload: Workload
@@ -119,7 +126,7 @@ class FlowResult:
 
     @classmethod
     def of(cls, unrolled: Unrolled, records: NDArray[np.void], *, keep_transfers: bool) -> FlowResult:
-        """The result that the services of the unrolled iterations hold after the engine has run them."""
+        """Read the result from the services of the unrolled iterations, after the engine has run them."""
         runs = unrolled.iterations
 
         def end_s(ids: Ids) -> Times:
@@ -159,7 +166,7 @@ class FlowResult:
 
     @property
     def iteration_s(self) -> float:
-        """The one iteration's time, or, of several, the mean of all but the first."""
+        """Seconds of one iteration: the mean of all but the first, if there are several."""
         if self.iterations == 1:
             return float(self.end_s[0])
         return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)
@@ -187,17 +194,17 @@ class FlowResult:
 
     @property
     def aggregation_s(self) -> float:
-        """From the first gradient of any worker until everything is aggregated (Network Operator Edition, 8)."""
+        """Seconds from the first gradient of any worker until all are aggregated (Network Operator Edition, 8)."""
         return float(self.aggregated_s[-1].max() - self.gradient_s[-1].min())
 
     @property
     def backward_to_aggregated_s(self) -> float:
-        """From the first backward op of any worker until everything is aggregated."""
+        """Seconds from the first backward op of any worker until all gradients are aggregated."""
         return float(self.aggregated_s[-1].max() - self.backward_start_s[-1].min())
 
     @property
     def distribution_s(self) -> float:
-        """From the first sum that may be handed out until all workers have everything."""
+        """Seconds from the first sum that may be distributed until all workers have received all sums."""
         if self.servers:
             start = 0.0 if self.iterations == 1 else float(self.end_s[-2])
         else:
@@ -206,33 +213,33 @@ class FlowResult:
 
     @property
     def staggering_s(self) -> float:
-        """Backpropagation staggering: from the first worker's start of the backward pass to the last one's."""
+        """Backpropagation staggering: seconds between the first and the last worker's start of the backward pass."""
         starts = self.backward_start_s[-1]
         return float(starts.max() - starts.min())
 
     @property
     def straggler_effect(self) -> float:
-        """TicTac: the longest that a worker, done with its backward pass, waits for the slowest, over the iteration."""
+        """TicTac: the longest wait of a worker, after its backward pass, for the slowest, over the iteration."""
         ends = self.backward_end_s[-1]
         return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
 
     @property
     def communication_s(self) -> float:
-        """N: the time in which a message of worker 0's is on its way."""
+        """N: seconds in which a message of worker 0 is in flight."""
         way = self.messages
         spans = merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
         return float(sum(end - start for start, end in spans))
 
     @property
     def computation_s(self) -> float:
-        """C: the computation of worker 0."""
+        """C: seconds in which worker 0 computes."""
         compute, k = self.compute, self.iterations - 1
         parts = (compute.forward.duration_s[0].sum(), compute.backward.duration_s[0].sum())
         return float(sum(parts) * compute.slowdown[k, 0])
 
     @property
     def overlap(self) -> float:
-        """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 where nothing can overlap."""
+        """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 if nothing can overlap."""
         return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
 
     @property
@@ -241,12 +248,12 @@ class FlowResult:
         return self.computation_s / self.iteration_s if self.iteration_s > 0 else 1.0
 
     def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
-        """The last iteration of those workers (None: all that were simulated), from its first event on.
+        """Return the last iteration of `workers` (None: all that were simulated), from its first event on.
 
-        Lanes: "compute", and "network", a message from when it may be sent until
-        it is there. With `links`, if transfers were kept, also "out" and "in":
-        what the worker's link carries, for others too. Raises `InputError` on a
-        worker that was not simulated.
+        The lanes are "compute" and "network"; a message's span is from when it may
+        be sent until it has arrived. With `links`, if transfers were kept, there
+        are also the lanes "out" and "in": all that the worker's link carries,
+        also for other workers. Raises `InputError` on a worker that was not simulated.
         """
         count = self.gradient_s.shape[1]
         chosen = list(range(count)) if workers is None else list(workers)

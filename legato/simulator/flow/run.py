@@ -1,4 +1,4 @@
-"""From a workload, a plan, a fabric and a network to what happens: build the graph, run it, read it."""
+"""The flow simulation of a workload, a plan, a fabric and a network: build the graph, run it, read the result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_ITERATIONS = 1000
 
 
 def plain_plan(workload: Workload, fabric: Fabric | str) -> Plan:
-    """What a framework without a scheduler does: a message a tensor, sent as soon as it is ready.
+    """Return the plan of a framework without a scheduler: one message per tensor, sent as soon as it is ready.
 
-    On parameter servers a push and a pull each, pulled in the order of the
-    forward pass, which begins as parameters come in; on collectives an
-    all-reduce each, and the forward pass waits for the last (Network Operator
-    Edition, 3.2).
+    On parameter servers, each tensor has a push and a pull; pulls are in the
+    order of the forward pass, which starts while parameters arrive. On
+    collectives, each tensor has an all-reduce, and the forward pass waits for the
+    last one (Network Operator Edition, 3.2).
     """
     found = fabric_named(fabric) if isinstance(fabric, str) else fabric
     whole = {tensor.name: (Slice(tensor.name, 0, tensor.nbytes),) for tensor in workload.tensors}
@@ -53,23 +53,24 @@ def simulate_flow(
     symmetry: bool = True,
     keep_transfers: bool = True,
 ) -> FlowResult:
-    """Run a plan on a fabric, every transfer on every link.
+    """Simulate a plan on a fabric: every transfer on every link.
 
-    `workload` is every worker's, or a sequence of one a worker, which differ in
-    times only. Without a plan it is `plain_plan`. `iterations` None is 1 where
-    workers begin in step (a barrier, or identical workers), and 3 elsewhere.
-    `symmetry` False simulates every worker even where one stands for all;
-    `keep_transfers` False drops what only `FlowResult.timeline` needs.
+    `workload` is that of all workers, or a sequence with one per worker, which
+    may differ only in the durations of ops. Without a plan, `plain_plan` is used.
+    `iterations` None means 1 if all workers start together (with a barrier, or
+    if they are identical), else 3. `symmetry` False simulates every worker even
+    if one can represent all; `keep_transfers` False drops the data that only the
+    link lanes of `FlowResult.timeline` need.
 
-    Raises `InputError` on arguments that make no sense, and `PlanError` on a
-    plan that does not fit the workload or waits for itself.
+    Raises `InputError` on arguments out of range or that contradict each other,
+    and `PlanError` on a plan that does not fit the workload or waits for itself.
     """
     unrolled = compile_flow(workload, plan, fabric, network, iterations=iterations, symmetry=symmetry)
     services = unrolled.graph.freeze(unrolled.topology.num_links)
     done = _run(services, unrolled.topology)
     if done < len(services.records):
         left = len(services.records) - done
-        raise PlanError(f"the plan waits for itself: {left} transfers or ops never begin")
+        raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")
     return FlowResult.of(unrolled, services.records, keep_transfers=keep_transfers)
 
 
@@ -82,7 +83,7 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """The graph that `simulate_flow` runs. Arguments and errors are the same."""
+    """Build the graph that `simulate_flow` runs. Arguments and errors are the same."""
     workloads = _per_worker(workload, network)
     job, found = workloads[0], fabric_named(fabric) if isinstance(fabric, str) else fabric
     plan = plain_plan(job, found) if plan is None else plan
@@ -95,7 +96,7 @@ def compile_flow(
         iterations = 1 if found.synchronous or (alike and not found.servers) else 3
     check_iterations(iterations)
     graph = Graph()
-    graph.check_room(iterations * size * len(plan.messages))  # every worker hands over, or gets, every message
+    graph.check_room(iterations * size * len(plan.messages))  # every worker sends or receives every message
     topology = Topology(graph, network, size, found.servers, found.local_bandwidth_bps)
     durations = np.array([[op.duration_s for op in one.ops] for one in workloads[:size]])
     if len(durations) < size:
@@ -113,7 +114,7 @@ def check_iterations(iterations: int) -> None:
 
 
 def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Sequence[Workload]:
-    """One workload, if all have the same; otherwise one a worker."""
+    """Return one workload if all workers have the same, otherwise one per worker."""
     if isinstance(workload, Workload):
         return [workload]
     if len(workload) != network.workers:
@@ -123,7 +124,7 @@ def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Se
 
 
 def _run(services: Services, topology: Topology) -> int:
-    """How many services the engine that the network's sharing asks for could run."""
+    """Run the engine for the network's sharing, and return how many services ran."""
     if topology.network.sharing == "fair":
         from legato.simulator.flow.fair import run_fair
 

@@ -1,17 +1,17 @@
-"""The network as a fabric sees it: hosts, and three ways to send between them.
+"""The network as a fabric sees it: hosts, their links and racks, and three ways to send between hosts.
 
-`send` (one to one), `multicast` (one to many, each link carries the bytes once)
-and `aggregate` (many to one, the switch adds up). All take arrays: a fabric
-describes a step of all messages and all workers at once. Hosts are numbers:
-`worker(w)` and `server(s)`.
+These are `send` (one to one), `multicast` (one to many; each link carries the
+bytes once) and `aggregate` (many to one; the switch adds up). All take arrays: a
+fabric describes a step of all messages and all workers at once. Hosts are
+numbers: `worker(w)` and `server(s)`.
 
 [Note: symmetry]
-Where all workers compute alike and a fabric does the same seen from every
-worker (a ring turned by one is the same ring), what one does, all do. Then
-only the first `size` workers are simulated, and `worker(w)` is w modulo `size`:
-a transfer to the neighbour becomes one to oneself, which is what the neighbour
-on the other side does. Links serve ties by message, not by worker, so that the
-order on every link is that of the full simulation, and so are all times.
+If all workers compute alike and the fabric looks the same from every worker (a
+ring rotated by one is the same ring), all workers behave alike. Then only the
+first `size` workers are simulated, and `worker(w)` is w modulo `size`: a transfer
+to the neighbour becomes a transfer to the worker itself, as if it came from the
+neighbour on the other side. Links break ties by message, not by worker, so the
+order on every link, and with it all times, are those of the full simulation.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Topology:
         return 4 * self._hosts + 2 * rack + 1
 
     def s_per_byte(self) -> NDArray[np.float64]:
-        """What a byte takes on each link."""
+        """Seconds that a byte takes on each link."""
         return np.concatenate(
             [
                 np.repeat(self._host_s_per_byte, 2),
@@ -89,7 +89,7 @@ class Topology:
         )
 
     def worker(self, rank: ArrayLike) -> Hosts:
-        """The host of a worker (any whole number, modulo the number of workers)."""
+        """The host of a worker; `rank` may be any whole number, which is taken modulo the number of workers."""
         return np.asarray(rank) % self.workers % self.size
 
     def server(self, index: ArrayLike) -> Hosts:
@@ -107,12 +107,12 @@ class Topology:
         adds: bool = False,
         local: bool = False,
     ) -> Ids:
-        """From hosts to hosts, when all of `after` have ended; returns what ends when the last byte is in.
+        """Send from hosts to hosts once all of `after` have ended; return services that end when the last byte arrives.
 
-        Everything is broadcast together. Of what is ready at once on a link the
-        smallest `key` goes first. With `adds` the target adds the bytes to its
-        own, and they are in when that is done. `local`: on the links inside a
-        host, past the network.
+        All arrays are broadcast. Of the transfers that are ready on a link at the
+        same time, the one with the smallest `key` goes first. With `adds`, the
+        target adds the bytes to its own, and the services end when it has done
+        so. With `local`, the links inside the host are used, not the network.
         """
         after = list(after)
         source, target, nbytes, key, *_ = np.broadcast_arrays(source, target, nbytes, key, *after)
@@ -135,13 +135,14 @@ class Topology:
         adds: bool = False,
         local: bool = False,
     ) -> Ids:
-        """[fragment, step, rank]: rounds in which everybody sends on what came in the round before.
+        """Send in rounds, in each of which every rank forwards the bytes that it received in the round before.
 
-        Rank r begins with what `begin[:, r]` ends, sends `nbytes[:, None]` to
-        `target[r]` and gets from rank `come_from[r]`. With `adds` it sends on
-        nothing before `begin[:, r]` has ended, for that is added to it. Returns
-        what ends when rank r has got what a step brings. `source`: whose link
-        it sends on, if not its own.
+        Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to
+        host `target[r]` and receives from rank `come_from[r]`. With `adds`, it adds
+        its own bytes to those it received, so it forwards nothing before
+        `begin[:, r]` has ended. `source` is the host whose link each rank sends
+        on, if that is not its own. Returns [fragment, step, rank]: services that
+        end when the rank has received the bytes of the step.
         """
         shape = (len(begin), steps, self.size)
         self.graph.check_room(2 * math.prod(shape))
@@ -154,21 +155,21 @@ class Topology:
         if steps:
             self.graph.edge(begin, out[:, 0])
             self.graph.edge(arrived[:, :-1], out[:, 1:])
-            if adds and self.size > 1:  # one's own chunk comes after it anyway
+            if adds and self.size > 1:  # with one rank, its own chunk comes later anyway
                 self.graph.edge(begin[:, None], out[:, 1:])
         return arrived
 
     def _transfers(
         self, source: Hosts, target: Hosts, nbytes: ArrayLike, key: ArrayLike, adds: bool, local: bool
     ) -> tuple[Ids, Ids]:
-        """The services out and in of transfers; all arrays have the same shape."""
+        """Add the services of transfers, on outgoing and incoming links; all arrays have the same shape."""
         network, nbytes = self.network, np.asarray(nbytes)
         hosts = np.stack([source, target], axis=-1)
         s_per_byte = self._local_s_per_byte if local else self._host_s_per_byte[hosts]
         shift = 2 * self._hosts if local else 0
         latency = 0.0 if local else network.latency_s
         reduce_s = network.reduce_s_per_byte * nbytes if adds else np.zeros(nbytes.shape)
-        # Out and in side by side: what the engine runs one after the other lies together.
+        # Outgoing and incoming services alternate: the engine runs them one after the other.
         both = self.graph.add(
             (*nbytes.shape, 2),
             link=2 * hosts + [shift, shift + 1],
@@ -188,7 +189,7 @@ class Topology:
         )
 
     def _between_racks(self, out: Ids, source: ArrayLike, target: ArrayLike, nbytes: ArrayLike, key: ArrayLike) -> Ids:
-        """The last service before the target's link: `out`, or the downlink of the target's rack."""
+        """Return the last service before the target's link: `out`, or that on the downlink of the target's rack."""
         if self.network.racks == 1:
             return out
         here, there = self._rack[np.asarray(source)], self._rack[np.asarray(target)]
@@ -206,7 +207,7 @@ class Topology:
     def multicast(
         self, source: ArrayLike, targets: ArrayLike, nbytes: ArrayLike, after: Iterable[Ids], *, key: ArrayLike
     ) -> Ids:
-        """From a host to the hosts along the last axis of `targets`; returns what ends when each has it all."""
+        """Send from a host to all along the last axis of `targets`; return what ends when each has all bytes."""
         after = list(after)
         source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
         graph, network = self.graph, self.network
@@ -222,7 +223,7 @@ class Topology:
         if network.racks == 1:
             graph.edge(out[..., None], inbound, cut_through=network.cut_through)
             return inbound
-        # Once up, and once down into every other rack.
+        # Each message goes up once, and down once into every other rack.
         rack_work = nbytes * self._rack_s_per_byte
         here = self._rack[source]
         up = graph.add(nbytes.shape, link=self._up_link(here), work_s=rack_work, key=key, tag=tag)
@@ -241,10 +242,10 @@ class Topology:
     def aggregate(
         self, sources: ArrayLike, target: ArrayLike, nbytes: ArrayLike, after: Ids, *, key: ArrayLike, cut_through: bool
     ) -> Ids:
-        """From the hosts along the last axis of `sources` to one, added up on the way.
+        """Send from the hosts along the last axis of `sources` to one host; switches add up the bytes on the way.
 
-        `after[..., i]` holds back source i. The switch waits for the last
-        source, and with `cut_through` only for its first byte.
+        Source i waits for `after[..., i]`. The switch waits for the whole message
+        of the last source, or, with `cut_through`, only for its first byte.
         """
         target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
         graph, network = self.graph, self.network
@@ -263,7 +264,7 @@ class Topology:
         if network.racks == 1:
             graph.edge(out, inbound[..., None], cut_through=cut_through)
             return inbound
-        # Added up in each rack, sent up once, and added up again.
+        # Each rack adds up its messages and sends one up; the switch above adds those up.
         rack_work = nbytes * self._rack_s_per_byte
         here, there = self._rack[sources], self._rack[target]
         tag = self._tags(nbytes.shape)

@@ -22,7 +22,7 @@ from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream, first_reads
 from legato.simulator.flow.fabrics.protocol import Fabric
-from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, cut, overlaps
+from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, fragment, overlaps
 from legato.simulator.flow.graph import Graph, Ids
 from legato.simulator.flow.topology import Topology
 
@@ -60,12 +60,12 @@ class Unrolled:
         self.slowdown = slowdown
         placement = fabric.placed(workload)
         indexed = list(enumerate(plan.messages))
-        self.reducing = cut([m for m in indexed if m[1].kind in REDUCING], placement, fabric.message_bytes)
+        self.reducing = fragment([m for m in indexed if m[1].kind in REDUCING], placement, fabric.message_bytes)
         self.forward = Stream.forward(workload, plan, op_duration_s)
         distributing = [m for m in indexed if m[1].kind in DISTRIBUTING]
         if fabric.servers and all(message.kind == "all_reduce" for _, message in distributing):
             distributing.sort(key=lambda m: self._first_use(m[0]))
-        self.distributing = cut(distributing, placement, fabric.message_bytes)
+        self.distributing = fragment(distributing, placement, fabric.message_bytes)
         self.backward = Stream.backward(workload, plan, self.reducing, op_duration_s)
         self.reads = first_reads(workload, plan, self.forward.ops)
         self.readable = self.fragments_of_tensor(self.distributing)

@@ -1,4 +1,4 @@
-"""Every fabric by the name that the command line knows it under. A file a fabric; `protocol.py` says what one is."""
+"""All fabrics by their names on the command line. One file per fabric; `protocol.py` defines what a fabric is."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ FABRICS: dict[str, Fabric] = {
 
 
 def fabric(name: str, **options: Any) -> Fabric:
-    """A fabric by its name, with other options than its usual ones.
+    """Return a fabric by its name, with `options` in place of its defaults.
 
-    Raises `InputError`, with the nearest names, on a fabric or an option that
-    does not exist, and on a value that an option cannot have.
+    Raises `InputError`, with the nearest names, on an unknown fabric or option,
+    and on an invalid value.
     """
     if name not in FABRICS:
         raise unknown_name("fabric", name, FABRICS)
@@ -56,10 +56,11 @@ def fabric(name: str, **options: Any) -> Fabric:
 
 
 def fitting(name: str, options: Mapping[str, Any], workers: int) -> Fabric:
-    """A fabric by its name, with those of the options that it has, and hosts that so many workers fill.
+    """Return a fabric by its name, with those of the options that it has, for this number of workers.
 
-    Where `options` has no `group`, a hierarchical fabric's is the largest part of its usual one that divides `workers`.
-    Raises `InputError` as `fabric` does.
+    If `options` has no `group`, the group of a hierarchical fabric is the
+    greatest common divisor of its default and `workers`. Raises `InputError` as
+    `fabric` does.
     """
     known = _options(name)
     mine = {key: value for key, value in options.items() if key in known}
@@ -70,7 +71,7 @@ def fitting(name: str, options: Mapping[str, Any], workers: int) -> Fabric:
 
 
 def check_options(names: Iterable[str], options: Iterable[str]) -> None:
-    """Raise `InputError` on an option that none of these fabrics has."""
+    """Raise `InputError` on an option that does not exist on any of these fabrics."""
     names = list(names)
     unused = set(options).difference(*map(_options, names))
     if unused:
@@ -78,7 +79,7 @@ def check_options(names: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _options(name: str) -> set[str]:
-    """What can be said of a fabric without making it another one of `FABRICS`."""
+    """The options that do not turn a fabric into another one of `FABRICS`."""
     if name not in FABRICS:
         raise unknown_name("fabric", name, FABRICS)
     usual: Any = FABRICS[name]

@@ -1,7 +1,8 @@
-"""Exchanges with partners at doubling distance: butterfly mixing, recursive doubling, halving-doubling.
+"""Exchanges with partners at doubling distances: butterfly mixing, recursive doubling, halving-doubling.
 
-Workers that are no power of two: those above the largest one first give their
-gradients to a partner below it, and get the sum from it at the end.
+If the number of workers is not a power of two, the workers above the largest
+power of two first send their gradients to a partner below it, and get the sum
+from it at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Butterfly", "HalvingDoubling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Butterfly(Collective):
-    """Partners exchange all they have, at distance 1, 2, 4, ...: log2(n) rounds of M bytes.
+    """Partners at distances 1, 2, 4, ... exchange all their bytes: log2(n) rounds of M bytes.
 
     Butterfly mixing (Network Operator Edition, 3.3.2) and recursive doubling
     (MG-WFBP, Table II) are the same exchange under two names.
@@ -41,7 +42,7 @@ class Butterfly(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class HalvingDoubling(Collective):
-    """Partners exchange halves of what they still sum: M/2, M/4, ... M/n bytes, and back (Rabenseifner)."""
+    """Partners exchange halves of the part that they still sum: M/2, M/4, ... M/n bytes, and back (Rabenseifner)."""
 
     def simulated(self, workers: int) -> int:
         return 1 if is_power_of_two(workers) else workers
@@ -63,12 +64,12 @@ class HalvingDoubling(Collective):
 
 
 def _inner(topology: Topology) -> int:
-    """The largest power of two among the numbers of workers up to ours."""
+    """The largest power of two that is not above the number of workers."""
     return 1 << (topology.workers.bit_length() - 1)
 
 
 def _exchange(topology: Topology, fragments: Fragments, held: Ids, distance: int, share: float, *, adds: bool) -> Ids:
-    """Each sends that share of a fragment to its partner, and goes on when it has sent for and got its part."""
+    """Each worker sends `share` of a fragment to its partner; the result ends when it also has its partner's share."""
     ranks = topology.ranks[: held.shape[1]]
     partner = topology.worker(ranks ^ distance)
     nbytes = fragments.nbytes[:, None] * share
@@ -77,7 +78,7 @@ def _exchange(topology: Topology, fragments: Fragments, held: Ids, distance: int
 
 
 def _fold(topology: Topology, fragments: Fragments, ready: Ids) -> tuple[Ids, int]:
-    """What the inner workers hold to begin with, and the rounds among them."""
+    """Send the outer workers' gradients to inner workers; return what those hold, and their number of rounds."""
     inner = _inner(topology)
     held = ready[:, : min(inner, topology.size)]
     if inner < topology.workers:
@@ -90,7 +91,7 @@ def _fold(topology: Topology, fragments: Fragments, ready: Ids) -> tuple[Ids, in
 
 
 def _unfold(topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-    """What all workers have at the end."""
+    """Send the sums to the outer workers; return what all workers have."""
     inner = _inner(topology)
     if inner == topology.workers:
         return held

@@ -1,8 +1,9 @@
-"""Hierarchical all-reduce: rings inside the hosts, and between hosts a ring for each part.
+"""Hierarchical all-reduce: rings inside the hosts, and one ring between the hosts for each part.
 
-Neighbouring workers share a host, `group` of them, and its one network link.
-Inside, they reduce-scatter on links of their own; then worker l of every host
-all-reduces part l with its like on the other hosts; inside again, they gather.
+`group` neighbouring workers share a host and its network link. Inside the host,
+they reduce-scatter on local links; then the workers with the same place l in
+their hosts all-reduce part l over the network; then the workers of each host
+all-gather on local links.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Hierarchical"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Collective):
-    """`group` workers a host, on links of `local_bandwidth_bps` (bits per second) to each neighbour."""
+    """`group` workers per host, with a link of `local_bandwidth_bps` (bits per second) to each neighbour."""
 
     group: int = 8
     local_bandwidth_bps: float = 100e9
@@ -38,7 +39,7 @@ class Hierarchical(Collective):
 
     def simulated(self, workers: int) -> int:
         if workers % self.group:
-            raise InputError(f"group: {self.group} workers a host (expected a number that divides {workers})")
+            raise InputError(f"group: {self.group} workers per host (expected a divisor of {workers})")
         return self.group
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
@@ -50,7 +51,7 @@ class Hierarchical(Collective):
         return self._around(topology, fragments, part, self.group, local=True, adds=False)
 
     def _around(self, topology: Topology, fragments: Fragments, ready: Ids, n: int, *, local: bool, adds: bool) -> Ids:
-        """One round of a ring of n, of all hosts' workers or of each part's."""
+        """Reduce-scatter or all-gather in rings of n workers: inside each host, or between hosts for each part."""
         ranks = topology.ranks
         left, right = self._neighbour(topology, -1, local), self._neighbour(topology, 1, local)
         arrived = topology.pass_around(
@@ -64,7 +65,7 @@ class Hierarchical(Collective):
             adds=adds,
             local=local,
         )
-        # A sum needs the last chunk and one's own; what is gathered, all of them.
+        # A sum needs the last chunk received and the worker's own; all-gather needs all chunks.
         needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
         return topology.graph.join(np.concatenate(needed, axis=1), axis=1)
 

@@ -1,11 +1,12 @@
-"""What a fabric is, and what collectives have in common.
+"""The interface of a fabric, and the base class of collectives.
 
-A fabric says how gradients become sums (`reduce`) and how sums reach all
-workers (`distribute`), by adding transfers to a graph; it never sees the clock.
-Both take and return arrays of ids of services, one row a fragment: `ready[m, r]`
-ends when worker r may send fragment m, `held[m, ...]` when a sum, or one worker's
-or server's part of it, is complete; what `distribute` returns ends when worker r
-has the whole sum.
+A fabric describes how gradients become sums (`reduce`) and how sums reach all
+workers (`distribute`), by adding transfers to a graph; it does not compute times.
+Both methods take and return arrays of ids of services, one row per fragment.
+`ready[m, r]` ends when worker r may send fragment m; `held[m, ...]` ends when the
+sum, or the part of it that one worker or server holds, is complete; the services
+that `distribute` returns end when worker r has the whole sum. The first axis of
+every array given to the topology counts the fragments.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ __all__ = ["Collective", "Fabric", "is_power_of_two"]
 
 
 class Fabric(Protocol):
-    """`servers`: server hosts (0: workers exchange with one another). `synchronous`: whether all workers begin an
-    iteration in step. `message_bytes`: the largest piece of a message, or None. `in_flight`: how many messages at
-    once, or None."""
+    """The interface of a fabric.
+
+    `servers`: the number of server hosts (0: workers send to one another).
+    `synchronous`: whether all workers start an iteration together.
+    `message_bytes`: the largest fragment of a message, or None. `in_flight`: the
+    largest number of messages at once, or None. `local_bandwidth_bps`: bits per
+    second of a link inside a host.
+    """
 
     @property
     def servers(self) -> int: ...
@@ -40,12 +46,14 @@ class Fabric(Protocol):
     def local_bandwidth_bps(self) -> float: ...
 
     def simulated(self, workers: int) -> int:
-        """How many of that many like workers need to be simulated (see topology.py). Raises `InputError` if the
-        fabric does not work with so many."""
+        """Return how many of `workers` identical workers must be simulated (see topology.py).
+
+        Raises `InputError` if the fabric does not work with that number.
+        """
         ...
 
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
-        """The server of each tensor, if there is more than one place."""
+        """Return the server of each tensor, or None if there is one place only."""
         ...
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids: ...
@@ -54,11 +62,11 @@ class Fabric(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Workers exchange with one another, and all see the same: what fabrics without servers start from.
+    """The base class of fabrics without servers, in which all workers play the same role.
 
-    `in_flight` bounds the messages on their way at once (None: all that are
-    ready; 1: one after another, as at collective fidelity); messages are cut
-    into pieces of at most `message_bytes` bytes.
+    `in_flight` limits the number of messages at once (None: all that are ready;
+    1: one after another, as at collective fidelity); messages are split into
+    fragments of at most `message_bytes` bytes.
     """
 
     in_flight: int | None = None

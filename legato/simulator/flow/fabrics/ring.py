@@ -1,11 +1,11 @@
-"""Ring all-reduce: everybody sends to the right-hand neighbour only.
+"""Ring all-reduce: every worker sends to its right-hand neighbour only.
 
-With messaging (Network Operator Edition, 8.2.1; Horovod), a fragment is cut into
-one chunk a worker, and all chunks go round at once: n-1 steps in which sums
-grow, n-1 in which they are passed on, each of M/n bytes. Without, a fragment goes
-round whole, from a first worker that fragments take in turn: 2(n-1) hops of M
-bytes, one after another. With multicast, the second round is one multicast by
-each worker of what it holds (8.4).
+With messaging (Network Operator Edition, 8.2.1; Horovod), a fragment is split into
+one chunk per worker, and all chunks go around at once: n-1 steps that add up
+sums, then n-1 steps that pass them on, each of M/n bytes. Without messaging, the
+whole fragment goes around, starting at a worker that differs from fragment to
+fragment: 2(n-1) hops of M bytes, one after another. With multicast, each worker
+multicasts the sum it holds instead of the second round (8.4).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _reduce_whole(topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
 
 
 def _distribute_whole(topology: Topology, fragments: Fragments, held: Ids, multicast: bool) -> Ids:
-    """From the last worker of the first round: to the right again, or to all at once."""
+    """Send the sum from the last worker of the first round: around the ring again, or to all at once."""
     n, rows = topology.workers, fragments.order
     last = topology.worker(_first(topology, fragments) - 1)
     held = np.broadcast_to(held, (len(fragments), n))

@@ -1,7 +1,8 @@
 """Parameter servers: workers push gradients to them and pull the updated parameters (Network Operator Edition, 3.3.1).
 
-Multicast lets a server send a parameter once; in-network aggregation lets it
-receive one sum instead of one gradient a worker. Neither touches the other half.
+With multicast a server sends a parameter once for all workers; with in-network
+aggregation it receives one sum instead of one gradient per worker. Each of them
+changes one half of the exchange only.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ _MOST_SERVERS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """`servers` hosts beside the workers.
+    """`servers` server hosts in addition to the workers.
 
-    `placement`: tensors are dealt out to the servers in turn, in the order in
-    which the model creates them ("round-robin", TensorFlow's default), or every
-    tensor is split evenly over all servers ("equal"), or as a mapping from
-    tensor to server says. `distribution`: a parameter to all workers, then the
-    next ("round-robin"), or all parameters to a worker, then to the next
-    ("block"). With `barrier`, nothing is handed out before everything is
-    summed. `multicast`: a server sends once for all workers. `aggregation`: the
-    switch adds up, and forwards whole fragments ("store-and-forward") or bytes as
-    they come ("cut-through"). `message_bytes` cuts messages into pieces, which
-    are pushed, summed and handed out on their own (message pipelining, 9.2).
+    `placement`: each tensor is on one server, in turn, in the order in which the
+    model creates them ("round-robin", TensorFlow's default); or every tensor is
+    split evenly over all servers ("equal"); or a mapping gives the server of each
+    tensor. `distribution`: a server sends one parameter to all workers, then the
+    next parameter ("round-robin"), or all parameters to one worker, then to the
+    next worker ("block"). With `barrier`, servers distribute nothing before all
+    gradients are summed. `multicast`: a server sends once for all workers.
+    `aggregation`: the switch adds up gradients, and forwards whole fragments
+    ("store-and-forward") or bytes as they arrive ("cut-through").
+    `message_bytes` splits messages into fragments of at most that size, which
+    are pushed, summed and distributed independently (message pipelining, 9.2).
     """
 
     servers: int = 1
@@ -75,7 +77,7 @@ class Servers:
 
     @property
     def shards(self) -> int:
-        """Over how many servers a fragment is split."""
+        """The number of servers over which a fragment is split."""
         return self.servers if self.placement == "equal" else 1
 
     def simulated(self, workers: int) -> int:
@@ -90,7 +92,7 @@ class Servers:
         for name in names:
             where = self.placement.get(name, -1)
             if not 0 <= where < self.servers:
-                raise InputError(f"placement: {name!r} on no server (expected one of 0 to {self.servers - 1})")
+                raise InputError(f"placement: {name!r} has no server (expected one of 0 to {self.servers - 1})")
         return self.placement
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
@@ -120,7 +122,7 @@ class Servers:
         return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
     def _servers(self, topology: Topology, fragments: Fragments) -> np.ndarray:
-        """[fragment, share]: the hosts."""
+        """[fragment, shard]: the hosts."""
         if self.shards > 1:
             return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
         if len(fragments) and (worst := int(fragments.server.max())) >= self.servers:
@@ -132,7 +134,7 @@ class Servers:
 
 
 def creation_order(workload: Workload) -> list[str]:
-    """Tensors in the order in which the model creates them, as far as a workload tells: of their first use forward."""
+    """Tensors in the order in which the model creates them, inferred from their first use in the forward pass."""
     first = {
         tensor.name: min((r for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(workload.ops))
         for tensor in workload.tensors

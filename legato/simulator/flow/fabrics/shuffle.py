@@ -1,4 +1,4 @@
-"""Shuffle: everybody sends everybody its part, adds up its own, and sends the sum to all (Caramel, section 2)."""
+"""Shuffle: every worker gets its part from all others, adds it up, and sends the sum to all (Caramel, section 2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shuffle(Collective):
 
 
 def _all_to_all(topology: Topology, fragments: Fragments, ready: Ids, *, adds: bool) -> Ids:
-    """First to the neighbour on the right, then to the one after it, and so on: nobody gets two at once."""
+    """Send to the neighbour on the right, then to the one after it, and so on: no worker receives two at once."""
     ranks, steps = topology.ranks[:, None], np.arange(1, topology.workers)
     nbytes, key = fragments.nbytes[:, None, None] / topology.workers, fragments.order[:, None, None]
     sent = topology.send(ranks, topology.worker(ranks + steps), nbytes, [ready[..., None]], key=key, adds=adds)

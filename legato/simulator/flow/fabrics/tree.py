@@ -1,4 +1,4 @@
-"""Binomial tree: sums grow towards worker 0 in ceil(log2 n) rounds of M bytes, and go back the same way.
+"""Binomial tree: ceil(log2 n) rounds of M bytes sum up towards worker 0; the sum returns the same way.
 
 MG-WFBP, Table II ("binary tree").
 """
