@@ -54,7 +54,12 @@ def main() -> None:
     passes = parser.parse_args().windows * drift.WINDOW
     torch.set_num_threads(1)
     meter = Meter()
-    for owner, name in ((DriftMonitor, "pass_begins"), (Tracer, "switch"), (Tracer, "message"), (Tracer, "watch")):
+    for owner, name in (
+        (DriftMonitor, "pass_begins"),
+        (Tracer, "switch"),
+        (Tracer, "message"),
+        (Tracer, "end_forward"),
+    ):
         meter.watch(owner, name)
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)

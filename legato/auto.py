@@ -1,16 +1,16 @@
-"""`legato.distribute`: with `plan="auto"` the plan is made from the first steps of the training itself.
+"""`legato.distribute`: trains by a given plan, or makes the plan from the first steps of training.
 
-[Note: auto] The first steps run under torch's default buckets, without forward
-overlap. Two of them warm up; then steps that are only timed alternate with
-steps that are recorded op by op. None is lost or run twice. After the last one
-all ranks calibrate together, rank 0 plans from what it recorded and measured,
-and all go over to its plan before the next step. If rank 0 could not record
-(steps that differ from one another, say), everybody stays with the buckets,
-and rank 0 logs why.
+[Note: auto] With `plan="auto"` the first steps run under torch's default
+buckets, without forward overlap. Two steps warm up. Then steps in which only the
+phases are timed alternate with steps that are recorded op by op. No step is lost
+or run twice. After the last one all ranks calibrate together, rank 0 plans from
+its recorded steps and the measured costs, and all ranks switch to its plan
+before the next step. If rank 0 could not record (for instance, because the steps
+differ from one another), all ranks stay with the buckets, and rank 0 logs why.
 
-[Note: replan] The runtime compares the pace of training with that of the plan's
-first steps (`legato.pytorch.runtime.drift`). With `replan="auto"` a lasting change makes
-all ranks begin as above once more, before the same step.
+[Note: replan] The runtime compares the pace of training with that of the first
+steps under the plan (`legato.pytorch.runtime.drift`). With `replan="auto"` a
+lasting change makes all ranks start again as above, before the same step.
 """
 
 from __future__ import annotations
@@ -53,21 +53,35 @@ def distribute(
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Any]:
-    """Train `model` on all ranks, its gradients averaged as in `DistributedDataParallel`, sent as planned.
+    """Train a model on all ranks as `DistributedDataParallel` does, with its gradients sent as planned.
 
-    `plan` is `"auto"` (see the note in `legato.auto`), a `Plan`, or the path of
-    a plan file. Returns the wrapped model and the same optimizer object; use
-    both as before. Start the script with torchrun and call
-    `torch.distributed.init_process_group` first. `broadcast_buffers` and
-    `gradient_as_bucket_view` are DDP's. When computation or communication goes
-    at another pace than in the first steps under the plan, rank 0 logs it, and
-    with `replan="auto"` all ranks plan anew. `debug` asks for checks at run
-    time (`legato.pytorch.runtime.debug`); `flight_dir` is where the record of the last
-    messages goes when something fails (`legato.pytorch.network.watchdog`).
+    Call it on every rank, in a script that was started with torchrun, after
+    `torch.distributed.init_process_group`.
 
-    Raises `InputError` (`PlanError` for a plan of another model), and
-    `RankError`, on every rank, when the ranks do not have the same model and
-    plan.
+    Args:
+        model: a `torch.nn.Module`, with its parameters on their final device and in their final dtype.
+        optimizer: a `torch.optim.Optimizer` with parameters of the model.
+        plan: `"auto"` to make the plan from the first 12 steps of training, a `Plan`, or the path of a plan file.
+        process_group: the ranks to train on; None stands for all.
+        broadcast_buffers: as in `DistributedDataParallel`: each forward pass begins with rank 0's buffers.
+        gradient_as_bucket_view: as in `DistributedDataParallel`: `.grad` is a view of the message that carries it,
+            which saves the memory of one copy of the gradients. A `.grad` that is kept from one step to the next is
+            overwritten.
+        replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
+            sped up; with None, rank 0 only logs such a change.
+        debug: checks during training: True, or names separated by commas (`order`, `finite`); None stands for the
+            value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
+        flight_dir: the directory for the record of the last messages if something fails; None stands for the value
+            of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
+            `legato.pytorch.network.watchdog`.
+
+    Returns:
+        The wrapped model, to be used like a `DistributedDataParallel` model, and the same optimizer object.
+
+    Raises:
+        InputError: no process group is initialized, or an argument is not as described.
+        PlanError: the plan is for another model, or this runtime cannot carry it out.
+        RankError: on every rank, if the ranks do not have the same model, optimizer and plan.
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
@@ -90,20 +104,20 @@ def distribute(
 
 
 def _replan(model: DistributedModel, optimizer: Any) -> None:
-    """Plan anew whenever the pace changes."""
+    """Make a new plan whenever the pace changes."""
 
-    def begin_anew(change: str) -> None:
+    def start_again(change: str) -> None:
         if model.process_group.rank() == 0:
-            _log.warning("since the first passes under the plan %s, %s; planning anew", model.plan.scheduler, change)
+            _log.warning("since the first passes under the plan %s, %s; replanning", model.plan.scheduler, change)
         before = model.plan
         model.adopt(default_buckets(model.module))
         _Observer(model, optimizer, before).attach()
 
-    model.on_drift = begin_anew
+    model.on_drift = start_again
 
 
 def default_buckets(model: Any) -> Plan:
-    """Torch's buckets before any gradient was seen: parameters in reverse order, 1 MiB and then 25 MiB."""
+    """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB."""
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0
@@ -120,15 +134,15 @@ def default_buckets(model: Any) -> Plan:
 
 
 class _Observer:
-    """Watches the first steps through the model's and the optimizer's own hooks, and takes them away again.
+    """Records the first steps through hooks on the model and the optimizer, and then plans.
 
-    Where that fails, `otherwise` is the plan.
+    If recording or planning fails, the plan is `fallback`.
     """
 
-    def __init__(self, model: DistributedModel, optimizer: Any, otherwise: Plan) -> None:
+    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._otherwise = otherwise
+        self._fallback = fallback
         self._done = 0
         self._steps: list[RecordedStep] = []
         self._untraced: list[PhaseTimes] = []
@@ -137,6 +151,7 @@ class _Observer:
         self._problem = ""
 
     def attach(self) -> None:
+        """Register the hooks; they are removed when the plan is made."""
         self._hooks = [
             self._model.register_forward_pre_hook(self._forward_begins),
             self._optimizer.register_step_pre_hook(self._step_begins),
@@ -148,8 +163,8 @@ class _Observer:
         return self._done >= WARMUP_STEPS and (self._done - WARMUP_STEPS) % 2 == 1
 
     def _forward_begins(self, *_: Any) -> None:
-        """Of several forward passes before a step, the last one is recorded."""
-        if not self._model.module.training:  # frameworks switch the module, not its wrapper
+        """Begin to time or to record a step; of several forward passes before a step, the last one counts."""
+        if not self._model.module.training:  # frameworks call train() and eval() on the module, not on its wrapper
             return
         self._abandon()
         if self._recording and not self._problem:
@@ -163,18 +178,18 @@ class _Observer:
             self._model.set_tracer(self._tracer)
 
     def _step_begins(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With a closure the forward and the backward pass are still to come, inside the step."""
+        """Begin the optimizer's phase; with a closure, after the forward and backward pass in it."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._updates_begin()
             return None
 
-        def watched() -> Any:
+        def closure_and_updates() -> Any:
             loss = closure()
             self._updates_begin()
             return loss
 
-        return args[:1], {**kwargs, "closure": watched}
+        return args[:1], {**kwargs, "closure": closure_and_updates}
 
     def _updates_begin(self) -> None:
         if self._recorder is not None:
@@ -206,20 +221,21 @@ class _Observer:
             recorder.abandon()
 
     def _decide(self) -> None:
+        """Calibrate, plan on rank 0, and switch to the plan, on all ranks together."""
         for hook in self._hooks:
             hook.remove()
         group = self._model.process_group
         cluster = calibrate(group).cluster
-        chosen = self._otherwise
+        chosen = self._fallback
         if group.rank() == 0:
             try:
                 chosen = best(compare(self._workload(), cluster)).plan
             except LegatoError as error:
-                _log.warning("legato stays with the plan %s: %s", chosen.scheduler, self._problem or error)
+                _log.warning("staying with the plan %s: %s", chosen.scheduler, self._problem or error)
         plan = files.decode(broadcast_bytes(files.encode(chosen), group), Plan, "the plan of rank 0")
         if plan != self._model.plan:
             self._model.adopt(plan)
-            _log.info("legato goes over to the plan %s", self._model.plan.scheduler)
+            _log.info("switching to the plan %s", self._model.plan.scheduler)
 
     def _workload(self) -> Workload:
         if not self._steps:

@@ -1,4 +1,4 @@
-"""Floor 1, everything that imports torch: capture a training step, measure a network, carry out a plan."""
+"""Everything that needs PyTorch: captures a training step, measures a network, and trains by a plan."""
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture

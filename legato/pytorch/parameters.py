@@ -1,12 +1,11 @@
-"""Which parameters take part.
+"""The parameters of a model whose gradients are averaged, and how changes of the model are detected.
 
-Whether the model is still made of what was distributed.
-
-[Note: census] A parameter that is added, unfrozen, or put in another's place
-after the model was distributed would be trained on each rank by itself, and
-nothing would look wrong (so it is in DDP). So would one that is cast or moved,
-for autograd forgets the hooks on it. Looking at every module's own dictionaries
-and at every parameter before a forward pass costs some tens of microseconds.
+[Note: fingerprint] A parameter that is added, replaced or unfrozen after the
+model was distributed would be trained on each rank separately, and no error
+would show it (this happens in DDP). The same holds for a parameter that is cast
+or moved, since autograd drops the hooks on it. So before each forward pass the
+dictionaries of all modules and all parameters are compared with what was
+distributed, which takes some tens of microseconds.
 """
 
 from __future__ import annotations
@@ -18,37 +17,38 @@ from torch import nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
+from legato.pytorch._private import is_compiled, is_compiled_in_place, module_tables
 
 __all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "trained_parameters"]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient and are not empty, by name; a shared one once."""
+    """Return the parameters that require a gradient and are not empty, by name; a shared one appears once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
 
 
 class ModuleFingerprint:
-    """What a module consists of: its modules, its parameters, which of them are frozen."""
+    """The modules and parameters of a model, and which of these are frozen, at the time of creation."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        tables: list[dict[str, Any]] = [t for m in self._modules for t in (m._modules, m._parameters)]
+        tables: list[dict[str, Any]] = [t for m in self._modules for t in module_tables(m, "modules", "parameters")]
         self._tables = [(table, list(table.values())) for table in tables if table]
         self._empty = [table for table in tables if not table]
         self._kinds = [(name, p, p.dtype, p.device) for name, p in module.named_parameters()]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self._optimized = any(type(m).__module__.startswith("torch._dynamo") for m in self._modules)
+        self._compiled = any(map(is_compiled, self._modules))
 
     def changed(self) -> bool:
-        """Whether a module or parameter is another one now, or a frozen parameter is not frozen any more.
+        """Whether a module or parameter was added, removed or replaced, or a frozen parameter was unfrozen.
 
         Raises `RankError` if a parameter was cast or moved.
         """
         for name, p, dtype, device in self._kinds:
             if p.dtype is not dtype or p.device != device:
                 raise RankError(
-                    f"{name}: {p.dtype} on {p.device}, and was {dtype} on {device}; "
-                    "move and cast the model before it is distributed"
+                    f"{name}: {p.dtype} on {p.device} (expected {dtype} on {device}, as when the model was "
+                    "distributed; move and cast it before)"
                 )
         for table, before in self._tables:
             if len(table) != len(before):
@@ -59,21 +59,21 @@ class ModuleFingerprint:
         return any(self._empty) or any(p.requires_grad for p in self._frozen)
 
     def compiled(self) -> bool:
-        """Whether `torch.compile` has to do with any of the modules."""
-        return self._optimized or any(m._compiled_call_impl is not None for m in self._modules)
+        """Whether `torch.compile` was applied to any of the modules."""
+        return self._compiled or any(map(is_compiled_in_place, self._modules))
 
 
 def extend_plan(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
-    """The plan with one more message at its end, for the parameters that it does not know."""
+    """Add one message at the end of the plan, with the parameters that are not in it."""
     known = {piece.tensor for message in plan.messages for piece in message.slices}
     new = tuple(Slice(n, 0, p.numel() * p.element_size()) for n, p in parameters.items() if n not in known)
     return msgspec.structs.replace(plan, messages=(*plan.messages, Message(new))) if new else plan
 
 
 def participating_parameters(module: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters that took part `before`, also those that were frozen since, and those that are new.
+    """Return the parameters of `before`, including those frozen since, and all new trained ones, by name.
 
-    Raises `RankError` if one of them is not the module's any more.
+    Raises `RankError` if the module does not have one of them any more.
     """
     everything = dict(module.named_parameters())
     for name, p in before.items():

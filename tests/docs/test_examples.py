@@ -28,7 +28,7 @@ def test_frameworks(framework):
     pytest.importorskip(framework)
     said = torchrun(f"with_{framework}.py")
     assert re.search(r"on 2 ranks, weights add up to -?\d+\.\d+", said)
-    assert "stays with the plan" not in said
+    assert "staying with the plan" not in said
 
 
 def test_after_a_death_the_run_goes_on_from_its_checkpoint(tmp_path):

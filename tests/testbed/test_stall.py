@@ -22,4 +22,4 @@ def test_every_rank_ends_and_names_who_is_cut_off(tmp_path, monkeypatch):
         assert list(tmp_path.glob(f"legato-flight-rank{rank}-*.jsonl"))
     for rank in (0, 2):
         assert "rank 1 does not answer (killed, stopped or cut off)" in said[rank]
-    assert "nobody could be asked: the store is gone" in said[1]
+    assert "no rank could be asked: the store is gone" in said[1]

@@ -1,9 +1,9 @@
-"""Everything that ranks must have in common, checked before the first step.
+"""Checks before the first step that all ranks have the same model, plan and settings.
 
-[Note: agreement] Two ranks with another model, plan or dtype would hang or
-silently add the wrong numbers. Rank 0 says what it has; every rank compares;
-what any of them finds, all of them raise. Only bytes of JSON travel, nothing
-is unpickled.
+[Note: agreement] Ranks with different models, plans or dtypes would hang, or
+silently add the wrong numbers. Rank 0 broadcasts a description of what it has,
+every rank compares it with its own, and if any rank finds a difference, all
+ranks raise it. Only JSON is exchanged; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
+from legato.pytorch._private import flatten_tensors, unflatten_tensors
 
 __all__ = [
     "agree",
@@ -37,7 +38,7 @@ _BROADCAST_BYTES = 250 * 2**20
 
 
 def describe_model(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """What must be equal on all ranks: name of the thing -> what it is here."""
+    """Describe what must be equal on all ranks: name of a fact -> its value on this rank."""
     facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))
     for kind, found in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -53,7 +54,7 @@ def describe_model(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Pa
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
-    """The settings of an optimizer that must be equal on all ranks, or their weights drift apart."""
+    """Describe the settings of an optimizer that must be equal on all ranks, so that their weights stay equal."""
     facts = {"optimizer": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
         settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
@@ -63,7 +64,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
 
 
 def agree(facts: dict[str, str], group: Any) -> None:
-    """Raise `RankError` on every rank if any of them has other facts than rank 0."""
+    """Raise `RankError` on every rank if the facts of any rank differ from those of rank 0."""
     theirs: dict[str, str] = json.loads(broadcast_bytes(json.dumps(facts).encode(), group))
     problem = ""
     for key in [*theirs, *facts]:
@@ -74,17 +75,17 @@ def agree(facts: dict[str, str], group: Any) -> None:
 
 
 def raise_together(problem: str, group: Any) -> None:
-    """Raise `RankError` on every rank if any rank has a problem (an empty string is none)."""
+    """Raise `RankError` on every rank if any rank has a problem (an empty string stands for none)."""
     mine = _to_tensor(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
-    everyones = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyones, mine, group=group)
-    for rank, text in enumerate(everyones):
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    for rank, text in enumerate(gathered):
         if said := _from_tensor(text).rstrip(b"\0").decode(errors="replace"):
             raise RankError(f"rank {rank}: {said}")
 
 
 def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
-    """Rank `source`'s bytes, on every rank."""
+    """Return the bytes of rank `source` on every rank."""
     root = dist.get_global_rank(group, source)
     length = _to_tensor(len(data).to_bytes(8, "little"), group)
     dist.broadcast(length, root, group=group)
@@ -95,22 +96,27 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
 
 
 def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], None]) -> list[tuple[float, ...]]:
-    """Every rank's numbers, equally many on each, in the order of the ranks."""
+    """Return the numbers of all ranks, in the order of the ranks; each rank gives the same number of them.
+
+    `wait` waits for the collective.
+    """
     mine = torch.tensor(numbers, dtype=torch.float64, device=group_device(group))
-    everyones = [torch.empty_like(mine) for _ in range(group.size())]
-    wait(dist.all_gather(everyones, mine, group=group, async_op=True))
-    return [tuple(numbers.tolist()) for numbers in everyones]
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    wait(dist.all_gather(gathered, mine, group=group, async_op=True))
+    return [tuple(numbers.tolist()) for numbers in gathered]
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
-    """Make tensors equal to rank 0's, in as few collectives as there are dtypes and parts of 250 MiB."""
+    """Overwrite tensors with those of rank 0: one collective for each dtype, device and 250 MiB.
+
+    `wait` waits for a collective.
+    """
     root = dist.get_global_rank(group, 0)
     for part in _parts([t.detach() for t in tensors]):
-        flat = torch._utils._flatten_dense_tensors(part)  # type: ignore[no-untyped-call]
+        flat = flatten_tensors(part)
         wait(dist.broadcast(flat, root, group=group, async_op=True))
         if group.rank():
-            values = torch._utils._unflatten_dense_tensors(flat, part)  # type: ignore[no-untyped-call]
-            for tensor, value in zip(part, values, strict=True):
+            for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
                 tensor.copy_(value)
 
 
@@ -138,5 +144,5 @@ def _from_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def group_device(group: Any) -> torch.device:
-    """Where this group's collectives take their tensors."""
+    """The device of the tensors that this group's collectives take."""
     return torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")

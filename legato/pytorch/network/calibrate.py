@@ -1,16 +1,16 @@
-"""What the collectives of this process group cost, measured.
+"""Measures what the collectives of a process group cost.
 
 [Note: in a stream] Training sends one message after another, and packs the next
-one while the last is on its way. So that is what is measured: several at once,
-handed over in order through the runtime's own channel, and the time of all by
-their number.
+one while the previous one is in flight. Calibration measures the same: it
+launches several messages in order through the runtime's own channel, and
+divides the time of all by their number.
 
-[Note: what a floor hides] Where a cost has a floor, a large message hides what
-it costs the hosts behind its bytes, and a line through large ones has no alpha:
-it would be free to cut them up. It is not. In rehearsals of ResNet-50 on four
-hosts at 1 Gbit, plans of 92 and 98 messages took 70 ms longer than predicted in
-this way (with a floor of 5.8 ms): an eighth of the floor a message. So alpha is
-at least that.
+[Note: what a floor hides] If a cost has a floor, the transfer of a large message
+hides the work of the hosts for it, and a line fitted to large messages has no
+alpha: partitioning them would seem free. It is not. In rehearsals of ResNet-50
+on four hosts at 1 Gbit, plans with 92 and 98 messages took 70 ms longer than
+predicted in this way (with a floor of 5.8 ms), which is an eighth of the floor
+for each message. So alpha is at least an eighth of the floor.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ import torch.distributed as dist
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
+from legato.pytorch._private import group_timeout
 from legato.pytorch.network.agreement import group_device
 from legato.pytorch.network.channel import Channel, channel_for
 
 __all__ = ["Calibration", "Sample", "calibrate"]
 
-#: Bytes of the messages that are measured: 1 KiB to 1 MiB times four, and from there to 64 MiB times two.
+#: Sizes of the measured messages, in bytes: from 1 KiB to 1 MiB in steps of four, then to 64 MiB in steps of two.
 SIZES = (*(2**k for k in range(10, 20, 2)), *(2**k for k in range(20, 27)))
-_SECONDS_A_SIZE = 0.4
-#: Messages in a stream, and bytes and seconds of all of them together (but two messages at least).
+_SECONDS_PER_SIZE = 0.4
+#: Limits of a stream: number of messages, bytes and seconds of all together (but at least two messages).
 _STREAM, _STREAM_BYTES, _STREAM_S = 8, 64 * 2**20, 2.0
-#: Of messages that take so long, no larger ones are measured: all of these are on one line.
+#: If a message takes this long, no larger ones are measured: their cost is linear.
 _LONG_S = 1.0
-#: Bytes of the copy that says what unpacking costs.
+#: Size of the copy with which unpacking is measured, in bytes.
 _UNPACKED = 25 * 2**20
-#: Alpha is at least this part of the floor.
+#: Alpha is at least this fraction of the floor (see [Note: what a floor hides]).
 _UNHIDDEN = 1 / 8
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A message of `nbytes` by a collective in `depth` chunks took `seconds` (median), and the fit says `fitted_s`."""
+    """The measured cost of one message.
+
+    A message of `nbytes` took `seconds` (median) with a collective in `depth` chunks; the fit gives `fitted_s`.
+    """
 
     nbytes: int
     seconds: float
@@ -62,19 +66,19 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The cluster that the planner needs, and the measurements it was fitted to."""
+    """A cluster for the planner, and the measurements to which it was fitted."""
 
     cluster: Cluster
     samples: tuple[Sample, ...]
 
     @property
     def median_error(self) -> float:
-        """Median of the fit's relative errors, without sign."""
+        """Median of the absolute relative errors of the fit."""
         return statistics.median(abs(s.error) for s in self.samples)
 
     @property
     def worst_error(self) -> float:
-        """Largest of the fit's relative errors, without sign."""
+        """Maximum of the absolute relative errors of the fit."""
         return max(abs(s.error) for s in self.samples)
 
 
@@ -86,29 +90,38 @@ def calibrate(
     depths: Sequence[int] = (1,),
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Measure all-reduce over `sizes` bytes on all ranks of the group, and fit alpha + beta * bytes.
+    """Measure all-reduce on all ranks of a process group, and fit alpha + beta * bytes.
 
-    The backend's own is measured first, under the backend's name (`gloo`,
-    `nccl`), which makes it the cluster's default; then `collectives`, which are
-    made of steps over gloo (`legato.pytorch.network.rounds`), each in `depths` chunks.
-    All take turns, so that a disturbance meets all of them. A repetition takes
-    as long as its slowest rank says; a size, the median of its repetitions. On a
-    slow network the largest sizes are left out. Every rank gets the same answer,
-    and every rank has to call it.
-    `progress(done, total)` is called after each size.
+    Every rank has to call it, and gets the same result.
 
-    Raises `InputError` on fewer than two sizes, depths below 1, and collectives
-    that the runtime cannot carry out.
+    The backend's own all-reduce is measured first, under the backend's name
+    (`gloo`, `nccl`), which makes it the cluster's default; then `collectives`,
+    which are made of sends and receives over gloo
+    (`legato.pytorch.network.rounds`), each in `depths` chunks. They take turns,
+    so that a disturbance affects all of them. The time of a repetition is that
+    of its slowest rank; the time of a size is the median of its repetitions. On
+    a slow network the largest sizes are skipped.
+
+    Args:
+        process_group: the ranks to measure; None stands for all.
+        sizes: bytes of the messages, at least two different sizes of at least 4 bytes.
+        collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
+        depths: numbers of chunks in which these are measured, besides one chunk.
+        progress: called as `progress(done, total)` after each size.
+
+    Raises:
+        InputError: no process group is initialized, or `sizes` or `depths` are not as described.
+        PlanError: a collective that the runtime cannot carry out.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     if len(set(sizes)) < 2 or min(sizes) < 4:
-        raise InputError("sizes: expected at least two different ones, of at least 4 bytes")
+        raise InputError(f"sizes: {sorted(set(sizes))} (expected at least two different sizes of at least 4 bytes)")
     if min(depths, default=1) < 1:
         raise InputError(f"depths: {min(depths)} (expected at least 1)")
     group: Any = process_group if process_group is not None else dist.group.WORLD
     ways = [(group.name(), 1), *((name, depth) for name in collectives for depth in sorted({1, *depths}))]
-    own = _group_of_our_own(group)
+    own = _separate_group(group)
     channel = channel_for(own)
     messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
     for message in messages:
@@ -139,25 +152,25 @@ def calibrate(
     return Calibration(cluster, tuple(samples))
 
 
-def _group_of_our_own(group: Any) -> Any:
-    return dist.new_group(dist.get_process_group_ranks(group), group._get_backend(group_device(group)).options._timeout)
+def _separate_group(group: Any) -> Any:
+    return dist.new_group(dist.get_process_group_ranks(group), group_timeout(group, group_device(group)))
 
 
 def _stream(nbytes: int, before: Sequence[tuple[int, float]]) -> int:
-    """How many messages of a size make a stream, after what others (bytes, seconds) took."""
+    """The number of messages of a size in a stream, given the cost of smaller ones as (bytes, seconds)."""
     expected_s = max((seconds * nbytes / size for size, seconds in before if size <= nbytes), default=0.0)
     fits = [_STREAM_BYTES // nbytes, *([int(_STREAM_S / expected_s)] if expected_s else [])]
     return min(_STREAM, max(2, min(fits)))
 
 
 def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
-    """Median seconds of each of these, which take turns; the same on all ranks."""
+    """Median seconds of each function, which take turns; the same on all ranks."""
     device = group_device(group)
     for do in once:
         do()
     trial = torch.tensor([do() for do in once], dtype=torch.float64, device=device)
-    dist.all_reduce(trial, op=dist.ReduceOp.MAX, group=group)  # all ranks repeat equally often
-    repeats = max(4, min(50, int(_SECONDS_A_SIZE * len(once) / max(trial.sum().item() * _STREAM, 1e-6))))
+    dist.all_reduce(trial, op=dist.ReduceOp.MAX, group=group)  # so that all ranks repeat equally often
+    repeats = max(4, min(50, int(_SECONDS_PER_SIZE * len(once) / max(trial.sum().item() * _STREAM, 1e-6))))
     times = torch.tensor([[do() for do in once] for _ in range(repeats)], dtype=torch.float64, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
     return [statistics.median(column) for column in times.T.tolist()]
@@ -168,7 +181,7 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
     start = time.perf_counter()
     works = [channel(first, message)]
     for buffer in rest:
-        torch.mul(first, 0.5, out=buffer)  # as the runtime packs one
+        torch.mul(first, 0.5, out=buffer)  # as the runtime packs a gradient
         works.append(channel(buffer, message))
     for work in works:
         work.wait()
@@ -178,7 +191,7 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
 
 
 def _unpack_s_per_byte(group: Any) -> float:
-    """All ranks copy at once, as they do when a message has come in; into new memory, as gradients have."""
+    """The cost of copying a received message into new gradients, while all ranks copy."""
     device = group_device(group)
     message = torch.ones(_UNPACKED // 4, device=device)
 

@@ -1,25 +1,25 @@
-"""The way out for messages, one after another.
+"""The channel: carries messages out one after another, in the order in which they are launched.
 
-[Note: one at a time] A plan's order means something only if a message has the
-network to itself. gloo works on two collectives at once by default, and so the
-least urgent message of a plan would slow down the one before it. Messages
-therefore go through a gloo of our own with one thread, which starts the next
-one as soon as the one before has ended, with no Python in between. Other
-backends (NCCL) keep the order by themselves.
+[Note: one at a time] The order of a plan is effective only if each message has
+the network to itself. gloo runs two collectives at once by default, so a less
+urgent message would slow down the one before it. Messages therefore go through
+a separate gloo backend with one thread, which starts the next message as soon as
+the previous one has ended, without Python in between. Other backends (NCCL)
+keep the order anyway.
 
-[Note: steps] A collective that is made of sends and receives needs somebody to
-make its next step when bytes come in. That is one thread of Python, started by
-the first such message, which takes messages one after another in the order in
-which they were handed over. As long as it has some, every message goes to it,
-the backend's own all-reduce too; and before its first one it waits for what the
-backend still has to do. So there is one order, whoever carries a message out,
-and a plan of the backend's own all-reduces never meets a thread. The thread
-ends with the channel. A process that ends waits for it, unless a message has
-failed: a send to a rank that is gone can take all of its time to find out.
+[Note: steps] A collective that is made of sends and receives needs a thread that
+starts its next step when bytes arrive. This is one Python thread, started by the
+first such message; it carries messages out in the order of their launch. While
+it has work, every message goes to it, including the backend's own all-reduces,
+and before its first message it waits for what the backend still has to do. So
+there is one order for all messages, and a plan with only the backend's own
+all-reduces never starts the thread. The thread ends with the channel. A process
+that ends waits for it, unless a message has failed: a send to a rank that is
+gone can take the whole timeout to fail.
 
-[Note: halves] gloo's own reduce-scatter is an all-reduce, most of whose result
-it throws away. Halves of an all-reduce are therefore made of steps over gloo: a
-ring's, where the plan names no other collective.
+[Note: halves] gloo's own reduce-scatter is an all-reduce that discards most of
+its result. A reduce_scatter or all_gather over gloo is therefore made of sends
+and receives, by default those of a ring.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from legato.core.errors import PlanError
 from legato.core.plan import Message
+from legato.pytorch._private import PrefixStore, default_store, group_timeout, new_gloo
 from legato.pytorch.network.collectives import Collectives
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
 
 __all__ = ["Channel", "channel_for"]
 
-#: The collective whose halves stand for a backend's own.
+#: The collective of reduce_scatter and all_gather over gloo if the plan names none.
 _OWN_HALVES = "ring"
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Channel(Protocol):
-    """Hands messages over to be carried out in that order."""
+    """Carries messages out in the order in which they are launched."""
 
     def __call__(self, buffer: Tensor, message: Message) -> Any:
-        """Carry out the message on a flat buffer, in place, and return the work to wait for."""
+        """Launch a message on a flat buffer, in place, and return the work to wait for."""
 
     def check(self, message: Message, name: str) -> None:
-        """Raise `PlanError` unless this channel can carry out such a message, which goes by that name."""
+        """Raise `PlanError` unless this channel can carry out the message; `name` is its name in the error."""
 
     def give_up(self) -> None:
-        """A message has failed: nothing that is still on its way keeps the process from ending."""
+        """Note that a message has failed: the process can end without waiting for messages in flight."""
 
 
 def channel_for(group: Any) -> Channel:
-    """The channel for a process group, which has one at most; all of its ranks have to call this."""
+    """Create the channel of a process group, at most once for each group; all of its ranks have to call this."""
     return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
@@ -76,7 +76,7 @@ def _check_kind(message: Message, name: str) -> None:
 
 
 class _BackendChannel:
-    """A backend that keeps the order by itself, and has halves of its own."""
+    """The channel of a backend that keeps the order of collectives and has its own reduce_scatter and all_gather."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -85,12 +85,12 @@ class _BackendChannel:
         _check_kind(message, name)
         if message.collective in ROUNDS or message.depth > 1:
             raise PlanError(
-                f"{name}.collective: {message.collective!r}, depth {message.depth} (expected the own one of "
-                f"{self._group.name()}: others are made of steps, over gloo only)"
+                f"{name}.collective: {message.collective!r}, depth {message.depth} (expected that of "
+                f"{self._group.name()}; others run over gloo only)"
             )
 
     def give_up(self) -> None:
-        """There is nothing of ours under way."""
+        """Do nothing: only the backend has messages in flight."""
 
     def __call__(self, buffer: Tensor, message: Message) -> Any:
         group = self._group
@@ -103,16 +103,16 @@ class _BackendChannel:
 
 
 class _GlooChannel:
-    """A gloo with one thread, and a thread of ours for what is made of steps."""
+    """The channel over gloo: a backend with one thread, and a Python thread for collectives made of steps."""
 
     def __init__(self, group: Any) -> None:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group_timeout(group, torch.device("cpu"))
         self._gloo = _gloo(group, timeout)
         self._steps = Collectives(self._gloo, timeout)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._last: Any = None  # what was handed over last
+        self._last: Any = None  # the message launched last
 
     def check(self, message: Message, name: str) -> None:
         _check_kind(message, name)
@@ -145,9 +145,9 @@ class _GlooChannel:
         return _QueuedWork(future)
 
     def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message) -> None:
-        """On the thread: after all that was handed over earlier."""
+        """Carry out a message, on the thread, after all messages launched before it."""
         if self._failed.is_set():
-            raise RuntimeError("not sent, for a message before it has failed")
+            raise RuntimeError("not sent, because a message before it has failed")
         try:
             if before is not None:
                 before.wait()
@@ -172,20 +172,20 @@ class _GlooChannel:
 
 
 def _steps_of(message: Message) -> str | None:
-    """The collective whose rounds a message takes; None: gloo's own all-reduce."""
+    """The name of the collective made of steps that a message needs; None for gloo's own all-reduce."""
     if message.collective in ROUNDS:
         return message.collective
     return None if message.kind == "all_reduce" else _OWN_HALVES
 
 
 class _QueuedWork:
-    """A message that the thread has to carry out, with the face of torch's `Work`."""
+    """A message in the queue of the thread, with the methods of torch's `Work`."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is done, or failed, or for so long. Raises `RuntimeError` in the latter two cases."""
+        """Wait until it is done. Raises `RuntimeError` if it has failed, or is not done within `timeout`."""
         try:
             self._future.result(timeout.total_seconds() if timeout else None)
         except _Timeout:
@@ -203,16 +203,16 @@ _Job = tuple[Future[None], Callable[[], None]]
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """The thread: one job after another, until there is a None."""
+    """Run one job after another, on the thread, until a None."""
     while (job := jobs.get()) is not None:
         future, do = job
         try:
             do()
-        except BaseException as error:  # whoever waits for the message gets it
+        except BaseException as error:  # raised again where the message is waited for
             future.set_exception(error)
         else:
             future.set_result(None)
-        del job, future, do  # or the thread would keep its channel alive while it waits
+        del job, future, do  # otherwise the thread would keep its channel alive while it waits
 
 
 def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, failed: threading.Event) -> None:
@@ -222,15 +222,8 @@ def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, failed:
 
 
 def _gloo(group: Any, timeout: timedelta) -> Any:
-    """A gloo of our own between the ranks of a group."""
-    backend: Any = dist.ProcessGroupGloo
-    options = backend._Options()
-    options._threads = 1
-    options._timeout = timeout
+    """A separate gloo backend between the ranks of a group."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    store = PrefixStore(f"legato/{group.group_name}", default_store())
     with batch_policy_threads():
-        options._devices = [backend.create_device(interface=name) for name in interfaces] or [
-            backend.create_default_device()
-        ]
-    store = torch._C._distributed_c10d.PrefixStore(f"legato/{group.group_name}", _get_default_store())
-    return backend(store, group.rank(), group.size(), options)
+        return new_gloo(store, group.rank(), group.size(), timeout, interfaces)

@@ -1,20 +1,21 @@
 """Collectives made of sends and receives, in chunks, on one thread.
 
-`legato.pytorch.network.rounds` says who gives what to whom. Here it is done, on one
-flat tensor in place, over the point-to-point operations of a gloo. Cut into
-`depth` chunks, a message keeps the link and the adder busy at once (Caramel,
-sections 4.4 and 5; `legato.simulator.pipelining` prices it): a chunk's parts are
-on the wire as soon as its last sum is there, while the next chunk is added up.
+`legato.pytorch.network.rounds` defines the transfers of each collective. This
+module runs them on one flat tensor, in place, over the point-to-point operations
+of a gloo backend. Split into `depth` chunks, a message keeps the network and the
+processor busy at the same time (Caramel, sections 4.4 and 5;
+`legato.simulator.pipelining` prices it): the parts of a chunk are sent as soon
+as its last sum is complete, while the next chunk is added up.
 
-[Note: receives first] gloo moves bytes when both ends have asked for them, so
-all receives of a message are posted before its first send. What is added comes
-into scratch memory. What is handed out comes into its place right away: the
-parts that come back complete are those that were given away, and they cannot
-come before they were taken.
+[Note: receives first] gloo moves bytes when both ends have posted the transfer,
+so all receives of a message are posted before its first send. Summands are
+received into scratch memory. Results are received directly into their place: the
+parts that come back complete are those that this rank has sent away, and they
+cannot come back before they were received by the other end.
 
-[Note: tags] A rank numbers the rounds and chunks of all its messages through.
-All ranks carry out the same messages in the same order, so the two ends of a
-transfer have the same number, and no other transfer in flight has it.
+[Note: tags] A rank numbers the rounds and chunks of all its messages
+consecutively. All ranks carry out the same messages in the same order, so both
+ends of a transfer have the same number, and no other transfer in flight has it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TAGS = 2**30
 
 
 class Collectives:
-    """One rank's part in the collectives of a gloo; all ranks call the same ones in the same order."""
+    """One rank's part in collectives over a gloo backend; all ranks run the same ones in the same order."""
 
     def __init__(self, gloo: Any, timeout: timedelta) -> None:
         self._gloo = gloo
@@ -45,20 +46,21 @@ class Collectives:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def carry_out(self, tensor: Tensor, kind: Kind, collective: str, depth: int) -> None:
-        """Sum a flat tensor over all ranks, in place; or do the one half of that, or the other.
+        """Sum a flat tensor over all ranks, in place, or carry out one half of that.
 
-        After a reduce_scatter, each rank holds the sum of its own parts; an
-        all_gather of the same collective and depth goes on from there. Returns
-        when it is done here. Raises `RuntimeError` when a peer is gone, or has
-        not come within the process group's timeout.
+        `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the
+        number of chunks. After a reduce_scatter, each rank holds the sum of its
+        own parts; an all_gather of the same collective and depth completes it.
+        Returns when this rank is done. Raises `RuntimeError` if a peer is gone,
+        or does not respond within the process group's timeout.
         """
-        course = ROUNDS[collective](self._gloo.rank(), self._gloo.size())
-        reduce = course.reduce if kind != "all_gather" else ()
-        distribute = course.distribute if kind != "reduce_scatter" else ()
+        rounds = ROUNDS[collective](self._gloo.rank(), self._gloo.size())
+        reduce = rounds.reduce if kind != "all_gather" else ()
+        distribute = rounds.distribute if kind != "reduce_scatter" else ()
         chunks = [_part(tensor, c, c + 1, depth) for c in range(depth)]
-        passage = _MessageRun(self._gloo, chunks, course.parts, self._next_tag, time.monotonic() + self._timeout_s)
+        run = _MessageRun(self._gloo, chunks, rounds.parts, self._next_tag, time.monotonic() + self._timeout_s)
         self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
-        passage.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, course.parts))
+        run.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, rounds.parts))
 
     def _scratch_for(self, tensor: Tensor, rounds: Sequence[Round], chunks: list[Tensor], parts: int) -> Tensor:
         needed = sum(
@@ -73,7 +75,7 @@ class Collectives:
 
 
 class _MessageRun:
-    """One message on its way."""
+    """The transfers of one message; a turn is one round (r) of one chunk (c)."""
 
     def __init__(self, gloo: Any, chunks: list[Tensor], parts: int, first_tag: int, deadline: float) -> None:
         self._gloo, self._chunks, self._parts = gloo, chunks, parts
@@ -97,7 +99,7 @@ class _MessageRun:
             self._wait_all(works)
 
     def _expect(self, r: int, c: int, scratch: Tensor | None) -> Tensor:
-        """Post the receives of a turn; returns what is left of the scratch memory."""
+        """Post the receives of a turn, and return the rest of the scratch memory."""
         posted = self._receives[r, c] = []
         left = scratch if scratch is not None else self._chunks[0][:0]
         for taken in self._rounds[r].receives:
@@ -119,7 +121,7 @@ class _MessageRun:
         ]
 
     def _finish(self, r: int, c: int) -> None:
-        """What a turn receives is in, and added up."""
+        """Wait for the receives of a turn, and add them up."""
         if self._rounds[r].overwrites:
             self._wait_all(self._sends.pop((r, c)))
         for work, place, into in self._receives.pop((r, c)):
@@ -131,7 +133,7 @@ class _MessageRun:
         for work in works:
             left = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
             if not work.wait(left):
-                raise RuntimeError("the transfer was given up")
+                raise RuntimeError("the transfer was aborted")
 
     def _place(self, c: int, transfer: Transfer) -> Tensor:
         return _part(self._chunks[c], transfer.start, transfer.stop, self._parts)
@@ -141,6 +143,6 @@ class _MessageRun:
 
 
 def _part(tensor: Tensor, start: int, stop: int, parts: int) -> Tensor:
-    """Parts `start` to `stop` of a flat tensor cut into `parts`, which differ by one element at most."""
+    """Parts `start` to `stop` (exclusive) of a flat tensor that is divided into `parts` of nearly equal size."""
     n = tensor.numel()
     return tensor[n * start // parts : n * stop // parts]

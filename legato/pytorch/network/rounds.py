@@ -1,9 +1,9 @@
-"""All-reduces as rounds of sends and receives: who gives which parts of a chunk to whom.
+"""All-reduce algorithms as rounds of sends and receives of parts of a chunk.
 
-A chunk is cut into equal parts. In the first half of a collective, what a round
-receives is added to what is there; afterwards every part is complete on some
-rank. The second half hands the parts out, and is the first one backwards in
-time: who received a part sends it back, complete, to the rank that had sent it.
+A chunk is divided into equal parts. In the first half of a collective, the parts
+that a rank receives are added to its own; afterwards every part is complete on
+some rank. The second half distributes the complete parts. It is the first half
+reversed in time: the receiver of a part sends it back, complete, to its sender.
 
     collective           rounds of a half        complete on rank i after the first half
     shuffle              1                       part i
@@ -12,9 +12,9 @@ time: who received a part sends it back, complete, to the rank that had sent it.
     recursive-doubling   log2(n), 0              everything
     tree                 log2(n)                 everything on rank 0, nothing elsewhere
 
-The two with a doubling need a power of two, p. Of other numbers of ranks, rank
-p + i first adds its all to rank i's, stands aside, and is told the result at
-the very end.
+The two doubling algorithms need a power of two, p. With other numbers of ranks,
+rank p + i first sends everything to rank i, which adds it to its own; it then
+pauses, and receives the result at the very end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ROUNDS", "Round", "Rounds", "Transfer"]
 
 
 class Transfer(NamedTuple):
-    """Parts `start` to `stop` (exclusive), to or from a peer."""
+    """A transfer of parts `start` to `stop` (exclusive), to or from a peer."""
 
     peer: int
     start: int
@@ -34,22 +34,23 @@ class Transfer(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one rank does in a round; rounds without anything keep all ranks in step."""
+    """What one rank does in one round; an empty round keeps all ranks in step."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
 
     @property
     def overwrites(self) -> bool:
-        """Whether it receives parts that it sends."""
+        """Whether it receives parts that it also sends."""
         return any(s.start < r.stop and r.start < s.stop for s in self.sends for r in self.receives)
 
-    def backwards(self) -> Round:
+    def mirrored(self) -> Round:
+        """The same transfers in the opposite direction."""
         return Round(sends=self.receives, receives=self.sends)
 
 
 class Rounds(NamedTuple):
-    """A collective on one rank: the parts of a chunk, the rounds that add up and those that hand out."""
+    """A collective on one rank: the number of parts of a chunk, and the rounds of its two halves."""
 
     parts: int
     reduce: tuple[Round, ...]
@@ -57,11 +58,11 @@ class Rounds(NamedTuple):
 
 
 def _mirrored(parts: int, reduce: list[Round]) -> Rounds:
-    return Rounds(parts, tuple(reduce), tuple(step.backwards() for step in reversed(reduce)))
+    return Rounds(parts, tuple(reduce), tuple(step.mirrored() for step in reversed(reduce)))
 
 
 def _shuffle(rank: int, ranks: int) -> Rounds:
-    others = [(rank + k) % ranks for k in range(1, ranks)]  # everybody begins with another one
+    others = [(rank + k) % ranks for k in range(1, ranks)]  # each rank begins with a different peer
     sends = tuple(Transfer(peer, peer, peer + 1) for peer in others)
     receives = tuple(Transfer(peer, rank, rank + 1) for peer in others)
     return _mirrored(ranks, [Round(sends, receives)])
@@ -98,10 +99,10 @@ def _recursive_doubling(rank: int, ranks: int) -> Rounds:
     fold = _fold(rank, ranks, power, parts=1)
     peers = [rank ^ 2**k for k in range(power.bit_length() - 1)]
     if rank < power:
-        exchanges = [Round((Transfer(peer, 0, 1),), (Transfer(peer, 0, 1),)) for peer in peers]
+        swaps = [Round((Transfer(peer, 0, 1),), (Transfer(peer, 0, 1),)) for peer in peers]
     else:
-        exchanges = [Round() for _ in peers]
-    return Rounds(1, (*fold, *exchanges), tuple(step.backwards() for step in fold))
+        swaps = [Round() for _ in peers]
+    return Rounds(1, (*fold, *swaps), tuple(step.mirrored() for step in fold))
 
 
 def _tree(rank: int, ranks: int) -> Rounds:
@@ -109,7 +110,7 @@ def _tree(rank: int, ranks: int) -> Rounds:
     for k in range((ranks - 1).bit_length()):
         below, step = rank % 2**k, 2**k
         if below:
-            rounds.append(Round())  # it has given its sum away
+            rounds.append(Round())  # it has sent its sum away
         elif rank & step:
             rounds.append(Round(sends=(Transfer(rank - step, 0, 1),)))
         else:
@@ -118,12 +119,12 @@ def _tree(rank: int, ranks: int) -> Rounds:
 
 
 def _power_of_two(ranks: int) -> int:
-    """The largest one that is not more than `ranks`."""
+    """The largest power of two that is at most `ranks`."""
     return 1 << (ranks.bit_length() - 1)
 
 
 def _fold(rank: int, ranks: int, power: int, parts: int) -> list[Round]:
-    """The round in which the ranks beyond a power of two give their all away; none if there are none."""
+    """The round in which the ranks from `power` on send everything away; empty if there are no such ranks."""
     if ranks == power:
         return []
     if rank >= power:
@@ -131,7 +132,7 @@ def _fold(rank: int, ranks: int, power: int, parts: int) -> list[Round]:
     return [Round(receives=(Transfer(rank + power, 0, parts),) if rank + power < ranks else ())]
 
 
-#: (rank, ranks) -> what that rank does, by the names of `legato.core.cluster.COLLECTIVES`.
+#: For each name of `legato.core.cluster.COLLECTIVES`: (rank, ranks) -> the rounds of that rank.
 ROUNDS: dict[str, Callable[[int, int], Rounds]] = {
     "ring": _ring,
     "halving-doubling": _halving_doubling,

@@ -1,15 +1,17 @@
-"""When a rank fails: who is missing, and where do the others stand?
+"""The watchdog: when a message fails, it finds out which ranks are missing and what the others are doing.
 
-[Note: asking around] A rank whose message fails knows only that it did. So each
-rank has a thread that looks into the job's store once in a while. Whoever fails
-writes that down there; every thread that is alive answers with what its rank is
-doing, down to the line of the main thread. Who does not answer was killed, is
-stopped, or is cut off. A rank that ends with an exception says so on its way
-out, and a rank that waits sees it within a second or two instead of after the
-process group's timeout. The store is asked by the thread alone: should it hang
-too (rank 0 keeps it, unless torchrun does), the rank still ends in time.
+[Note: status exchange] A rank whose message fails knows only that it failed. So
+each rank has a thread that polls the job's store. A rank that fails reports it
+there, and the thread of every rank that is alive answers with what its rank is
+doing, including the current line of its main thread. A rank that does not answer
+was killed, is stopped, or is cut off. A rank that ends with an exception reports
+it as it exits, and a waiting rank sees the report within two seconds instead of
+after the process group's timeout. Only the thread accesses the store: if the
+store hangs too (rank 0 hosts it, unless torchrun does), the rank still ends in
+time.
 
-The flight record: what one rank did last, kept in memory, written to a file when something fails.
+The flight recorder keeps the last events of a rank in memory, and writes them to
+a file when something fails.
 """
 
 from __future__ import annotations
@@ -32,32 +34,32 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.distributed_c10d import _get_default_store
-
 from legato.core.errors import RankError
+from legato.pytorch._private import PrefixStore, default_store
 
 __all__ = ["FlightRecorder", "Watchdog"]
 
 POLL_S = 0.5
-#: So long a failing rank waits for the others' answers, once.
+#: How long a failing rank waits for the answers of the others, once.
 ANSWER_S = 4.0
 _FAILED = "failed as well"
 _MAIN = threading.main_thread()
 
 
 class Watchdog:
-    """One rank's part in finding out what went wrong; `standing()` says in words what the rank is doing."""
+    """Waits for collectives on behalf of one rank, and explains their failures.
 
-    def __init__(self, group: Any, flight_recorder: FlightRecorder, standing: Callable[[], str]) -> None:
+    `status()` returns in words what the rank is doing; the thread calls it.
+    """
+
+    def __init__(self, group: Any, flight_recorder: FlightRecorder, status: Callable[[], str]) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.flight_recorder = flight_recorder
         self._waits_can_be_cut = group.name() == "gloo"
-        self._standing = standing
-        store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
-        self._store = torch._C._distributed_c10d.PrefixStore(f"legato/watch/{group.group_name}", store)
-        self._failure = ""  # what this rank has to report
-        self._seen = ""  # what another one reported
+        self._status = status
+        self._store: Any = PrefixStore(f"legato/watch/{group.group_name}", default_store().clone())
+        self._failure = ""  # what this rank reports
+        self._seen = ""  # what another rank reported
         self._answers: dict[int, str] = {}
         self._store_lost = self._left = False
         self._wake, self._asked = threading.Event(), threading.Event()
@@ -76,10 +78,13 @@ class Watchdog:
         return self._raised is not None or bool(self._seen)
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective; unlike `work.wait()`, Ctrl-C and another rank's failure end it.
+        """Wait for a collective; unlike `work.wait()`, this ends at Ctrl-C and at another rank's failure.
 
-        [Note: NCCL] Its `wait` only orders streams and does not block, and with a
-        timeout it would; there is nothing to cut short.
+        Raises `RuntimeError` if the collective failed, or another rank reported
+        a failure.
+
+        [Note: NCCL] Without a timeout, its `wait` only orders streams and does
+        not block, so it is called as it is.
         """
         if not self._waits_can_be_cut:
             work.wait()
@@ -99,11 +104,14 @@ class Watchdog:
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # raises what really happened
+            work.wait()  # raises the real error
         return True
 
     def failure(self, what: str, error: BaseException) -> RankError:
-        """The error to raise: what failed here, what the others are doing, where the record is. The first one stays."""
+        """Return the error to raise: what failed here, what the other ranks do, and the path of the flight record.
+
+        After the first failure, all calls return the same error.
+        """
         if self._raised is None:
             said = f"rank {self.rank}: {what}: {_reason(error)}"
             self._failure = said
@@ -115,9 +123,9 @@ class Watchdog:
         return self._raised
 
     def _verdict(self) -> str:
-        """What is known of the others: the missing first, then those that stand elsewhere; at most eight."""
+        """Describe the other ranks, at most eight: those that do not answer first, then those that are elsewhere."""
         if self._store_lost:
-            return "nobody could be asked: the store is gone, and with it rank 0, unless torchrun keeps it; "
+            return "no rank could be asked: the store is gone, and with it rank 0, unless torchrun hosts it; "
         silent = [r for r in range(self.size) if r != self.rank and r not in self._answers]
         words = [f"rank {r} does not answer (killed, stopped or cut off)" for r in silent]
         words += [f"rank {r} {a}" for r, a in sorted(self._answers.items()) if a != _FAILED and a not in self._failure]
@@ -129,14 +137,14 @@ class Watchdog:
     # ---- on the thread ---------------------------------------------------------------
 
     def _look_once(self) -> bool:
-        """Look into the store, answer or ask; False when there is no more to do."""
+        """Poll the store, and answer or report; return False when nothing is left to do."""
         if self._failure:
             self._report()
             return False
         if self._left or not self._store.check(["failed"]):
             return not self._left
         self._seen = self._store.get("failed").decode(errors="replace")
-        self._store.set(f"answer/{self.rank}", self._standing() + _where())
+        self._store.set(f"answer/{self.rank}", self._status() + _current_line())
         return True
 
     def _report(self) -> None:
@@ -154,7 +162,7 @@ class Watchdog:
         self._asked.set()
 
     def leave(self) -> None:
-        """The process ends: say how, for those who wait for this rank."""
+        """Report how this process ends, for the ranks that wait for it."""
         self._left = True
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._raised is not None:
@@ -168,7 +176,7 @@ class Watchdog:
 
 
 def _look(of: weakref.ref[Watchdog], wake: threading.Event) -> None:
-    """The thread: it ends with the watch, with the store, or when all is said."""
+    """Poll the store, on the thread, until the watchdog or the store is gone, or a failure was reported."""
     while True:
         wake.wait(POLL_S)
         watchdog = of()
@@ -186,18 +194,18 @@ def _look(of: weakref.ref[Watchdog], wake: threading.Event) -> None:
 def _leave(of: weakref.ref[Watchdog]) -> None:
     watchdog = of()
     if watchdog is not None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could read this
+        with contextlib.suppress(RuntimeError):  # the store is gone
             watchdog.leave()
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without the source file and the advice that gloo puts around it."""
+    """The first line of an error, without the source file and the advice that gloo adds."""
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return re.sub(r"^\[[^]]*/gloo/[^]]*\] |\. This is typically caused by .*$", "", line)
 
 
-def _where() -> str:
-    """The line that the main thread is at, outside torch."""
+def _current_line() -> str:
+    """The line of the script at which the main thread is."""
     frame = sys._current_frames().get(_MAIN.ident or 0)
     lines = traceback.extract_stack(frame) if frame else []
     return _line(lines)
@@ -215,18 +223,18 @@ def _line(frames: Any) -> str:
     return ""
 
 
-#: So many events are kept; noting one costs well under a microsecond.
+#: Number of events that are kept; recording one takes well under a microsecond.
 EVENTS = 2000
 
 
 class FlightRecorder:
-    """The last events of one rank: passes that began and ended, messages that went out and came in.
+    """Keeps the last events of one rank: beginnings and ends of backward passes, launches and arrivals of messages.
 
-    The file is JSON lines: the failure first, then one event a line, oldest
-    first, `{"time", "event", "pass", "message", "label"}`; `time` is seconds
-    since the epoch, `pass` counts backward passes that send, from 1. It lies in
-    `directory`, or in `$LEGATO_FLIGHT_DIR`, or in the system's directory for
-    temporary files.
+    The file consists of JSON lines: the failure first, then one event per line,
+    oldest first, `{"time", "event", "pass", "message", "label"}`; `time` is in
+    seconds since the epoch, `pass` counts backward passes that send, from 1. It
+    is written to `directory`, or `$LEGATO_FLIGHT_DIR`, or the system's directory
+    for temporary files.
     """
 
     def __init__(self, rank: int, directory: str | os.PathLike[str] | None = None) -> None:
@@ -235,11 +243,11 @@ class FlightRecorder:
         self._events: deque[tuple[float, str, int, int, str]] = deque(maxlen=EVENTS)
 
     def note(self, event: str, number: int = 0, message: int = -1, label: str = "") -> None:
-        """Something happened now, in backward pass `number`."""
+        """Record an event that happens now, in backward pass `number`."""
         self._events.append((time.time(), event, number, message, label))
 
     def write(self, reason: str, others: Mapping[int, str]) -> str:
-        """Write the record; returns its path, or why there is none. Never raises: it runs where something failed."""
+        """Write the record, and return its path, or why there is none. Never raises, so as not to hide a failure."""
         path = self._directory / f"legato-flight-rank{self.rank}-{os.getpid()}.jsonl"
         lines = [{"time": time.time(), "rank": self.rank, "failure": reason, "others": dict(others)}]
         lines += [

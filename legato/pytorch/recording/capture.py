@@ -1,22 +1,23 @@
 """Captures one real, unmodified training iteration as a `Workload`.
 
-[Note: whose times]
-A recorded op is timed alone; what Python and autograd do between two ops is
-not seen, and a busy machine stretches some of them. So steps are run with and
-without the recorder in turn, and op times are corrected to the untraced steps.
-What that is worth was measured on ResNet-50, Inception-v3, GPT-2, an LSTM
-sequence-to-sequence model and a chain of very small layers, CPU, 1 and 2
-threads, shared machine: the time at which each gradient is complete,
-according to the corrected ops, against hooks in untraced steps. Mean error in
-per cent of the iteration (GPT-2 small with 2 threads, the noisiest, apart):
+[Note: correction of times] The recorder times each op alone. It does not see
+what Python and autograd do between two ops, and a busy machine delays some ops.
+So steps with and without the recorder alternate, and op times are corrected to
+match the untraced steps. The accuracy of the correction was measured on
+ResNet-50, Inception-v3, GPT-2, an LSTM sequence-to-sequence model and a chain of
+very small layers (CPU, 1 and 2 threads, shared machine): the time at which each
+gradient is complete according to the corrected ops, against hooks in untraced
+steps. Mean error in per cent of the iteration (in brackets GPT-2 small with 2
+threads, the noisiest case):
 
     one factor for all ops           0.3 to 5.7  (4.7)
     the same seconds added to each   1.1 to 4.9  (3.7)
     a factor for each phase          0.03 to 1.1 (0.6)
 
-Hence a factor for each phase. Minima, of ops and of steps, agree where medians
-do not: the machine's noise only ever adds (with it, the median untraced step
-was up to 2.5 times the fastest one, and no two of them alike).
+Hence one factor for each phase. Minima of ops and of steps agree with each other
+and medians do not, because noise of the machine only adds time (the median
+untraced step took up to 2.5 times as long as the fastest one, and no two medians
+were alike).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _log = logging.getLogger("legato")
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of one untraced step, phase by phase."""
+    """Seconds of each phase of an untraced step."""
 
     forward: float
     backward: float
@@ -62,19 +63,28 @@ def capture(
     warmup: int = 2,
     progress: Callable[[int, int], object] | None = None,
 ) -> Workload:
-    """Run some training steps, and return what one of them does.
+    """Run some training steps, and return one iteration as a `Workload`.
 
-    `loss()` runs the forward pass and returns the scalar loss; backward pass,
-    `optimizer.step()` and `optimizer.zero_grad()` are done here: `warmup` times
-    untimed, then `runs` times untraced and `runs` times recorded, in turn.
-    `progress(done, total)` is called after each.
+    Each step calls `loss()`, runs the backward pass, and calls
+    `optimizer.step()` and `optimizer.zero_grad()`. First `warmup` steps run
+    untimed; then `runs` untraced steps alternate with `runs` recorded ones.
 
-    Model, optimizer and random generators are left as they were, bit for bit
-    (see `Snapshot`). What else `loss()` changes, such as its place in a data
-    set, is not undone.
+    Afterwards the model, the optimizer and the random generators are restored
+    bit for bit (see `legato.pytorch.recording.snapshot.Snapshot`). Other effects
+    of `loss()`, such as its position in a data set, are not undone.
 
-    Raises `CaptureError` for a step that cannot be captured, or that is not the
-    same every time.
+    Args:
+        model: a `torch.nn.Module` on the CPU or on one CUDA device.
+        optimizer: a `torch.optim.Optimizer` with parameters of the model.
+        loss: runs the forward pass, and returns the scalar loss.
+        name: the workload's name; None stands for the class of the model.
+        batch_size: number of samples in a step, for the workload's description.
+        runs: number of untraced and of recorded steps.
+        warmup: number of steps before them.
+        progress: called as `progress(done, total)` after each step.
+
+    Raises:
+        CaptureError: the step cannot be captured, or is not the same every time.
     """
     check_training(model, optimizer)
     for what, value in (("batch_size", batch_size), ("runs", runs), ("warmup", warmup)):
@@ -135,19 +145,19 @@ def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], 
 def to_workload(
     steps: Sequence[RecordedStep], *, name: str, batch_size: int, device: str, untraced: Sequence[PhaseTimes] = ()
 ) -> Workload:
-    """Merge recorded steps, which must all do the same, into one iteration.
+    """Merge recorded steps, which must all be the same, into one iteration.
 
-    Each op takes the least time that it took in any step. With `untraced`
-    steps, the times of a phase are then multiplied by one factor, so that the
-    phases have the proportions of the untraced steps' minima, and all ops
-    together add up to the fastest untraced step (see [Note: whose times]).
-    Each updated parameter gets one optimizer op. Raises `CaptureError` when two
-    steps differ.
+    The duration of an op is its minimum over all steps. If there are `untraced`
+    steps, the durations of each phase are then multiplied by one factor: the
+    phases get the proportions of the minima of the untraced steps, and all ops
+    together add up to the fastest untraced step (see [Note: correction of
+    times]). Each updated parameter gets one optimizer op. Raises `CaptureError`
+    if two steps differ.
     """
     first = steps[0]
     for step in steps[1:]:
         _check_same(first, step)
-    deps = _without_detours([op.deps for op in first.ops])
+    deps = _transitive_reduction([op.deps for op in first.ops])
     ops = [
         Op(op.name, op.phase, min(step.ops[i].duration_s for step in steps), deps[i]) for i, op in enumerate(first.ops)
     ]
@@ -193,9 +203,9 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
     return [Op(op.name, op.phase, op.duration_s * factor.get(op.phase, 1.0), op.deps) for op in ops]
 
 
-def _without_detours(deps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The dependencies that are not implied by others: the transitive reduction."""
-    before: list[int] = []  # the set of all ops before an op, one bit each
+def _transitive_reduction(deps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The dependencies that are not implied by others."""
+    before: list[int] = []  # for each op, the set of all ops that it depends on, one bit each
     kept: list[tuple[int, ...]] = []
     for direct in deps:
         known, needed = 0, []
@@ -236,6 +246,6 @@ def _log_parameters(name: str, model: nn.Module, step: RecordedStep) -> None:
     updated = {parameter for parameter, _ in step.updates}
     kept = [t.name for t in step.tensors if t.name not in updated and t.name not in step.unused]
     _log.info(
-        "%s: %d ops, %d tensors, of which %d got no gradient and %d are not in the optimizer; %d frozen parameters",
+        "%s: %d ops, %d tensors (%d without gradient, %d not in the optimizer), %d frozen parameters",
         name, len(step.ops) + len(step.updates), len(step.tensors), len(step.unused), len(kept), frozen,
     )  # fmt: skip

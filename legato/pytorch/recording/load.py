@@ -1,4 +1,4 @@
-"""The user's training step: loading it from a file, checking it, and naming the line that is wrong."""
+"""Loads the user's training step from a file, checks it, and reports errors in it with their line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
+from legato.pytorch._private import is_compiled
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
@@ -25,11 +26,12 @@ _EXPECTED = "expected (model, optimizer, loss): a torch.nn.Module, a torch.optim
 
 
 def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.Tensor]]:
-    """Import FILE.py and call FUNCTION, for a `spec` "FILE.py:FUNCTION".
+    """Import FILE.py and call FUNCTION, where `spec` is "FILE.py:FUNCTION".
 
     FUNCTION() returns (model, optimizer, loss); `loss()` runs the forward pass
     and returns the scalar loss. As when Python runs a file, the file's folder
-    is added to `sys.path`. Raises `CaptureError` for whatever is wrong.
+    is added to `sys.path`. Raises `CaptureError`, also for an exception in the
+    user's code.
     """
     name, colon, function = spec.rpartition(":")
     if not colon or not name or not function:
@@ -60,7 +62,7 @@ def load_training(spec: str) -> tuple[nn.Module, Optimizer, Callable[[], torch.T
 
 
 def set_threads(threads: int | None) -> None:
-    """Let CPU ops use this many threads; None leaves torch's own choice."""
+    """Set the number of threads of CPU ops; None keeps torch's default."""
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -88,7 +90,10 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def blame(doing: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into one line: what was done, the exception, and the user's line."""
+    """Turn an exception in the user's code into a `CaptureError` of one line, with the line of the code.
+
+    `doing` says what ran, and begins the message.
+    """
     try:
         yield
     except CaptureError:
@@ -100,7 +105,7 @@ def blame(doing: str) -> Iterator[None]:
 
 
 def _user_line(error: BaseException) -> str:
-    """file:line of the innermost frame that is neither ours, nor torch's, nor the interpreter's."""
+    """file:line of the innermost frame outside legato, torch and the interpreter."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     roots = [str(Path(f).parent) for f in (torch.__file__, __file__, importlib.__file__)]
@@ -113,12 +118,12 @@ def _user_line(error: BaseException) -> str:
 
 
 def check_training(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise `CaptureError` for a model or an optimizer whose step cannot be taken apart."""
+    """Raise `CaptureError` if a step of this model and optimizer cannot be recorded op by op."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise CaptureError(f"given {_kind(model)} and {_kind(optimizer)} (expected a Module and an Optimizer)")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             raise CaptureError(
                 f"{where} is compiled by torch.compile, which makes its gradients appear all at once (expected eager)"
             )
@@ -141,7 +146,7 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_loss(value: Any) -> torch.Tensor:
-    """The loss itself, if `loss()` returned one that a backward pass can start from; else `CaptureError`."""
+    """Return the loss. Raises `CaptureError` if a backward pass cannot start from it."""
     expected = "expected a scalar tensor that requires grad"
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"loss() returned {_kind(value)} ({expected})")

@@ -1,4 +1,4 @@
-"""Which module an op belongs to, in the forward pass and, through autograd's numbers, in the backward pass."""
+"""Finds the module of an op: in the forward pass, and through autograd's numbers in the backward pass."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import bisect
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from legato.pytorch._private import autograd_node_number, current_node_number
 
 __all__ = ["ModulePaths"]
 
 
 class ModulePaths:
-    """Follows the calls of a model's modules, with hooks that are not on the model.
+    """Follows the calls of a model's modules, through global hooks that leave the model unchanged.
 
     Autograd numbers its nodes in the order in which the forward pass creates
-    them, so noting the number at each change of module is enough to know the
-    module of a node when the backward pass runs it.
+    them. So the number at each change of module determines the module of a node
+    when the backward pass runs it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,7 +29,7 @@ class ModulePaths:
         self._paths: list[str] = []
 
     def follow(self, stack: ExitStack) -> None:
-        """Start, until `stack` is closed."""
+        """Follow calls until `stack` is closed."""
         for handle in (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -40,26 +41,23 @@ class ModulePaths:
         self._note()
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._calls:  # empty when following began inside the call of a module
+        if self._calls:  # empty if following began inside the call of a module
             self._calls.pop()
         self._note()
 
     def _note(self) -> None:
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        # Another thread (a device's, recomputing in its backward pass) counts on its own: leave it out.
+        number = autograd_node_number()
+        # Another thread (a device's, recomputing in its backward pass) has its own numbers: skip them.
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
             self._paths.append(self._calls[-1] if self._calls else "")
 
     def name(self, op: str, phase: str) -> str:
-        """The name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" where no module is at work."""
-        node = torch._C._current_autograd_node()
+        """Return the name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" outside any module."""
         path = ""
         if self._calls:
             path = self._calls[-1]
-        elif node is not None:
-            number = node._sequence_nr()
+        elif (number := current_node_number()) is not None:
             i = bisect.bisect_right(self._numbers, number) - 1
-            # Nodes that accumulate gradients all have the highest number there is.
-            path = self._paths[i] if i >= 0 and number < 2**63 else ""
+            path = self._paths[i] if i >= 0 and number < 2**63 else ""  # from 2**63 on: AccumulateGrad
         return f"{path or phase}/{op}"

@@ -1,4 +1,4 @@
-"""What one operator call reads and writes: from its schema, and from the tensors it was given."""
+"""Finds what an operator call reads and writes, from the operator's schema and the tensors in its arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from legato.pytorch._private import operator_schema
+
 __all__ = ["Operator", "operator_of", "tensors"]
 
 _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -15,12 +17,12 @@ _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 
 class Operator(NamedTuple):
-    """An operator, without the tensors of one call.
+    """Properties of an operator, independent of a call.
 
-    `name` is without namespace and overload. `writes` are the arguments that
-    it changes in place, as (position, keyword). `random` operators advance a
-    random generator; `host` operators hand a value back to Python, on which
-    everything later may depend.
+    `name` has no namespace and no overload. `writes` are the arguments that the
+    operator changes in place, as (position, keyword). `random` operators advance
+    a random generator; `host` operators return a value to Python, on which
+    every later op may depend.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Operator(NamedTuple):
     host: bool
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-        """The tensors among the arguments of a call that the operator writes to."""
+        """The tensors among the arguments of a call to which the operator writes."""
         for position, keyword in self.writes:
             value = args[position] if position < len(args) else kwargs.get(keyword)
             yield from tensors(value)
@@ -37,12 +39,11 @@ class Operator(NamedTuple):
 
 @functools.cache
 def operator_of(func: Any) -> Operator:
-    """Look up what the schema of `func` (an OpOverload, or a higher-order operator) says.
+    """Return the properties of `func` (an OpOverload, or a higher-order operator), from its schema.
 
-    Batch norm is the one family whose schema hides a write: to its running
-    statistics.
+    The schemas of batch norm do not list one write: to the running statistics.
     """
-    schema = getattr(func, "_schema", None)
+    schema = operator_schema(func)
     if schema is None:
         return Operator(str(func.name()), (), random=False, host=False)
     name = schema.name.split("::")[-1]
@@ -57,7 +58,7 @@ def operator_of(func: Any) -> Operator:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument or result: itself, or those in its lists, tuples and dicts."""
+    """The tensors in an argument or result: the value itself, or those in its lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

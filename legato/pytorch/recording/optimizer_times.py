@@ -1,4 +1,4 @@
-"""How long the optimizer works for each parameter."""
+"""Measures how long the optimizer works on each parameter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["OptimizerTimes"]
 
 
 class OptimizerTimes:
-    """Attributes the optimizer's ops to the parameters that they work for.
+    """Attributes the time of the optimizer's ops to parameters.
 
-    An op works for a parameter when it touches the parameter, its gradient, its
-    optimizer state, or something computed from these. An op on lists of tensors
-    (foreach, fused) works for many, for each as much as it has elements.
+    An op belongs to a parameter if it reads or writes the parameter, its
+    gradient, its optimizer state, or something computed from these. The time of
+    an op on lists of tensors (foreach, fused) is divided among its parameters in
+    proportion to their numbers of elements.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, storages: Storages):
@@ -32,7 +33,7 @@ class OptimizerTimes:
                 self._owners.add(tensor, i)
 
     def note(self, arguments: Sequence[Any], out: Any, marks: Any) -> None:
-        """An op has run: its arguments, its result, and its (start, stop) on the clock."""
+        """Record an op that has run: its arguments, its result, and its marks (start, stop) on the clock."""
         columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
         shares: dict[int, int] = {}
         if columns:
@@ -51,9 +52,11 @@ class OptimizerTimes:
         self._notes.append((marks, shares))
 
     def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
-        """(parameter, seconds) for those of `updated` that the optimizer has, in its order.
+        """Return (parameter, seconds) for the parameters of `updated` in the optimizer, in its order.
 
-        Time that belongs to none of them is spread in proportion to their bytes.
+        Parameters are indices; `read(start, stop)` returns the seconds between
+        two marks. Time that belongs to no parameter is divided among all in
+        proportion to their bytes.
         """
         index = {id(self._parameters[i]): i for i in updated}
         order = [index[id(p)] for group in self._optimizer.param_groups for p in group["params"] if id(p) in index]

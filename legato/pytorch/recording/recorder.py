@@ -1,8 +1,8 @@
-"""Recording one training step, op by op, while it runs: the same for `capture` and for live training.
+"""Records one training step, op by op, while it runs, for `capture` and for live training.
 
-A `TorchDispatchMode` sees every operator below autograd, in the forward pass,
-in the backward pass (the engine carries the mode into its device threads) and
-in the optimizer. Nothing is run twice and no tensor is kept.
+A dispatch mode sees every operator below autograd: in the forward pass, in the
+backward pass (the engine carries the mode into its device threads) and in the
+optimizer. Nothing runs twice, and no tensor is kept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor
+from legato.pytorch._private import DispatchMode, in_backward_pass
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.recording.module_paths import ModulePaths
@@ -37,10 +37,10 @@ class RecordedStep:
     """One recorded training step.
 
     `ops` are those of the forward and the backward pass in execution order,
-    with measured seconds. `tensors` stand in the order in which their gradients
-    were complete, those that got none (`unused`, by name) last; their readers
-    are forward ops. `updates` are (parameter, seconds in the optimizer), in the
-    optimizer's order.
+    with measured seconds. `tensors` are in the order in which their gradients
+    were complete; those without a gradient come last, and `unused` has their
+    names. The readers of a tensor are forward ops. `updates` are (parameter,
+    seconds in the optimizer), in the optimizer's order.
     """
 
     ops: tuple[Op, ...]
@@ -49,7 +49,7 @@ class RecordedStep:
     updates: tuple[tuple[str, float], ...]
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
@@ -63,10 +63,12 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recorder:
     """Records the steps of a model and its optimizer, one at a time.
 
-    Around each phase call `begin(phase)` and `end()`, or use `with
-    recorder.phase(name)`; after the last one `finish()` gives the `RecordedStep`. A
-    phase may begin while another is open, which then ends. If the step
-    fails, `abandon()` takes every hook away again; `finish()` does so too.
+    Call `begin(phase)` and `end()` around each phase, or use `with
+    recorder.phase(name)`; after the last one, `finish()` returns the
+    `RecordedStep`. A phase that begins while another is open ends that one. If
+    the step fails, `abandon()` removes all hooks; `finish()` does so too.
+
+    Raises `CaptureError` if the model has no trainable parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -94,8 +96,9 @@ class Recorder:
     def begin(self, phase: Phase, *, follow: bool = False) -> None:
         """Begin a phase.
 
-        With `follow`, forward becomes backward by itself when autograd begins to
-        run (the loss's own gradient, ones, is made before that: a forward op).
+        With `follow`, the forward phase becomes the backward phase when autograd
+        begins to run. (The gradient of the loss, a tensor of ones, is created
+        before that, by a forward op.)
         """
         if self._phase is None:
             self._start()
@@ -107,14 +110,14 @@ class Recorder:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """End the phase: until the next one begins, nothing is recorded."""
+        """End the phase; nothing is recorded until the next one begins."""
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What runs inside, in any phase, is not the model's: it is not recorded."""
+        """Do not record what runs inside: it is not part of the model."""
         self._paused = True
         try:
             yield
@@ -122,13 +125,16 @@ class Recorder:
             self._paused = False
 
     def abandon(self) -> None:
-        """Stop, take away all hooks and forget what was recorded of the step."""
+        """Stop, remove all hooks, and forget what was recorded of the step."""
         self.end()
         self._hooks.close()
         self._phase = None
 
     def finish(self) -> RecordedStep:
-        """Stop, take away all hooks, and return the step. Waits for the device."""
+        """Stop, remove all hooks, wait for the device, and return the step.
+
+        Raises `CaptureError` if no parameter got a gradient.
+        """
         self.abandon()
         self._clock.settle()
         seconds = self._clock.seconds
@@ -170,12 +176,12 @@ class Recorder:
             self._hooks.callback(handle.remove)
 
     def _complete(self, i: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to the gradient of parameter i: what wrote it last, produced it."""
+        """Record that the gradient of parameter i is complete; the op that wrote it last has produced it."""
         gradient = parameter.grad
         with self._lock:
             writer = None if gradient is None else self._storages.writer(gradient)
             nbytes = parameter.nbytes if gradient is None else gradient.nbytes
-            self._ready.pop(i, None)  # the last time counts
+            self._ready.pop(i, None)  # of several additions, the last one counts
             self._ready[i] = (len(self._ops) - 1 if writer is None else writer, nbytes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -198,8 +204,8 @@ class Recorder:
         made = {key(tensor) for tensor in tensors(out)} - reads
         writes = made | {key(tensor) for tensor in what.written(args, kwargs)}
         if not writes and not (what.host and inputs):
-            return  # a view, a question about a shape, a mark of the profiler: nothing is computed
-        if self._phase == "forward" and self._follow and torch._C._current_graph_task_id() != -1:
+            return  # nothing is computed: a view, a query of a shape, a mark of the profiler
+        if self._phase == "forward" and self._follow and in_backward_pass():
             self._phase = "backward"
         assert self._phase is not None
         op = len(self._ops)

@@ -1,4 +1,4 @@
-"""Everything that training steps change, saved and put back bit for bit."""
+"""Saves everything that training steps change, and restores it bit for bit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from legato.pytorch._private import module_tables
+
 __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Saves a model, its optimizer and the random generators on entry, and restores them on exit, also after errors.
+    """Saves a model, its optimizer and the random generators, and restores them at the end, also after errors.
 
-    Saved are: parameters, buffers, gradients (inside the block all are None),
-    `requires_grad`, the plain attributes of every module (`training` is one)
-    and of the optimizer, optimizer state, parameter groups, and the generators
-    of Python, NumPy (if it is imported), the CPU and every CUDA device.
-    Tensors and dictionaries keep their identity. Costs a copy of model and
-    optimizer state.
+    It saves parameters, buffers, gradients (inside the block all are None),
+    `requires_grad`, the plain attributes of every module (such as `training`)
+    and of the optimizer, the optimizer's state and parameter groups, and the
+    generators of Python, NumPy (if it is imported), the CPU and every CUDA
+    device. Tensors and dictionaries keep their identity. It needs the memory of
+    a copy of the model and of the optimizer's state.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -68,7 +70,7 @@ class Snapshot:
             self._undo.append(lambda: torch.cuda.set_rng_state_all(devices))
 
     def _save_dict(self, values: dict[Any, Any]) -> None:
-        """The entries of a dictionary, not what is inside them."""
+        """Save the entries of a dictionary, but not the contents of its values."""
         saved = dict(values)
 
         def restore() -> None:
@@ -78,16 +80,16 @@ class Snapshot:
         self._undo.append(restore)
 
     def _save_values(self, tensor: torch.Tensor) -> None:
-        """The elements of a tensor."""
+        """Save the elements of a tensor."""
         overlapping = any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if not overlapping:  # an expanded tensor is a constant, and cannot be written
+        if not overlapping:  # an expanded tensor is constant, and cannot be written
             saved = tensor.detach().clone()
             self._undo.append(lambda: tensor.copy_(saved))
 
     def _save_module(self, module: nn.Module) -> None:
         self._save_dict(vars(module))
-        for name in ("_parameters", "_buffers"):
-            if isinstance(entries := vars(module).get(name), dict):
+        for entries in module_tables(module, "parameters", "buffers"):
+            if isinstance(entries, dict):  # not those of a ScriptModule
                 self._save_dict(entries)
 
     def _save_parameter(self, parameter: torch.Tensor) -> None:
@@ -111,7 +113,7 @@ class Snapshot:
                 self._save_tree(state)
 
     def _save_tree(self, values: dict[Any, Any], skip: str = "") -> None:
-        """A dictionary of options or states: its tensors by value, anything else by copy."""
+        """Save a dictionary of options or states: the elements of its tensors, and copies of everything else."""
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 self._save_values(value)

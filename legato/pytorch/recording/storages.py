@@ -1,4 +1,4 @@
-"""Who depends on whom: the last writer and the readers of every storage, and parameters by byte range."""
+"""Dependencies between ops: the last writer and the readers of every storage, and parameters by byte range."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from legato.core.errors import CaptureError
+from legato.pytorch._private import storage_id
 
 __all__ = ["Owners", "Storages", "byte_range"]
 
 
 class Storages:
-    """Turns what ops read and write into dependencies.
+    """Derives dependencies from what ops read and write.
 
-    A storage is known by its address, and held by a weak reference, so that no
-    other storage gets the same address while its memory is still given back.
+    A storage is identified by the address of its C++ object. A weak reference
+    keeps this address in use, so that no other storage can get it; the memory of
+    the storage is still freed.
     """
 
     def __init__(self) -> None:
@@ -27,25 +29,25 @@ class Storages:
         self._fence = -1
 
     def key(self, tensor: torch.Tensor) -> int:
-        """The identity of the tensor's storage. Raises `CaptureError` for a tensor that has none."""
+        """Return the identity of the tensor's storage. Raises `CaptureError` for a tensor without one."""
         if tensor.layout is not torch.strided:
             raise CaptureError(f"a tensor of layout {tensor.layout} (expected dense tensors only)")
         storage = tensor.untyped_storage()
-        key: int = storage._cdata
+        key = storage_id(storage)
         if key not in self._held:
             self._held[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return key
 
     def writer(self, tensor: torch.Tensor) -> int | None:
-        """The last op that wrote to the tensor's storage; None if no op has."""
+        """Return the last op that wrote to the tensor's storage; None if no op has."""
         return self._writer.get(self.key(tensor))
 
     def access(self, op: int, reads: Iterable[Hashable], writes: Iterable[Hashable], *, fence: bool) -> tuple[int, ...]:
-        """Note what an op reads and writes; return the ops that it depends on directly, sorted.
+        """Record what an op reads and writes; return the ops on which it depends directly, sorted.
 
-        These are the last writers of what it reads and writes, and the readers
-        since of what it overwrites. After a `fence` every later op depends on
-        this one: Python has seen its result.
+        These are the last writers of what it reads and writes, and the later
+        readers of what it overwrites. With `fence`, every later op depends on
+        this one, because Python has seen its result.
         """
         deps = {self._fence} if self._fence >= 0 else set()
         for key in reads:
@@ -62,21 +64,21 @@ class Storages:
 
 
 class Owners:
-    """Which parameters a stretch of memory belongs to; several may share one storage."""
+    """The parameters (owners) of ranges of memory; several may share one storage."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._ranges: dict[int, list[tuple[int, int, int]]] = {}
 
     def add(self, tensor: torch.Tensor, owner: int) -> None:
-        """Say that the memory of a tensor belongs to an owner."""
+        """Record that the memory of a tensor belongs to an owner."""
         entry = (*byte_range(tensor), owner)
         entries = self._ranges.setdefault(self._storages.key(tensor), [])
         if entry not in entries:
             entries.append(entry)
 
     def of(self, tensor: torch.Tensor) -> list[int]:
-        """The owners of any byte that the tensor covers."""
+        """Return the owners of any byte that the tensor covers."""
         entries = self._ranges.get(self._storages.key(tensor))
         if not entries:
             return []
@@ -85,7 +87,7 @@ class Owners:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and the one after the last, that a dense tensor covers in its storage."""
+    """Return the bytes that a dense tensor covers in its storage, as (start, stop), stop exclusive."""
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()

@@ -1,19 +1,18 @@
-"""Where autograd adds a gradient to a parameter's `.grad`, and what happens just before and after it.
+"""Hooks into autograd: around the addition to each gradient, and at the end of a backward pass.
 
-[Note: accumulators] A parameter has one node of the graph, AccumulateGrad, in
-which all of its gradients end. Hooks of that node run outside of everything
-that hangs on the parameter itself: `before` when the gradient has come and is
-not added yet, `after` when the user's own hooks are done with the sum, also
-those that were registered later (so it is in DDP). Both run too where the
-gradient is None. The node lives as long as somebody holds it.
-
-When a backward pass begins and ends, whatever runs inside it.
+[Note: accumulators] Each parameter has one node in the graph, AccumulateGrad,
+where all of its gradients end. Hooks on this node are separate from those that
+users register on the parameter: `before` runs when a gradient has arrived and
+has not been added to `.grad` yet; `after` runs when all hooks of the user have
+seen the sum, including those registered later (as in DDP). Both also run when
+the gradient is None. The node lives as long as there is a reference to it.
 
 [Note: nested passes] Checkpointing with use_reentrant=True runs a backward pass
-inside the backward pass. The first gradient may come from the inner one, whose
-end is not the end. So the outer one is caught where it must come by first: at
-the output of the model. (A loss that was made without the model's output, from
-its parameters alone, is noticed at its first gradient.)
+inside the backward pass. The first gradient may come from the inner pass, and
+the end of the inner pass is not the end of the outer one. The outer pass is
+therefore detected where it begins: at the output of the model. (A loss that is
+computed from the parameters alone, without the model's output, is detected at
+its first gradient.)
 """
 
 from __future__ import annotations
@@ -21,15 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+
+from legato.pytorch._private import leaves, on_backward_end
 
 __all__ = ["Accumulator", "BackwardScope"]
 
 
 class Accumulator:
-    """Calls `before()` and `after()` around every addition to the gradient of a parameter, which may be frozen now."""
+    """Calls `before()` and `after()` around every addition to a parameter's gradient.
+
+    The parameter may be frozen when this is created.
+    """
 
     def __init__(self, parameter: nn.Parameter, before: Callable[[], None], after: Callable[[], None]) -> None:
         frozen = not parameter.requires_grad
@@ -38,23 +41,19 @@ class Accumulator:
         self._node = get_gradient_edge(parameter).node
         if frozen:
             parameter.requires_grad_(False)
-
-        def came(_: object) -> None:
-            before()
-
-        def added(_: object, __: object) -> None:
-            after()
-
-        self._hooks = [self._node.register_prehook(came), self._node.register_hook(added)]
+        self._hooks = [
+            self._node.register_prehook(lambda _gradients: before()),
+            self._node.register_hook(lambda _inputs, _outputs: after()),
+        ]
 
     def remove(self) -> None:
-        """Call nobody any more."""
+        """Remove both hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 class BackwardScope:
-    """Calls `ended()` at the end of the outermost backward pass, once, however it was noticed."""
+    """Calls `ended()` once, at the end of the outermost backward pass; `wanted()` says whether to watch a pass."""
 
     def __init__(self, wanted: Callable[[], bool], ended: Callable[[], None]) -> None:
         self._wanted = wanted
@@ -62,19 +61,19 @@ class BackwardScope:
         self._noticed = False
 
     def expect(self, output: Any) -> None:
-        """The forward pass gave this: a backward pass begins there."""
-        for value in torch.utils._pytree.tree_leaves(output):
+        """Watch for a backward pass that begins at this output of a forward pass."""
+        for value in leaves(output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.grad_fn.register_prehook(self.notice)
 
     def notice(self, *_: Any) -> None:
-        """A backward pass is running now."""
+        """Note that a backward pass is running; its end calls `ended()`."""
         if not self._noticed and self._wanted():
             self._noticed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            on_backward_end(self._end)
 
     def forget(self) -> None:
-        """No backward pass is running: the one that was noticed ended with an exception."""
+        """Note that no backward pass is running: the one that was noticed has ended with an exception."""
         self._noticed = False
 
     def _end(self) -> None:

@@ -1,4 +1,9 @@
-"""A plan made concrete for one model: one flat buffer a message, and every gradient's place in it."""
+"""The buckets of a plan for one model: a flat buffer for each message, and the place of every gradient in it.
+
+A `Bucket` is what `DistributedDataParallel` calls a bucket, with one difference:
+a gradient may be partitioned among several buckets. `Slot` is the state of one
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -18,91 +23,96 @@ from legato.pytorch.runtime.update import Update
 
 __all__ = ["IDLE", "PENDING", "SENT", "Bucket", "BucketSlice", "Slot", "make_buckets"]
 
-#: Where a parameter stands between two backward passes.
-IDLE = "idle"  # nothing is outstanding
-SENT = "sent"  # its gradient is on its way; `optimizer.step()` was not called yet
-PENDING = "pending"  # `optimizer.step()` was called; the update is still to be applied
+#: The stages of a parameter between two backward passes.
+IDLE = "idle"  # parameter and gradient are up to date
+SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
+PENDING = "pending"  # `optimizer.step()` was called; the update is not applied yet
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One trained parameter, and what is still to be done with it."""
+    """One trained parameter, and what remains to be done for it.
+
+    Only the `mark_...` methods assign `stage` and `update`.
+    """
 
     name: str
     parameter: nn.Parameter
     plain_class: type
-    slices: list[BucketSlice] = field(default_factory=list)
+    slices: list[BucketSlice] = field(default_factory=list)  # in the order of their elements
+    buckets: list[Bucket] = field(default_factory=list)  # those that hold a slice of it, in the plan's order
+    whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
+    ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
+    has_grad: bool = False  # ... and it has arrived
     stage: str = IDLE
-    buckets: list[Bucket] = field(default_factory=list)
-    ready: bool = False  # its gradient is there in this backward pass
-    has_grad: bool = False  # ... and is not merely known to be absent
-    update: Update | None = None  # the call of `step()` that applies the gradient; None when it is not pending
-    whole: Tensor | None = None  # all of its gradient, as a view of the messages, where it lies in one place
-
-    # The stages of a parameter; no other code assigns `stage` or `update`.
+    update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
 
     def mark_sent(self) -> None:
-        """IDLE (or SENT) -> SENT: the gradient was packed, and `optimizer.step()` was not called yet."""
+        """Enter SENT: the gradient was packed."""
         self.stage = SENT
 
     def mark_stepped(self, update: Update | None = None) -> None:
-        """-> PENDING: `optimizer.step()` was called; `update` is None where a server computes the new value."""
+        """Enter PENDING: `optimizer.step()` was called. `update` is None where a server computes the new value."""
         self.stage, self.update = PENDING, update
 
     def mark_settled(self) -> None:
-        """-> IDLE: parameter and gradient are up to date, or the gradient was dropped."""
+        """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
         self.stage, self.update = IDLE, None
 
 
 @dataclass(eq=False, slots=True)
 class BucketSlice:
-    """Elements `start` to `stop` of a parameter, and their place in a message's buffer."""
+    """Elements `start` to `stop` (exclusive) of a parameter, and their place in a bucket."""
 
     slot: Slot
     bucket: Bucket
     start: int
     stop: int
-    view: Tensor  # shaped like the parameter when it is the whole of it, else flat
-    flag: Tensor | None  # one element: how many ranks had a gradient (first piece only)
+    view: Tensor  # a view of the bucket's buffer: shaped like the parameter if it holds all of it, else flat
+    flag: Tensor | None  # one element: the number of ranks that had a gradient (in the parameter's first slice only)
 
     @property
     def whole(self) -> bool:
+        """Whether it holds all elements of the parameter."""
         return self.stop - self.start == self.slot.parameter.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This piece's part of a tensor that is shaped like the parameter."""
+        """The same elements of a tensor that is shaped like the parameter."""
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """One message as it goes out: a buffer, what is packed into it, and its progress.
+    """A message of the plan: its buffer, what is packed into it, and its progress.
 
-    An all_gather has the buffer of its reduce_scatter, and packs nothing.
+    The bucket of an all_gather shares the buffer of its reduce_scatter, and
+    nothing is packed into it.
     """
 
-    index: int
+    index: int  # its place in the plan's order
     message: Message
     buffer: Tensor
     slices: list[BucketSlice] = field(default_factory=list)
-    scattered: Bucket | None = None  # the first half of which this is the second
-    gathered: Bucket | None = None  # ... and the other way round
-    slots: int = 0  # parameters in it
-    missing: int = 0  # ... whose gradients are not there yet
+    scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
+    gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
+    slots: int = 0  # number of parameters in it
+    missing: int = 0  # number of these whose gradients have not arrived yet
     work: Any = None  # the collective in flight
 
     @property
     def label(self) -> str:
+        """Its first tensor and the number of the others, for error messages and timelines."""
         slices = self.message.slices
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
 
 def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Bucket]]:
-    """Buffers for a plan on these parameters, messages in the plan's order.
+    """Make the slots of these parameters and the buckets of a plan, in the plan's order.
 
-    A message that holds several dtypes or devices is cut by them: one buffer
-    has one of each. Raises `PlanError` when the plan is for another model, cuts
-    an element in two, or gathers what no one message scattered.
+    A message with several dtypes or devices becomes one bucket for each of
+    them. Raises `PlanError` if the plan is for another model, splits an
+    element, or has an all_gather of other slices than those of one
+    reduce_scatter before it.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
@@ -129,24 +139,24 @@ def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int)
 
 
 def _uniform(message: Message, i: int, parameters: Mapping[str, nn.Parameter]) -> list[Message]:
-    """Message i of the plan, cut by dtype and device."""
+    """Message i of the plan, split by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
     for piece in message.slices:
         p = parameters[piece.tensor]
         if piece.start % p.element_size() or piece.stop % p.element_size():
-            raise PlanError(f"messages[{i}]: {piece.tensor!r} is cut inside an element of {p.element_size()} bytes")
+            raise PlanError(f"messages[{i}]: {piece.tensor!r} is split inside an element of {p.element_size()} bytes")
         groups.setdefault((p.dtype, p.device), []).append(piece)
     return [msgspec.structs.replace(message, slices=tuple(group)) for group in groups.values()]
 
 
 def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
-    """The all_gather that belongs to a reduce_scatter before it."""
+    """The bucket of an all_gather, which belongs to a reduce_scatter before it."""
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
-        raise PlanError(f"messages[{i}]: an all_gather of other slices than those of one reduce_scatter before it")
+        raise PlanError(f"messages[{i}]: an all_gather whose slices are not those of one reduce_scatter before it")
     there, here = ((m.collective, m.depth) for m in (first.message, message))
     if there != here:
-        raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here} of what was scattered by {there}")
+        raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here}, its reduce_scatter by {there}")
     bucket = Bucket(index, message, first.buffer, slots=first.slots, scattered=first)
     first.gathered = bucket
     for slot in {id(piece.slot): piece.slot for piece in first.slices}.values():
@@ -157,7 +167,7 @@ def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset
 def _placed(
     messages: list[Message], parameters: Mapping[str, nn.Parameter], sizes: Mapping[str, int], ranks: int
 ) -> list[tuple[BufferLayout, Tensor]]:
-    """Layouts and buffers; halves of an all-reduce have equally many elements for every rank."""
+    """Layouts and buffers; in a reduce_scatter every rank has the same number of elements."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
@@ -178,7 +188,7 @@ def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtyp
 
 
 def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
-    """A message with a buffer of its own."""
+    """The bucket of a message that has its own buffer."""
     bucket = Bucket(index, message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
@@ -198,7 +208,7 @@ def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Ten
 
 
 def _whole(slot: Slot) -> Tensor | None:
-    """The gradient in one view that is laid out like the parameter, if its pieces lie one behind the other."""
+    """The whole gradient as one view with the parameter's strides, if its slices are adjacent; else None."""
     views = [piece.view for piece in slot.slices]
     for a, b in itertools.pairwise(views):
         together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

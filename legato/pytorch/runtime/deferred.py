@@ -1,39 +1,38 @@
-"""The user's own optimizer, stepping later and in parts.
+"""Deferred steps: the user's own optimizer updates each parameter when it is read.
 
-[Note: deferred steps] `optimizer.step()` writes down the hyper-parameters of
-its groups and returns; each parameter is updated by the optimizer's own
-`step`, on a stand-in object that shares the state and holds just the
-parameters whose time has come (`legato.pytorch.runtime.gate` says when that is). Only
-optimizers of `torch.optim` whose step treats every parameter by itself are
-split. Any other one (LBFGS, a third-party one, one with hooks on its step, a
-fused one that GradScaler drives) steps whole, once all gradients are in: slower,
-and never wrong.
+[Note: deferred steps] `optimizer.step()` records the hyper-parameters of its
+groups and returns. The optimizer's own `step` updates the parameters later, on
+a stand-in object that shares the state and holds only the parameters that are
+to be updated now (`legato.pytorch.runtime.gate` decides when). Only optimizers
+of `torch.optim` whose step treats each parameter separately are split in this
+way. Any other optimizer (LBFGS, a third-party one, one with hooks on its step,
+a fused one driven by GradScaler) steps all parameters at once, when all
+gradients have arrived: slower, but never wrong.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from legato.core.errors import RankError
+from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step
 from legato.pytorch.runtime.buckets import PENDING, SENT
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
-__all__ = ["defer_steps", "rebind_step", "release"]
+__all__ = ["defer_steps", "drop_gradients"]
 
-#: Their step mixes parameters, calls its closure more than once, or takes what is not sent.
+#: Never split: LBFGS mixes parameters and calls its closure several times; sparse gradients are not sent.
 _WHOLE = ("LBFGS", "SparseAdam")
 
 
 class _DeferredSteps:
-    """Laid over the class of the user's optimizer; what it overrides behaves as before, only later."""
+    """A mix-in for the class of the user's optimizer, which defers its steps and is otherwise transparent."""
 
     _legato_base: type[Optimizer]
     _legato_reducer: Reducer | None
@@ -89,7 +88,7 @@ class _DeferredSteps:
         self._legato_base.add_param_group(cast(Optimizer, self), param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy (pickle, deepcopy) is an optimizer of the user's own class."""
+        """Copy (pickle, deepcopy) as an optimizer of the user's own class."""
         self._settle()
         return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
 
@@ -98,12 +97,11 @@ class _DeferredSteps:
             self._legato_reducer.settle()
 
 
-#: Loading a state makes torch lay its hooks over a class's `step` that does not say this; the user's class has them.
-vars(_DeferredSteps.step)["hooked"] = True
+mark_as_hooked(_DeferredSteps.step)
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_none: bool) -> None:
-    """`zero_grad` for parameters whose gradients may be on their way or still to be used."""
+    """Do what `zero_grad` does, also for gradients that are in flight or not used yet."""
     zero = set_to_none_or_zero(set_to_none)
     for p in parameters:
         slot = reducer.by_parameter.get(id(p))
@@ -116,17 +114,12 @@ def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_
 
 
 def _divisible(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> bool:
-    hooked = (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
+    """Whether the optimizer can update some parameters now and others later."""
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     listed = f"{base.__module__}.".startswith("torch.optim.") and base.__name__ not in _WHOLE
     known = listed or getattr(base, "steps_parameters_alone", False)
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    return reducer.overlaps_forward and known and not (hooked or scaled or differentiable)
+    return reducer.overlaps_forward and known and not (scaled or differentiable or has_step_hooks(optimizer))
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
@@ -136,7 +129,7 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -
         for p in group["params"]:
             slot = reducer.by_parameter.get(id(p))
             if slot is not None and slot.stage == PENDING:
-                reducer.resolve(slot)  # a second step() before anybody read the first one's result
+                reducer.resolve(slot)  # a second step() before the first one's result was read
             if slot is not None and slot.stage == SENT:
                 slot.mark_stepped(update)
             else:
@@ -146,9 +139,9 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -
 
 
 def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:
-    """Make the optimizer's `step()` wait for gradients only when their parameters are read."""
+    """Make the optimizer's `step()` return at once, and update each parameter when it is read."""
     if isinstance(optimizer, _DeferredSteps):
-        release(optimizer)
+        _restore(optimizer)
     base = type(optimizer)
     vars(optimizer)["_legato_reducer"] = reducer
     overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
@@ -156,25 +149,9 @@ def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:
     rebind_step(optimizer, base, overlay)
 
 
-def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
-    """A scheduler made earlier has bound the optimizer's `step` of then, to count its calls: bind the new one so."""
-    bound = vars(optimizer).get("step")
-    if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
-        return
-
-    @functools.wraps(new.step)
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        vars(optimizer)["_opt_called"] = True
-        return new.step(optimizer, closure)
-
-    vars(step).update(_wrapped_by_lr_sched=True, _legato_counts=True)
-    vars(optimizer)["step"] = step
-
-
-def release(optimizer: Optimizer) -> None:
-    """Give the optimizer its own class back, everything up to date."""
-    if isinstance(optimizer, _DeferredSteps):
-        optimizer._settle()
-        object.__setattr__(optimizer, "__class__", optimizer._legato_base)
-        vars(optimizer).pop("_legato_reducer", None)
-        rebind_step(optimizer, type(optimizer), type(optimizer))
+def _restore(optimizer: _DeferredSteps) -> None:
+    """Bring everything up to date, and give the optimizer its own class back."""
+    optimizer._settle()
+    object.__setattr__(optimizer, "__class__", optimizer._legato_base)
+    vars(optimizer).pop("_legato_reducer", None)
+    rebind_step(cast(Optimizer, optimizer), optimizer._legato_base, optimizer._legato_base)

@@ -1,14 +1,15 @@
-"""Does training still go as it went under this plan at first? Measured as it trains, compared by all ranks together.
+"""Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
-[Note: drift] A plan is made for the times of the ops and of the network as they
-were. Of every `SAMPLE` backward passes that send, the last two are traced; that
-gives two numbers a rank: seconds of computation a pass, and seconds in which
-messages were on the wire. After `WINDOW` passes all ranks tell each other their
-medians, so all of them see the same numbers and draw the same conclusion. What
-the first window showed is the reference. A message waits for the last rank that
-hands it over, and so is longest on the wire where a rank is early: the network's
-own pace is that of the rank which saw the least. A change counts if two windows
-in a row show it; it is then the new reference, so it is told once.
+[Note: drift] A plan is made for certain times of the ops and of the network. Of
+every `SAMPLE` backward passes that send, the last two are traced, which gives
+two numbers for each rank: seconds of computation per pass, and seconds per pass
+in which messages were on the wire. After `WINDOW` passes all ranks exchange
+their medians, so all of them see the same numbers and draw the same conclusion.
+The first window is the reference. A message waits for the last rank that
+launches it, so it is on the wire longest on a rank that is early: the pace of
+the network itself is that of the rank that measured the least. A change counts
+if two windows in a row show it. It then becomes the reference, so that it is
+reported once.
 """
 
 from __future__ import annotations
@@ -21,30 +22,36 @@ from legato.pytorch.runtime.tracing import Tracer
 
 __all__ = ["DriftMonitor"]
 
-#: Backward passes from one sample to the next, and from one comparison to the next.
+#: Number of backward passes from one sample to the next, and from one comparison to the next.
 SAMPLE = 50
 WINDOW = 200
-_TRACED = 2  # passes in a sample
-#: A pace that differs by this factor, either way, is another one.
+_TRACED = 2  # traced passes in a sample
+#: A pace that differs by more than this factor, either way, is a change.
 TOLERANCE = 1.25
 
-#: Seconds a pass of one rank: computation, and messages on the wire.
+#: Of one rank, in seconds per pass: computation, and messages on the wire.
 Pace = tuple[float, ...]
 
 
 class DriftMonitor:
-    """Keeps an eye on the pace of one plan; `gather` gives every rank's pace, in the order of the ranks."""
+    """Compares the pace of training with that at the beginning of a plan.
+
+    `gather(pace)` exchanges paces among the ranks, and returns all of them in the order of the ranks.
+    """
 
     def __init__(self, gather: Callable[[Pace], Sequence[Pace]]) -> None:
         self._gather = gather
         self._tracer: Tracer | None = None
         self._samples: list[Pace] = []
-        self._next = WINDOW + _TRACED  # passes after which paces are compared
+        self._next = WINDOW + _TRACED  # the number of passes at which paces are compared next
         self._reference: Sequence[Pace] = ()
         self._suspected = False
 
     def pass_begins(self, reducer: Reducer) -> str:
-        """A forward pass begins whose gradients will be sent. Returns what goes at another pace now, in words."""
+        """Call this before each forward pass whose gradients will be sent.
+
+        Returns a description of what has changed its pace, or an empty string.
+        """
         self._sample(reducer)
         if reducer.passes < self._next:
             return ""
@@ -61,14 +68,14 @@ class DriftMonitor:
         elif into < SAMPLE - _TRACED and reducer.tracer is self._tracer:
             self._tracer.switch(None)
             reducer.tracer = None
-        elif 0 < into < SAMPLE - _TRACED:  # by now its last messages are in, too
+        elif 0 < into < SAMPLE - _TRACED:  # its last messages have arrived by now
             computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
             self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))
             self._tracer = None
 
     def _judge(self, now: Sequence[Pace]) -> str:
         if not all(computing for computing, _ in now):
-            return ""  # the user traced some rank all the time
+            return ""  # the user has traced a whole window on some rank
         found = list(_changes(self._reference, now)) if self._reference else []
         if found and not self._suspected:
             self._suspected = True
@@ -80,7 +87,7 @@ class DriftMonitor:
 
 
 def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
-    """What goes at another pace, in words: the rank that changed most, and the network."""
+    """Descriptions of changes: of the rank that changed most, and of the network."""
     factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
     rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
     if _differs(factors[rank]):

@@ -1,4 +1,4 @@
-"""The wrapper that takes the place of `DistributedDataParallel`."""
+"""The wrapper of a model that replaces `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
+from legato.pytorch._private import group_is_alive, group_timeout, not_compiled
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
@@ -34,7 +35,7 @@ from legato.pytorch.parameters import ModuleFingerprint, extend_plan, participat
 from legato.pytorch.runtime.debug import DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
-from legato.pytorch.runtime.reducer import Reducer, abandon, standing
+from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.tracing import Tracer
 
 __all__ = ["DistributedModel", "wrap_model"]
@@ -45,11 +46,14 @@ _log = logging.getLogger("legato")
 class DistributedModel(nn.Module):
     """A model whose gradients are averaged over all ranks as a `Plan` says.
 
-    It has the habits of `DistributedDataParallel`: `module` is the user's
-    model, `state_dict()` has the prefix `module.`, `no_sync()` accumulates
-    gradients without sending them, buffers are rank 0's at each forward pass.
-    Parameters, their gradients and the optimizer's state are up to date
-    whenever somebody looks at them.
+    It behaves like `DistributedDataParallel`: `module` is the user's model,
+    `state_dict()` has the prefix `module.`, `no_sync()` accumulates gradients
+    without sending them, and each forward pass begins with rank 0's buffers.
+    Parameters, gradients and the optimizer's state are up to date whenever they
+    are read.
+
+    Created by `legato.distribute`, on all ranks of `group` together. Raises
+    `RankError`, on every rank, if they do not have the same model and plan.
     """
 
     module: nn.Module
@@ -70,25 +74,25 @@ class DistributedModel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
         ranks = dist.get_process_group_ranks(group)
-        # Groups of our own: nobody else's collectives come between two messages of the plan.
-        timeout = group._get_backend(group_device(group)).options._timeout
+        # Separate groups, so that no other collectives come between two messages of the plan.
+        timeout = group_timeout(group, group_device(group))
         with batch_policy_threads():
             self._group = dist.new_group(ranks, timeout)
             self._buffer_group = dist.new_group(ranks, timeout)
         self._parameters_taking_part = trained_parameters(module)
         agree(describe_model(plan, module, self._parameters_taking_part), self._group)
         self._watchdog = Watchdog(
-            self._group, FlightRecorder(self._group.rank(), flight_dir), _standing(weakref.ref(self))
+            self._group, FlightRecorder(self._group.rank(), flight_dir), _status(weakref.ref(self))
         )
         checks = chosen_checks(debug)
         self._checks = DebugChecks(checks, self._group, timeout) if checks else None
         self._broadcast([*module.parameters(), *module.buffers()], self._group)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
-        self._send = channel_for(self._group)
+        self._channel = channel_for(self._group)
         self._reducer = self._make_reducer(plan)
-        self._drift = DriftMonitor(self._everyones)
-        #: Called on all ranks, between two iterations, with what goes at another pace than at first under this plan.
-        self.on_drift: Callable[[str], None] = self._say
+        self._drift = DriftMonitor(self._gather_numbers)
+        #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
+        self.on_drift: Callable[[str], None] = self._log_drift
         self._fingerprint = ModuleFingerprint(module)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
@@ -96,20 +100,24 @@ class DistributedModel(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan that is being carried out."""
+        """The plan in use."""
         return self._reducer.plan
 
     def manage(self, optimizer: Optimizer) -> None:
-        """Let the plan say when this optimizer's updates are applied; call it for a second optimizer of the model."""
+        """Defer this optimizer's updates as the plan says; call it on all ranks for a second optimizer of the model.
+
+        Raises `RankError`, on every rank, if its settings differ between ranks.
+        """
         agree(describe_optimizer(optimizer), self._group)
         defer_steps(optimizer, self._reducer)
         self._optimizers.append(optimizer)
 
     def adopt(self, plan: Plan) -> None:
-        """Go over to another plan, between two iterations, all ranks together.
+        """Switch to another plan, between two iterations, on all ranks together.
 
-        Parameters that it does not know, because they are frozen or were
-        unfrozen since, go out in one more message.
+        Parameters that it does not contain, because they were frozen when it was
+        made, are sent in one more message. Raises `PlanError` for a plan of
+        another model, and `RankError` if the ranks have different plans.
         """
         plan = extend_plan(plan, self._parameters_taking_part)
         agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
@@ -117,7 +125,7 @@ class DistributedModel(nn.Module):
         before.close()
         self._reducer = self._make_reducer(plan)
         self._reducer.forwards, self._reducer.enabled = before.forwards, before.enabled
-        self._drift = DriftMonitor(self._everyones)
+        self._drift = DriftMonitor(self._gather_numbers)
         for optimizer in self._optimizers:
             defer_steps(optimizer, self._reducer)
 
@@ -126,7 +134,7 @@ class DistributedModel(nn.Module):
             plan,
             self._parameters_taking_part,
             self._group,
-            self._send,
+            self._channel,
             self._watchdog,
             self._checks,
             self.gradient_as_bucket_view,
@@ -145,7 +153,7 @@ class DistributedModel(nn.Module):
         self._end_forward(output)
         return output
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
+    @not_compiled  # type: ignore[untyped-decorator]
     def _begin_forward(self) -> None:
         reducer, training = self._reducer, torch.is_grad_enabled()
         if self._failed:
@@ -154,38 +162,40 @@ class DistributedModel(nn.Module):
                 "call abandon() on all of them, or start again from a checkpoint"
             )
         if training and self._fingerprint.changed():
-            reducer = self._changed()
+            reducer = self._module_changed()
         reducer.begin_forward()
         if reducer.enabled and training and (change := self._drift.pass_begins(reducer)):
             self.on_drift(change)
             reducer = self._reducer
         if self._fingerprint.compiled():
-            reducer.settle()  # compiled code takes parameters as they are
+            reducer.settle()  # compiled code reads parameters without their gates
         if self.broadcast_buffers and self._buffers_differ:
             self._broadcast(list(self.module.buffers()), self._buffer_group)
-        # As DDP has it: only a forward pass whose gradients will be averaged leaves buffers to be made equal.
+        # As in DDP, buffers are broadcast only after a forward pass whose gradients are averaged.
         self._buffers_differ = reducer.enabled and training
         reducer.forwards += self._buffers_differ
 
-    @torch._disable_dynamo  # type: ignore[untyped-decorator, attr-defined]
+    @not_compiled  # type: ignore[untyped-decorator]
     def _end_forward(self, output: Any) -> None:
         if self._buffers_differ:
             self._reducer.backward_scope.expect(output)
         if self._reducer.tracer:
-            self._reducer.tracer.watch(output)
+            self._reducer.tracer.end_forward(output)
 
-    def _everyones(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+    def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         try:
             return gather_numbers(numbers, self._buffer_group, self._watchdog.wait)
         except RuntimeError as error:
             raise self._watchdog.failure("comparing paces before a forward pass", error) from error
 
-    def _say(self, change: str) -> None:
+    def _log_drift(self, change: str) -> None:
         if self._group.rank() == 0:
-            _log.warning("since the first passes under the plan %s, %s; plan anew", self.plan.scheduler, change)
+            _log.warning(
+                "since the first passes under the plan %s, %s; consider replanning", self.plan.scheduler, change
+            )
 
-    def _changed(self) -> Reducer:
-        """The module is not what it was: its new parameters take part from now on."""
+    def _module_changed(self) -> Reducer:
+        """Average the gradients of new parameters too from now on; return the reducer that does so."""
         before = self._parameters_taking_part
         self._parameters_taking_part = participating_parameters(self.module, before)
         self._fingerprint = ModuleFingerprint(self.module)
@@ -195,10 +205,11 @@ class DistributedModel(nn.Module):
         return self._reducer
 
     def abandon(self) -> None:
-        """Skip a training step in which some rank's forward or backward pass raised; all ranks call it together.
+        """Skip a training step whose forward or backward pass raised an exception on some rank.
 
-        Call it before `optimizer.step()`, once the ranks know of each other that
-        one has failed. Gradients of the step are dropped, on every rank.
+        Call it on all ranks, before `optimizer.step()`; the ranks have to tell
+        each other first that one has failed. It drops the gradients of the step
+        on every rank.
         """
 
         def furthest(n: int) -> int:
@@ -206,12 +217,12 @@ class DistributedModel(nn.Module):
             self._watchdog.wait(dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True))
             return int(number.item())
 
-        abandon(self._reducer, furthest)
+        self._reducer.abandon(furthest)
         self._failed = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this rank alone, as in DDP."""
+        """Accumulate the gradients of backward passes inside on this rank, without sending them, as in DDP."""
         before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
@@ -223,21 +234,21 @@ class DistributedModel(nn.Module):
         self._reducer.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in `nn.Module`; gradients that are still to be used are dropped after it."""
+        """Zero gradients as `nn.Module` does; gradients of a deferred step are zeroed after their use."""
         drop_gradients(self.parameters(), self._reducer, set_to_none)
 
     @property
     def process_group(self) -> Any:
-        """The group that the messages go through; no collective but those of the plan may be in flight on it."""
+        """The group that carries the messages; while any are in flight, no other collective may run on it."""
         return self._group
 
     def set_tracer(self, tracer: Tracer | None) -> None:
-        """From here on, this tracer writes down what happens (None: nobody does)."""
+        """Record what happens from now on with this tracer; None ends recording."""
         self._reducer.tracer = tracer
 
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
-        """Measure the iterations inside; the list is filled when the context ends, one timeline each."""
+        """Measure the iterations inside: the list has one timeline for each when the context ends."""
         found: list[Timeline] = []
         self.flush()
         tracer = Tracer(self._group.rank())
@@ -256,13 +267,13 @@ class DistributedModel(nn.Module):
             raise self._watchdog.failure("making buffers equal before a forward pass", error) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy (deepcopy, pickle, `torch.optim.swa_utils.AveragedModel`) is of this process alone."""
+        """Copy (deepcopy, pickle, `torch.optim.swa_utils.AveragedModel`) as a model of this process alone."""
         self.flush()
         return Undistributed, (self.module, self.training)
 
 
 class Undistributed(nn.Module):
-    """A copy of a `DistributedModel`: the same names, and no other ranks."""
+    """A copy of a `DistributedModel`, with the same parameter names, that does not communicate."""
 
     def __init__(self, module: nn.Module, training: bool = True) -> None:
         super().__init__()
@@ -274,20 +285,18 @@ class Undistributed(nn.Module):
 
 
 def _release(groups: list[Any], watchdog: Watchdog) -> None:
-    """The model is gone: end its groups, unless something failed in them, for that could take all of their time."""
-    known = dist.distributed_c10d._world.pg_map
+    """Destroy the groups of a model that was deleted, unless a collective failed: that could take their timeout."""
     for group in groups:
-        if group.name() == "gloo" and group in known and not watchdog.failed:
+        if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
             dist.destroy_process_group(group)
 
 
-def _standing(of: weakref.ref[DistributedModel]) -> Callable[[], str]:
-    def say() -> str:
-        model = of()
-        reducer = getattr(model, "_reducer", None)
-        return standing(reducer) if reducer is not None else "is between two models"
+def _status(of: weakref.ref[DistributedModel]) -> Callable[[], str]:
+    def status() -> str:
+        reducer: Reducer | None = getattr(of(), "_reducer", None)
+        return reducer.status() if reducer is not None else "is between two models"
 
-    return say
+    return status
 
 
 def wrap_model(
@@ -301,25 +310,23 @@ def wrap_model(
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[DistributedModel, Optimizer]:
-    """Train `model` on all ranks of a process group, its gradients sent as `plan` says.
+    """Wrap a model so that its gradients are averaged over all ranks as `plan` says.
 
-    `plan` is a `Plan` or the path of a plan file. Returns the wrapped model and
-    the same optimizer. `gradient_as_bucket_view` saves the memory of one copy of
-    the gradients, and has DDP's conditions: who keeps a `.grad` from one step to
-    the next sees it overwritten. `debug` asks for checks at run time
-    (`legato.pytorch.runtime.debug`; None: as `$LEGATO_DEBUG` says), `flight_dir` says
-    where the record of the last messages goes when something fails
-    (`legato.pytorch.network.watchdog`).
+    This is `legato.distribute` for a plan that exists already, and takes the
+    same arguments; `plan` is a `Plan` or the path of a plan file. Returns the
+    wrapped model and the same optimizer.
 
-    Raises `PlanError` for a plan of another model, and `RankError`, on every
-    rank, when the ranks do not have the same model, plan and optimizer.
+    Raises `InputError` if no process group is initialized, the model is wrapped
+    already, or the optimizer has none of its parameters; `PlanError` for a plan
+    of another model; `RankError`, on every rank, if the ranks do not have the
+    same model, plan and optimizer.
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     if isinstance(model, DistributedModel | nn.parallel.DistributedDataParallel):
-        raise InputError(f"the model is a {type(model).__name__} already; give the one inside it")
+        raise InputError(f"the model is already a {type(model).__name__} (expected the module inside it)")
     if not isinstance(optimizer, Optimizer):
-        raise InputError(f"optimizer: a {type(optimizer).__name__} (expected a torch.optim.Optimizer)")
+        raise InputError(f"optimizer: {type(optimizer).__name__} (expected a torch.optim.Optimizer)")
     _check_parameters(trained_parameters(model), optimizer)
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
@@ -342,6 +349,6 @@ def _check_parameters(parameters: dict[str, nn.Parameter], optimizer: Optimizer)
         raise InputError("the model has no parameter that requires a gradient")
     for name, p in parameters.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise InputError(f"parameter {name!r} is lazy: run the model once before it is distributed")
+            raise InputError(f"parameter {name!r} is lazy: run a forward pass before the model is distributed")
     if not {id(p) for g in optimizer.param_groups for p in g["params"]} & {id(p) for p in parameters.values()}:
         raise InputError("the optimizer has none of the model's parameters")

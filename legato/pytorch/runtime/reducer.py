@@ -1,26 +1,23 @@
-"""Carrying out a plan: gradients into buffers, buffers over the network, in one fixed order.
+"""The reducer: packs gradients into buckets, and sends the buckets in one fixed order.
 
-[Note: issue order] Ranks that hand the same collectives to the backend in
-different orders add the wrong numbers or abort. Here the order cannot differ:
-the messages are a list, identical on all ranks (agreed by hash before the
-first step); message k is handed over when message k-1 has been, and its own
-gradients are there; and at the end of every backward pass the gradients that
-did not come are declared absent, so that every message of the list goes out in
-every backward pass, on every rank. What happens on one rank alone (which
-gradient is ready first, which forward op waits) moves the *time* of a message
-and never its place.
+[Note: issue order] Ranks that launch the same collectives in different orders
+add the wrong numbers or abort. Here the order cannot differ: the messages are a
+list, identical on all ranks (compared by hash before the first step); message k
+is launched when message k-1 has been launched and its own gradients have
+arrived; and at the end of every backward pass the gradients that did not arrive
+are declared absent, so every message of the list is sent in every backward pass,
+on every rank. What happens on one rank alone (which gradient is ready first,
+which forward op waits) changes the *time* of a message, never its place.
 
 [Note: absent gradients] A rank without a gradient sends zeros. Each parameter
-has one extra element in its first message, 1 on the ranks that had a gradient
-and 0 on the others; only where the sum is 0 was it absent everywhere, and then
-`.grad` stays as it was (None), as it does in one process.
+has one extra element in its first message: 1 on the ranks that had a gradient
+and 0 on the others. Only where the sum is 0 was the gradient absent on all
+ranks; then `.grad` stays as it was (None), as it does in one process.
 
-[Note: lent gradients] With `gradient_as_bucket_view` a gradient is given up for
-its place in the messages as soon as it has been copied there, as in DDP. That
-place is the user's `.grad` where one message holds all of it; where a plan cuts
-it, there is none until it is put together again.
-
-What a rank is doing, in words; and going on after a training step that failed on some rank.
+[Note: lent gradients] With `gradient_as_bucket_view` the memory of a gradient is
+released as soon as the gradient was copied into its buckets, as in DDP. Its
+place in the bucket becomes the user's `.grad` if one view covers all of it.
+If the plan partitions it, `.grad` is None until it is assembled again.
 """
 
 from __future__ import annotations
@@ -42,11 +39,15 @@ from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSl
 from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.tracing import Tracer
 
-__all__ = ["Reducer", "abandon", "standing"]
+__all__ = ["Reducer"]
 
 
 class Reducer:
-    """The gradients of one model on their way through one process group."""
+    """Averages the gradients of one model over the ranks of a group, as a plan says.
+
+    Raises `PlanError` if the plan is for another model, or if `channel` cannot
+    carry out one of its messages.
+    """
 
     def __init__(
         self,
@@ -67,48 +68,51 @@ class Reducer:
         for i, message in enumerate(plan.messages):
             channel.check(message, f"messages[{i}]")
         self.slots, self.buckets = make_buckets(plan, parameters, group.size())
-        self._as_they_come_in = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
+        self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.enabled = True  # False under no_sync()
         self.tracer: Tracer | None = None
         self._scale = 1.0 / group.size()
-        self.forwards = 0  # passes in training whose gradients will be sent
-        self.passes = 0  # backward passes that sent, with the one under way
+        self.forwards = 0  # forward passes whose gradients will be sent
+        self.passes = 0  # backward passes that sent, including the current one
         self.in_backward = False
         self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
-        self.next = 0  # the message whose turn it is
-        self._accumulators = [self._watch_slot(slot) for slot in self.slots]
+        self.next = 0  # index of the bucket to launch next
+        self._accumulators = [self._accumulator(slot) for slot in self.slots]
 
-    def _watch_slot(self, slot: Slot) -> Accumulator:
-        return Accumulator(slot.parameter, lambda: self._gradient_comes(slot), lambda: self._gradient_ready(slot))
+    def _accumulator(self, slot: Slot) -> Accumulator:
+        return Accumulator(slot.parameter, lambda: self._before_accumulation(slot), lambda: self._gradient_ready(slot))
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether the plan lets updates wait, and every parameter can be gated."""
+        """Whether the plan defers updates into the forward pass, and every parameter can have a gate."""
         return self.plan.forward_overlap and all(slot.plain_class is nn.Parameter for slot in self.slots)
 
     def close(self) -> None:
-        """Bring everything up to date and let go of the parameters."""
+        """Bring everything up to date, and remove all hooks from the parameters."""
         self.settle()
         for accumulator in self._accumulators:
             accumulator.remove()
 
     def begin_forward(self) -> None:
-        """A forward pass starts: gradients that nobody used yet are brought in, for the next ones to add to."""
+        """Prepare for a forward pass: deliver gradients that were not used yet, so that the next ones add to them.
+
+        Raises `RankError` if the last backward pass did not finish.
+        """
         if self.in_backward:
             raise RankError(
                 "the last backward pass did not finish (an exception in it?); the ranks are out of step: "
                 "call abandon() on all of them, or start again from a checkpoint"
             )
         self.backward_scope.forget()
-        for slot in self._as_they_come_in:
+        for slot in self._in_arrival_order:
             if slot.stage == SENT:
                 self.resolve(slot)
 
-    # ---- backward: gradients out -------------------------------------------------
+    # ---- backward pass: sending -------------------------------------------------
 
-    def _gradient_comes(self, slot: Slot) -> None:
-        """A gradient is about to be added to what the parameter has: that has to be up to date, and not on its way."""
+    def _before_accumulation(self, slot: Slot) -> None:
+        """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
         if self.enabled and not self.in_backward:
             self._begin_backward()
         elif self.in_backward and slot.ready:
@@ -136,10 +140,8 @@ class Reducer:
             bucket.missing = bucket.slots
 
     def _backward_ended(self) -> None:
-        if self.in_backward:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
+        if not self.in_backward:
+            return
         for slot in self.slots:
             if not slot.ready:
                 self._mark_ready(slot)
@@ -149,7 +151,7 @@ class Reducer:
             self.tracer.switch(None)
 
     def _mark_ready(self, slot: Slot) -> None:
-        """Pack a gradient, message by message: each goes out while the rest is packed."""
+        """Pack a gradient into its buckets, and launch each one that is complete while the others are packed."""
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
@@ -168,22 +170,23 @@ class Reducer:
 
     def _pack(self, slot: Slot, bucket: Bucket, grad: Tensor | None) -> None:
         with gate.invisible():
-            for piece in slot.slices:
-                if piece.bucket is not bucket:
+            for part in slot.slices:
+                if part.bucket is not bucket:
                     continue
                 if grad is None:
-                    piece.view.zero_()
+                    part.view.zero_()
                 else:
-                    torch.mul(piece.of(grad), self._scale, out=piece.view)
-                if piece.flag is not None:
-                    piece.flag.fill_(float(slot.has_grad))
+                    torch.mul(part.of(grad), self._scale, out=part.view)
+                if part.flag is not None:
+                    part.flag.fill_(float(slot.has_grad))
 
     def _advance(self) -> None:
+        """Launch buckets in the plan's order, up to the first one that lacks a gradient."""
         while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
-            self._issue(self.buckets[self.next])
+            self._launch(self.buckets[self.next])
             self.next += 1
 
-    def _issue(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
         with gate.invisible():
             if self._checks:
@@ -192,58 +195,47 @@ class Reducer:
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
 
-    def send_zeros(self, bucket: Bucket) -> None:
-        """Take part in a message with nothing (`legato.pytorch.runtime.reducer`)."""
-        self._wait_for_buffer(bucket)
-        if bucket.scattered is None:
-            bucket.buffer.zero_()
-        bucket.work = self._channel(bucket.buffer, bucket.message)
-
-    def reset(self) -> None:
-        """No backward pass is under way, and no message."""
-        for bucket in self.buckets:
-            self._wait(bucket)
-        self.in_backward = False
-        self.backward_scope.forget()
-
-    # ---- after it: averages in ---------------------------------------------------
+    # ---- afterwards: receiving ---------------------------------------------------
 
     def resolve(self, slot: Slot) -> None:
-        """Bring one parameter up to date: its averaged gradient, and the update if `step()` was called.
+        """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 
-        When it has to be updated, every other parameter whose gradient has
-        arrived by now is updated in the same call of the optimizer, which
-        costs less than one call each; where the parameter's own gradient is
-        still on its way, they are updated while it is. Inside the backward pass
-        a gradient is this rank's own, as hooks of the user's see it under DDP.
+        An update also updates every other parameter whose gradient has arrived,
+        since one call of the optimizer costs less than one call for each. If
+        the parameter's own gradient is still in flight, the others are updated
+        first. Inside the backward pass, a gradient that was sent stays this rank's
+        own, as user hooks see it under DDP.
+
+        Raises `RankError` inside a backward pass if the gradient was released
+        and is partitioned (see [Note: lent gradients]).
         """
         if slot.stage == SENT and self.in_backward:
             if self._lends and slot.has_grad and slot.whole is None:
                 raise RankError(
-                    f"{slot.name}: its gradient is on its way in {len(slot.slices)} messages, and cannot be looked at "
-                    "before the backward pass has ended; gradient_as_bucket_view=False leaves it in place"
+                    f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
+                    "the backward pass has ended (use gradient_as_bucket_view=False to keep it in place)"
                 )
         elif slot.stage == SENT:
             self._deliver(slot)
             gate.remove(slot)
         elif slot.stage == PENDING:
-            if not self._arrived(slot) and (others := self._pending_here()):
+            if not self._arrived(slot) and (others := self._pending_and_arrived()):
                 self._update(others)
             for bucket in slot.buckets:
                 self._wait(bucket)
-            self._update(self._pending_here())
+            self._update(self._pending_and_arrived())
 
     def settle(self) -> None:
         """Bring every parameter up to date."""
-        for slot in self._as_they_come_in:
+        for slot in self._in_arrival_order:
             if slot.stage == SENT:
                 self.resolve(slot)
-        pending = [slot for slot in self._as_they_come_in if slot.stage == PENDING]
+        pending = [slot for slot in self._in_arrival_order if slot.stage == PENDING]
         if pending:
             self._update(pending)
 
     def drop(self, slot: Slot) -> None:
-        """Forget a gradient that was sent and will not be used (`zero_grad()` without a `step()`)."""
+        """Ignore a gradient that was sent (`zero_grad()` without a `step()`)."""
         gate.remove(slot)
 
     def _update(self, slots: list[Slot]) -> None:
@@ -262,20 +254,21 @@ class Reducer:
         if self.tracer:
             self.tracer.switch(resume)
 
-    def _pending_here(self) -> list[Slot]:
+    def _pending_and_arrived(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.stage == PENDING and self._arrived(slot)]
 
     def _arrived(self, slot: Slot) -> bool:
         return all(bucket.work is None or bucket.work.is_completed() for bucket in slot.buckets)
 
     def _deliver(self, slot: Slot) -> None:
+        """Wait for the averaged gradient, and make it the parameter's `.grad`."""
         for bucket in slot.buckets:
             self._wait(bucket)
         with gate.invisible():
-            if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.slices):
+            if not slot.has_grad and not any(part.flag is not None and part.flag.item() > 0 for part in slot.slices):
                 return
-            unseen = slot.update is not None and slot.update.drops_gradients  # by all but the optimizer
-            if slot.whole is not None and (unseen or self._lends):
+            optimizer_only = slot.update is not None and slot.update.drops_gradients
+            if slot.whole is not None and (optimizer_only or self._lends):
                 slot.parameter.grad = slot.whole
                 return
             if slot.parameter.grad is None:
@@ -283,7 +276,7 @@ class Reducer:
             _unpack(slot.slices, slot.parameter.grad)
 
     def _wait_for_buffer(self, bucket: Bucket) -> None:
-        """A message whose gradients were dropped may still be in flight, and so may its second half."""
+        """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""
         self._wait(bucket)
         if bucket.gathered is not None:
             self._wait(bucket.gathered)
@@ -305,43 +298,53 @@ class Reducer:
         if self.tracer:
             self.tracer.switch(resume)
 
+    # ---- failures ----------------------------------------------------------------
+
+    def status(self) -> str:
+        """Say what this rank is doing, for the error messages of other ranks."""
+        if not self.in_backward:
+            return f"is between backward passes, {self.passes} done"
+        bucket = self.buckets[min(self.next, len(self.buckets) - 1)]
+        missing = next((part.slot.name for part in bucket.slices if not part.slot.ready), "")
+        where = f"is in backward pass {self.passes}, at message {bucket.index} ({bucket.label})"
+        return where + (f", which lacks the gradient of {missing}" if missing else "")
+
+    def abandon(self, furthest: Callable[[int], int]) -> None:
+        """Give up a step that failed on some rank: drop its gradients, and bring all ranks to the same message.
+
+        `furthest(n)` returns the largest of all ranks' `n`. A rank that has
+        launched fewer messages than another sends zeros for the missing ones.
+        """
+        for slot in self.slots:
+            if slot.stage == PENDING:
+                self.resolve(slot)
+        count = len(self.buckets)
+        done = (self.passes - self.in_backward) * count + self.next * self.in_backward
+        goal = -(-furthest(done) // count) * count
+        for i in range(done, goal):
+            self._send_zeros(self.buckets[i % count])
+        self.passes = goal // count
+        for bucket in self.buckets:
+            self._wait(bucket)
+        self.in_backward = False
+        self.backward_scope.forget()
+        for slot in self.slots:
+            if slot.stage == SENT:
+                gate.remove(slot)
+                slot.parameter.grad = None
+
+    def _send_zeros(self, bucket: Bucket) -> None:
+        self._wait_for_buffer(bucket)
+        if bucket.scattered is None:
+            bucket.buffer.zero_()
+        bucket.work = self._channel(bucket.buffer, bucket.message)
+
 
 def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:
+    """Copy the elements of all slices into a gradient, which may have any strides."""
     flat = None if grad.is_contiguous() else grad.contiguous()
     target = grad if flat is None else flat
-    for piece in slices:
-        (target if piece.whole else target.view(-1)[piece.start : piece.stop]).copy_(piece.view)
+    for part in slices:
+        (target if part.whole else target.view(-1)[part.start : part.stop]).copy_(part.view)
     if flat is not None:
         grad.copy_(flat)
-
-
-def standing(reducer: Reducer) -> str:
-    """What this rank is doing, for the others' error messages."""
-    if not reducer.in_backward:
-        return f"is between backward passes, {reducer.passes} done"
-    bucket = reducer.buckets[min(reducer.next, len(reducer.buckets) - 1)]
-    lacking = next((p.slot.name for p in bucket.slices if not p.slot.ready), "")
-    which = f"is in backward pass {reducer.passes}, at message {bucket.index} ({bucket.label})"
-    return which + (f", which lacks the gradient of {lacking}" if lacking else "")
-
-
-def abandon(reducer: Reducer, furthest: Callable[[int], int]) -> None:
-    """Give up the step that failed on some rank: nobody's gradients of it are used, and the ranks are in step again.
-
-    `furthest(n)` gives the largest of all ranks' `n`: whoever has handed over
-    fewer messages than that sends zeros for those that are missing.
-    """
-    for slot in reducer.slots:
-        if slot.stage == PENDING:
-            reducer.resolve(slot)
-    count = len(reducer.buckets)
-    done = (reducer.passes - reducer.in_backward) * count + reducer.next * reducer.in_backward
-    goal = -(-furthest(done) // count) * count
-    for i in range(done, goal):
-        reducer.send_zeros(reducer.buckets[i % count])
-    reducer.passes = goal // count
-    reducer.reset()
-    for slot in reducer.slots:
-        if slot.stage == SENT:
-            gate.remove(slot)
-            slot.parameter.grad = None

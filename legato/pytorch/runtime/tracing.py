@@ -1,4 +1,4 @@
-"""A measured timeline: when a worker computed, and when its messages were on the wire."""
+"""Measured timelines: when a worker computed, and when its messages were on the wire."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals
+from legato.pytorch._private import leaves
 
 __all__ = ["Tracer", "trace_ddp"]
 
 
 class Tracer:
-    """Writes down what one rank does, by the host's clock, until it is asked for timelines.
+    """Records what one rank does, by the host's clock.
 
-    The compute lane is in one state at a time: a kind of work, or None while
-    it waits. An iteration begins where `begin_iteration` was called, which is
-    the start of a backward pass.
+    The compute lane is in one state at a time: a kind of work, or None while it
+    waits. An iteration starts at a call of `begin_iteration`, where a backward
+    pass begins.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -33,7 +34,7 @@ class Tracer:
         self._starts: list[float] = []
 
     def switch(self, state: SpanKind | None) -> SpanKind | None:
-        """The compute lane does this from now on; returns what it did before."""
+        """Set the state of the compute lane from now on; return the previous one."""
         now = time.perf_counter()
         if self._state is not None and now > self._since:
             self._spans.append(Span(self.rank, "compute", self._state, self._since, now, self._state))
@@ -41,12 +42,12 @@ class Tracer:
         return before
 
     def begin_iteration(self) -> None:
-        """A backward pass starts now."""
+        """Record that a backward pass starts now."""
         self.switch("backward")
         self._starts.append(self._since)
 
     def message(self, label: str, nbytes: int, work: Any) -> None:
-        """A message was handed to the network; its span ends when its work does."""
+        """Record that a message of `nbytes` bytes was launched; its span ends when `work` does."""
         start = time.perf_counter()
 
         def finished(future: Any) -> None:
@@ -54,8 +55,11 @@ class Tracer:
 
         work.get_future().add_done_callback(finished)
 
-    def watch(self, outputs: Any) -> None:
-        """The forward pass gave these; it lasts until their gradient is asked for, where an iteration begins."""
+    def end_forward(self, outputs: Any) -> None:
+        """Begin the next iteration when the backward pass reaches these outputs of the forward pass.
+
+        Until then the compute lane stays in `forward`, which so includes the loss.
+        """
         begun = hooked = False
 
         def begin(*_: Any) -> None:
@@ -64,8 +68,7 @@ class Tracer:
                 begun = True
                 self.begin_iteration()
 
-        values: list[Any] = torch.utils._pytree.tree_leaves(outputs)
-        for value in values:
+        for value in leaves(outputs):
             if getattr(value, "grad_fn", None) is not None:
                 value.register_hook(begin)
                 hooked = True
@@ -73,17 +76,17 @@ class Tracer:
             self.switch(None)
 
     def seconds(self, kind: SpanKind) -> float:
-        """All the time that the compute lane spent on one kind of work."""
+        """The time that the compute lane spent on one kind of work, in seconds."""
         return sum(s.end_s - s.start_s for s in self._spans if s.lane == "compute" and s.kind == kind)
 
     @property
     def communication_s(self) -> float:
-        """All the time in which messages were on their way, those that have come in."""
+        """The time in which at least one message was in flight, in seconds; only messages that have arrived count."""
         busy = merge_intervals((s.start_s, s.end_s) for s in list(self._spans) if s.kind == "message")
         return sum(end - start for start, end in busy)
 
     def timelines(self, name: str) -> list[Timeline]:
-        """One timeline for every whole iteration, its start at 0 seconds."""
+        """Return one timeline for each complete iteration; each starts at 0 seconds."""
         self.switch(None)
         result = []
         for start, end in zip(self._starts, self._starts[1:], strict=False):
@@ -98,10 +101,10 @@ class Tracer:
 
 @contextmanager
 def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Timeline]]:
-    """Measure the iterations of a `DistributedDataParallel` model; can be used once a model.
+    """Measure the iterations of a `DistributedDataParallel` model, once for each model.
 
-    DDP's own all-reduce is replaced by the same one issued from a communication
-    hook, which can be timed. The list is filled when the context ends.
+    DDP's all-reduce is replaced by the same all-reduce in a communication hook,
+    where it can be timed. The list is filled when the context ends.
     """
     ddp: Any = model
     tracer = Tracer(dist.get_rank(ddp.process_group))
@@ -125,9 +128,9 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
             tracer.switch(None)
 
     def forward_ends(_: Any, __: Any, output: Any) -> None:
-        tracer.watch(output)
+        tracer.end_forward(output)
 
-    send.__annotations__.clear()  # DDP would compare them, and here they are strings
+    send.__annotations__.clear()  # DDP checks them, and here they are strings
     ddp.register_comm_hook(None, send)
     hooks = [
         ddp.register_forward_pre_hook(forward_begins),

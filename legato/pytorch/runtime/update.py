@@ -1,26 +1,31 @@
-"""One call of `optimizer.step()`, written down so that it can be applied to one parameter after another."""
+"""One call of `optimizer.step()`, recorded so that it can be applied later, some parameters at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+
+from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_step_hooks
 
 __all__ = ["Update", "set_to_none_or_zero"]
 
 
 class Update:
-    """One call of `optimizer.step()`, applied parameter by parameter, with the values of that moment."""
+    """A call of `optimizer.step()`, with the hyper-parameters and the autocast settings of that moment.
+
+    `base` is the user's own class of the optimizer. Applying runs its `step` on
+    a stand-in object that shares the optimizer's state.
+    """
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
         self._base = base
-        self._shared = {k: v for k, v in vars(optimizer).items() if k not in ("step", "param_groups")}
-        self._shared["_optimizer_step_pre_hooks"] = self._shared["_optimizer_step_post_hooks"] = {}
+        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "param_groups")}
+        self._shared = without_step_hooks(attributes)
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._zero: Callable[[nn.Parameter], None] | None = None
@@ -28,16 +33,16 @@ class Update:
         self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     def zero_after(self, set_to_none: bool) -> None:
-        """`zero_grad()` was called: drop each gradient once it has been used."""
+        """Zero each gradient once it has been used: `zero_grad(set_to_none)` was called after `step()`."""
         self._zero = set_to_none_or_zero(set_to_none)
 
     @property
     def drops_gradients(self) -> bool:
-        """Whether no gradient is left to be seen after it was applied."""
+        """Whether `.grad` is None after the update, so that only the optimizer sees the gradient."""
         return self._zero is _set_to_none
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let the optimizer step these parameters and no others."""
+        """Run the optimizer's step on these parameters and no others."""
         by_group: dict[int, list[nn.Parameter]] = {}
         parameters = list(parameters)
         for p in parameters:
@@ -45,29 +50,32 @@ class Update:
         stand_in = object.__new__(self._base)
         vars(stand_in).update(self._shared)
         stand_in.param_groups = [{**self._groups[i], "params": ps} for i, ps in by_group.items()]
-        with self._as_it_was():
-            _plain_step(self._base)(stand_in)
+        with self._modes_of_the_call():
+            unhooked_step(self._base)(stand_in)
         if self._zero:
             for p in parameters:
                 self._zero(p)
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Whoever reads a parameter may do so under autocast, in inference mode or under a dispatch mode of his own."""
+    def _modes_of_the_call(self) -> Iterator[None]:
+        """The modes under which `step()` was called.
+
+        The code that reads a parameter, and so triggers the update, may run
+        under autocast, in inference mode or under a dispatch mode.
+        """
         with ExitStack() as stack:
             for device, enabled, dtype in self._autocast:
                 if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != (enabled, dtype):
                     stack.enter_context(torch.autocast(device, dtype, enabled))
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch.enable_grad())  # the optimizer switches it off where it must
+            stack.enter_context(without_dispatch_modes())
+            stack.enter_context(torch.enable_grad())  # the optimizer disables it where it has to
             yield
 
 
 def set_to_none_or_zero(set_to_none: bool) -> Callable[[nn.Parameter], None]:
-    """What `zero_grad(set_to_none)` does to one parameter."""
+    """The function that does to one parameter what `zero_grad(set_to_none)` does to all."""
     return _set_to_none if set_to_none else _set_to_zero
 
 
@@ -84,8 +92,3 @@ def _set_to_zero(parameter: nn.Parameter) -> None:
         if parameter.grad.grad_fn is not None:
             parameter.grad.detach_()
         parameter.grad.requires_grad_(False).zero_()
-
-
-def _plain_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    step: Any = base.step
-    return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.core.errors import RankError
+from legato.pytorch._private import version_of
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Slot
 from legato.pytorch.servers.protocol import AVERAGES
@@ -102,14 +103,14 @@ class ParameterCheck:
 
     def note(self, slot: Slot) -> None:
         """Remember the version of a parameter that has just received its value."""
-        self._versions[slot.name] = slot.parameter._version
+        self._versions[slot.name] = version_of(slot.parameter)
 
     def check(self, iteration: int) -> None:
         """Raise `RankError` if the script changed a parameter: the servers' next value would overwrite the change."""
         puller = self._puller
         with gate.invisible():
             for name, slot in puller.slots.items():
-                version = slot.parameter._version
+                version = version_of(slot.parameter)
                 if iteration > _THOROUGH and self._versions.get(name) == version:
                     continue
                 if not all(_same(shard, slot.parameter, puller.values) for shard in puller.shards_of[name]):
@@ -121,7 +122,7 @@ class ParameterCheck:
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+    return None if gradient is None else (gradient.data_ptr(), version_of(gradient))
 
 
 def _same(shard: Shard, tensor: Tensor, arena: Arena) -> bool:

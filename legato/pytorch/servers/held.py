@@ -19,9 +19,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from legato.core.errors import InputError, RankError
+from legato.pytorch._private import has_step_hooks
 from legato.pytorch.runtime.update import Update
 from legato.pytorch.servers.protocol import StepRequest
 from legato.pytorch.servers.shards import Shard
@@ -56,8 +56,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 
 def check_step(optimizer: Optimizer) -> None:
     """Raise `InputError` if a step of the optimizer does something that a server cannot do."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if has_step_hooks(optimizer):
         raise InputError("the optimizer has hooks on its step, which a server cannot call")
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         raise InputError(

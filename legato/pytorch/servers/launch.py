@@ -11,16 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.placement import Placement
 from legato.core.plan import Plan
+from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
@@ -153,10 +152,10 @@ def _plan(plan: Any, parameters: Mapping[str, nn.Parameter], servers: int, place
 
 def _rendezvous(group: Any, roles: Roles, patience_s: float, problem: str = "") -> Any:
     """Wait for all ranks; return a new group for them, or `group` itself if it has only some of the ranks."""
-    rank, store = group.rank(), _get_default_store()
+    rank, store = group.rank(), default_store()
     prefix = f"legato/servers/{group.group_name}"
     number = store.add(f"{prefix}/calls/{rank}", 1)
-    join(torch._C._distributed_c10d.PrefixStore(f"{prefix}/{number}", store), rank, roles.size, patience_s, problem)
+    join(PrefixStore(f"{prefix}/{number}", store), rank, roles.size, patience_s, problem)
     if roles.size < dist.get_world_size():
         return group  # to make a new one, all ranks would have to take part
     try:

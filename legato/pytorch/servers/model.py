@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
+from legato.pytorch._private import rebind_step, without_overrides
 from legato.pytorch.parameters import ModuleFingerprint
-from legato.pytorch.runtime.deferred import rebind_step
 from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.held import check_step, settings
 from legato.pytorch.servers.protocol import PULL, REPLY, STATE
@@ -134,7 +134,7 @@ class ServedModel(_Measured):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `nn.Module`; the servers drop gradients that `step()` did not use."""
         self._worker.drop()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             super().zero_grad(set_to_none)
 
 
@@ -182,7 +182,7 @@ class _ServedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._legato_worker.drop()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             self._legato_base.zero_grad(cast(Optimizer, self), set_to_none)
 
     def state_dict(self) -> Any:

@@ -260,5 +260,5 @@ def test_progress_and_log(caplog):
             *captured.tied(), name="tied", runs=2, warmup=1, progress=lambda done, total: seen.append((done, total))
         )
     assert seen == [(i, 5) for i in range(1, 6)]
-    assert "6 tensors, of which 3 got no gradient and 0 are not in the optimizer; 2 frozen" in caplog.text
+    assert "6 tensors (3 without gradient, 0 not in the optimizer), 2 frozen" in caplog.text
     assert "of an untraced iteration" in caplog.text

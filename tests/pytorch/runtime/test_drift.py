@@ -75,12 +75,12 @@ def test_rank_0_says_so(two_ranks):
     (off, said, plans), (_, silent, _) = two_ranks.run(drifting.changing, None)
     assert off == 0.0 and silent == [] and len(plans) == 2
     assert all(line.startswith("since the first passes under the plan ") for line in said)
-    assert any("computation on rank 1 takes" in line and line.endswith("; plan anew") for line in said)
+    assert any("computation on rank 1 takes" in line and line.endswith("; consider replanning") for line in said)
 
 
 @pytest.mark.processes
 def test_all_ranks_plan_anew_together(two_ranks):
     (off, said, plans), (other, _, same) = two_ranks.run(drifting.changing, "auto")
     assert off == other == 0.0 and plans == same
-    assert "; planning anew" in said[0]
+    assert "; replanning" in said[0]
     assert plans[0] == plans[2] == "default-buckets" and plans[1] != "default-buckets" and len(plans) >= 4

@@ -21,8 +21,8 @@ CASES = {
     "sleeps_in_the_loader": "rank 1 is between backward passes, 5 done (at faults.py:",
     "skips_a_step": "rank 1 ended, without an error",
     "skips_a_step_in_debug_mode": (
-        "rank 1 hands over message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 7 forward passes, where "
-        "rank 0 hands over message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 6 forward passes"
+        "rank 1 sends message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 7 forward passes, where "
+        "rank 0 sends message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 6 forward passes"
     ),
     "nan_in_debug_mode": "rank 1: the gradient of third.weight is not finite, message 0 (first.weight +2)",
 }

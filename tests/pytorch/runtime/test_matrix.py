@@ -117,7 +117,7 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
-        (matrix_ends.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu, and was torch.float32 on cpu"),
+        (matrix_ends.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu (expected torch.float32 on cpu"),
         (matrix_ends.replaced_parameter, (), "parameter 'third.weight' was replaced after the model was distributed"),
         (matrix_ends.step_inside_the_backward_pass, (), "optimizer.step() inside a backward pass"),
         (matrix_ends.caught_and_not_abandoned, ("forward",), "the last forward pass raised an exception"),

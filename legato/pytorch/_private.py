@@ -1,0 +1,222 @@
+"""Everything that legato uses of torch's private interfaces, as of torch 2.13.
+
+No other file names an attribute or a module of torch that begins with an
+underscore, so a new version of torch is checked here. Each entry says what it is
+for, and what could replace it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "PRIVATE_METADATA",
+    "DispatchMode",
+    "PrefixStore",
+    "autograd_node_number",
+    "current_node_number",
+    "default_store",
+    "flatten_tensors",
+    "group_is_alive",
+    "group_timeout",
+    "has_step_hooks",
+    "in_backward_pass",
+    "is_compiled",
+    "is_compiled_in_place",
+    "leaves",
+    "mark_as_hooked",
+    "module_tables",
+    "new_gloo",
+    "not_compiled",
+    "on_backward_end",
+    "operator_schema",
+    "rebind_step",
+    "storage_id",
+    "unflatten_tensors",
+    "unhooked_step",
+    "version_of",
+    "without_dispatch_modes",
+    "without_overrides",
+    "without_step_hooks",
+]
+
+# ---- dispatch, overrides, compilation ---------------------------------------------------
+
+#: Sees every operator below autograd. Its documentation ("Extending PyTorch") gives this private path.
+DispatchMode = TorchDispatchMode
+
+#: Keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo right away (1 s).
+not_compiled: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+#: Inside, `__torch_function__` of tensor subclasses is not called. (torch documents it, under `torch._C` only.)
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+
+#: All leaves of nested lists, tuples, dicts and registered classes. `torch.utils.pytree` will be the public one.
+leaves: Callable[[Any], list[Any]] = tree_leaves
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which no dispatch mode of the user sees an operator; free of cost where there is none."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def operator_schema(func: Any) -> Any:
+    """The schema of an `OpOverload`; None for a higher-order operator."""
+    return getattr(func, "_schema", None)
+
+
+# ---- autograd ---------------------------------------------------------------------------
+
+
+def on_backward_end(call: Callable[[], None]) -> None:
+    """Call `call()` when the backward pass that runs now has ended (DDP finalizes its buckets in the same way)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def autograd_node_number() -> int:
+    """The number that autograd gives to the next node that this thread creates."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def current_node_number() -> int | None:
+    """The number of the node that the backward pass runs now; None outside one. 2**63 and more: AccumulateGrad."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+# ---- tensors and modules ----------------------------------------------------------------
+
+
+#: Attributes of a tensor that say nothing about its values.
+PRIVATE_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; changes through `.data` are not counted."""
+    return tensor._version
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The address of a storage's C++ object: unlike that of its memory, no other live storage has it."""
+    return int(storage._cdata)
+
+
+def flatten_tensors(tensors: list[Tensor]) -> Tensor:
+    """Dense tensors of one dtype, copied into a flat one; DDP and FSDP use this too."""
+    return cast(Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
+
+
+def unflatten_tensors(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor that are shaped like the tensors from which it was made."""
+    return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+
+
+def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
+    """A module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not those of its children."""
+    return [getattr(module, f"_{kind}") for kind in kinds]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` wraps the module, or was applied to it in place."""
+    return type(module).__module__.startswith("torch._dynamo") or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+# ---- optimizers -------------------------------------------------------------------------
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run around the optimizer's `step()`, its own or those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def without_step_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of an optimizer (`vars()`), with no hooks on its step."""
+    return {**attributes, "_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+
+
+def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The `step` of an optimizer's class without the wrapper with which torch runs hooks and profiles."""
+    step: Any = base.step
+    return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
+
+
+def mark_as_hooked(step: Any) -> None:
+    """Keep torch from wrapping this `step` in hooks when a state is loaded: the one that it calls has them already."""
+    vars(step)["hooked"] = True
+
+
+def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
+    """Replace the `step` that a learning-rate scheduler has bound to the optimizer by that of its `new` class.
+
+    A scheduler stores a bound method in the optimizer, to count its calls.
+    Without one, nothing is changed.
+    """
+    bound = vars(optimizer).get("step")
+    if getattr(bound, "__wrapped__", None) is not base.step and not hasattr(bound, "_legato_counts"):
+        return
+
+    @functools.wraps(new.step)
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        vars(optimizer)["_opt_called"] = True
+        return new.step(optimizer, closure)
+
+    vars(step).update(_wrapped_by_lr_sched=True, _legato_counts=True)
+    vars(optimizer)["step"] = step
+
+
+# ---- process groups ---------------------------------------------------------------------
+
+
+#: A part of a store, for keys with a prefix. It is public, but `torch.distributed` does not export it explicitly.
+PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+
+def default_store() -> Any:
+    """The store of the job, through which `init_process_group` has connected the ranks."""
+    return _get_default_store()
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """After how long a collective of the group on such tensors fails."""
+    return cast(timedelta, group._get_backend(device).options._timeout)
+
+
+def group_is_alive(group: Any) -> bool:
+    """Whether the group was not destroyed yet."""
+    return group in _world.pg_map
+
+
+def new_gloo(store: Any, rank: int, ranks: int, timeout: timedelta, interfaces: list[str]) -> Any:
+    """A gloo backend with one thread, outside any process group, on these network interfaces (none: the default)."""
+    backend: Any = dist.ProcessGroupGloo
+    options = backend._Options()
+    options._threads = 1
+    options._timeout = timeout
+    devices = [backend.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [backend.create_default_device()]
+    return backend(store, rank, ranks, options)
