@@ -7,7 +7,7 @@ author = "the legato authors"
 copyright = "the legato authors"
 release = version = legato.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
