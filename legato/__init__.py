@@ -1,12 +1,24 @@
-"""legato: plan, prove, simulate and run the gradient transfers of data-parallel training.
+"""Plan, prove, simulate and run the gradient transfers of data-parallel training.
 
-Importing it needs no PyTorch; `legato.distribute`, `legato.parameter_servers`,
-`legato.capture` and `legato.calibrate` import it when they are first touched.
+    workload = legato.read("workload.json")  # or legato.capture(model, optimizer, loss)
+    cluster = legato.Cluster.derive(workers=8, bandwidth_bps=10e9, latency_s=30e-6)  # or legato.calibrate().cluster
+    plan = legato.plan(workload, cluster)
+    print(legato.simulate(workload, plan, cluster).iteration_s, legato.lower_bound(workload, cluster).seconds)
+    model, optimizer = legato.distribute(model, optimizer, plan)  # instead of DistributedDataParallel(model)
+
+Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`.
+Train and measure, with PyTorch: `distribute`, `parameter_servers`, `capture`, `calibrate`.
+Files: `read`, `write`, `identity`.
+
+`import legato` is light: a function loads the libraries that it needs when it is first used. Without PyTorch, the
+functions that need it are not listed, and using one raises `ModuleNotFoundError`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 from legato.core import __version__
 from legato.core.cluster import Cluster, LinearCost
@@ -16,9 +28,14 @@ from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
 
-_NEEDS_TORCH = ("calibrate", "capture", "distribute", "parameter_servers")
+if TYPE_CHECKING:  # what `__getattr__` loads
+    from legato.auto import distribute
+    from legato.pytorch import calibrate, capture, parameter_servers
+    from legato.schedule.bound.lower_bound import Bound, lower_bound
+    from legato.simulator.flow import Fabric
 
 __all__ = [
+    "Bound",
     "CaptureError",
     "Cluster",
     "FileError",
@@ -41,19 +58,92 @@ __all__ = [
     "check_plan",
     "distribute",
     "identity",
+    "lower_bound",
     "parameter_servers",
+    "plan",
     "read",
+    "simulate",
     "write",
 ]
 
+_WITH_TORCH = {
+    "calibrate": "legato.pytorch",
+    "capture": "legato.pytorch",
+    "distribute": "legato.auto",
+    "parameter_servers": "legato.pytorch",
+}
+#: Names that are loaded when they are first used, and where they are defined.
+_LAZY = {
+    "Bound": "legato.schedule.bound.lower_bound",
+    "lower_bound": "legato.schedule.bound.lower_bound",
+    **_WITH_TORCH,
+}
 
-def __getattr__(name: str) -> Any:
-    if name == "distribute":
-        from legato.auto import distribute
 
-        return distribute
-    if name in _NEEDS_TORCH:
-        import legato.pytorch
+def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Any) -> Plan:
+    """Plan the gradient transfers of a workload on a cluster.
 
-        return getattr(legato.pytorch, name)
-    raise AttributeError(f"module 'legato' has no attribute {name!r}")
+    `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
+    `SERVER_SCHEDULERS` for a cluster with parameter servers; `options` are the scheduler's own keyword arguments.
+    Raises `InputError` on an unknown scheduler or option, and what the scheduler raises.
+    """
+    from legato.schedule import schedule
+
+    return schedule(scheduler, workload, cluster, **options)
+
+
+def simulate(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    fabric: str | Fabric | None = None,
+    compute: Literal["one", "unlimited"] = "one",
+) -> Timeline:
+    """Predict one steady-state training iteration.
+
+    By default the network is one shared resource, as planners see it: messages go out one after another in the plan's
+    order, and each takes what the cluster says its collective costs. A worker computes on one stream, or with
+    `compute="unlimited"` runs every op as soon as its inputs are there.
+
+    With a `fabric` (a name from `legato.simulator.flow.FABRICS`, or a `Fabric`), every transfer on every link is
+    simulated, on the network that `Network.of` makes of the cluster; workers have one stream. `legato.simulator.flow`
+    can do more: racks, slow workers and links, jitter.
+
+    Raises `PlanError` on a plan that does not fit the workload or waits for itself, and `InputError` on an unknown
+    fabric or setting.
+    """
+    if fabric is None:
+        from legato.simulator import collective
+
+        return collective.simulate(workload, plan, cluster, compute=compute)
+    if compute != "one":
+        raise InputError(f"compute: {compute!r} (expected 'one' on a fabric)")
+    from legato.simulator.flow import Network, simulate_flow
+    from legato.simulator.flow.fabrics import fitting
+
+    if isinstance(fabric, str):
+        fabric = fitting(fabric, {"servers": cluster.servers} if cluster.servers else {}, cluster.workers)
+    return simulate_flow(workload, plan, fabric, Network.of(cluster), keep_transfers=False).timeline()
+
+
+if not TYPE_CHECKING:  # else every misspelt name would have a type
+    if find_spec("torch") is None:  # `from legato import *` and `help(legato)` touch every name
+        __all__ = [name for name in __all__ if name not in _WITH_TORCH]
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'legato' has no attribute {name!r}")
+        try:
+            found = getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "torch":
+                raise
+            needed = f"legato.{name} needs PyTorch: pip install 'legato[torch]'"
+            raise ModuleNotFoundError(needed, name="torch") from None
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

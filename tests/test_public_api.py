@@ -1,27 +1,147 @@
-"""What `import legato` offers, and that neither it nor the command line imports torch."""
+"""What `import legato` offers: its names, their types, and that neither it nor the command line imports torch."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+import legato
+from legato.schedule.published.ddp import ddp
+from legato.simulator.flow import FABRICS, Network, simulate_flow
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHOUT_TORCH = "import sys\nsys.modules['torch'] = None\nimport importlib.util as u\nfind = u.find_spec\n"
+WITHOUT_TORCH += "u.find_spec = lambda name, *_: None if name == 'torch' else find(name, *_)\n"
+
+JOB = legato.Workload(
+    "toy",
+    (legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))),
+    (legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))),
+)
+CLUSTER = legato.Cluster.derive(4, 1e9, 1e-5)
 
 
-def test_public_api_is_what_all_says_and_needs_no_torch():
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_public_names_are_what_all_says_and_need_no_torch():
     code = """
 import sys
 import legato
-assert "torch" not in sys.modules and "numba" not in sys.modules
-needs_torch = set(legato._NEEDS_TORCH)
-for name in legato.__all__:
-    if name not in needs_torch:
-        getattr(legato, name)
-modules = {n for n in vars(legato) if n in sys.modules or f"legato.{n}" in sys.modules}
+assert not {"torch", "numpy", "numba"} & set(sys.modules)
+for name in set(legato.__all__) - set(legato._WITH_TORCH):
+    getattr(legato, name)
+modules = {n for n in vars(legato) if f"legato.{n}" in sys.modules}
 public = {n for n in vars(legato) if not n.startswith("_")} - modules
-print(sorted(public - {"annotations", "Any"} - set(legato.__all__)))
+internal = {"annotations", "importlib", "find_spec", "Any", "Literal", "TYPE_CHECKING"}
+print(sorted(public - internal - set(legato.__all__)))
+assert not modules & set(legato.__all__)
+assert set(legato.__all__) <= set(dir(legato))
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert run(code).strip() == "[]"
+
+
+def test_without_torch_everything_else_is_there():
+    code = (
+        WITHOUT_TORCH
+        + """
+import pydoc, legato
+from legato import *
+assert plan is legato.plan and callable(lower_bound) and "distribute" not in legato.__all__
+text = pydoc.plain(pydoc.render_doc(legato))
+assert "simulate(workload" in text and "lower_bound(" in text and "instead of DistributedDataParallel" in text
+for name in legato._WITH_TORCH:
+    try:
+        getattr(legato, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    )
+    assert run(code).splitlines() == [
+        f"legato.{name} needs PyTorch: pip install 'legato[torch]'" for name in legato._WITH_TORCH
+    ]
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match="'legato' has no attribute 'paln'"):
+        legato.paln  # noqa: B018
+
+
+def test_with_torch_help_and_star_have_its_functions():
+    pytest.importorskip("torch")
+    code = "import pydoc, legato; from legato import *; print(pydoc.plain(pydoc.render_doc(legato)), distribute)"
+    printed = run(code)
+    assert all(f"\n    {name}(" in printed for name in legato._WITH_TORCH)
+
+
+def test_plan_predict_and_prove():
+    planned = legato.plan(JOB, CLUSTER)
+    timeline, bound = legato.simulate(JOB, planned, CLUSTER), legato.lower_bound(JOB, CLUSTER)
+    assert planned.scheduler == "legato" and isinstance(bound, legato.Bound)
+    assert bound.seconds <= timeline.iteration_s <= legato.simulate(JOB, ddp(JOB, CLUSTER), CLUSTER).iteration_s
+    assert len(legato.plan(JOB, CLUSTER, "ddp", bucket_bytes=1).messages) == 2
+    assert len(legato.plan(JOB, CLUSTER, "ddp", first_bucket_bytes=10**9).messages) == 1
+    with pytest.raises(legato.InputError, match="did you mean 'legato'"):
+        legato.plan(JOB, CLUSTER, "legatto")
+
+
+@pytest.mark.parametrize("fabric", ["ring", FABRICS["tree"], "hierarchical"])
+def test_simulate_on_a_fabric(fabric):
+    planned = legato.plan(JOB, CLUSTER, "single")
+    network = Network(workers=4, bandwidth_bps=1e9, latency_s=1e-5)
+    usual = legato.simulator.flow.fabric("hierarchical", group=4) if fabric == "hierarchical" else fabric
+    expected = simulate_flow(JOB, planned, usual, network)
+    timeline = legato.simulate(JOB, planned, CLUSTER, fabric=fabric)
+    assert timeline.iteration_s == expected.iteration_s and timeline.spans
+    with pytest.raises(legato.InputError, match="compute"):
+        legato.simulate(JOB, planned, CLUSTER, fabric=fabric, compute="unlimited")
+
+
+def test_a_measured_cluster_has_the_network_that_its_cost_implies():
+    planned = legato.plan(JOB, CLUSTER, "single")
+    measured = legato.Cluster(4, {"gloo": CLUSTER.cost("ring")})
+    expected = legato.simulate(JOB, planned, CLUSTER, fabric="ring").iteration_s
+    assert legato.simulate(JOB, planned, measured, fabric="ring").iteration_s == pytest.approx(expected)
+    for workers, beta in ((4, 0.0), (1, 1e-9)):
+        nothing = legato.Cluster(workers, {"gloo": legato.LinearCost(1e-5, beta)})
+        with pytest.raises(legato.InputError, match="for a bandwidth"):
+            legato.simulate(JOB, planned, nothing, fabric="ring")
 
 
 def test_the_command_line_imports_torch_only_in_commands_that_need_it():
-    code = "import sys, legato.cli; print({'torch', 'transformers', 'numba', 'pyarrow', 'plotly'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
+    heavy = {"torch", "transformers", "numpy", "numba", "pyarrow", "plotly"}
+    assert run(f"import sys, legato.cli; print({heavy} & set(sys.modules))").strip() == "set()"
+
+
+def test_types_of_lazy_names_are_known(tmp_path):
+    """A user's script under strict mypy. What it needs to know of torch it knows without looking into it."""
+    (tmp_path / "script.py").write_text("""
+from typing import Any, assert_type
+import legato
+from legato import *
+
+def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: Any) -> None:
+    plan = legato.plan(job, cluster)
+    assert_type(plan, legato.Plan)
+    assert_type(legato.simulate(job, plan, cluster, fabric="ring"), legato.Timeline)
+    assert_type(legato.lower_bound(job, cluster), legato.Bound)
+    assert_type(lower_bound(job, cluster).seconds, float)
+    assert_type(legato.capture(model, optimizer, lambda: model()), Workload)
+    assert_type(legato.calibrate().cluster, Cluster)
+    legato.distribute(model, optimizer, plan)[0].no_sync()
+    parameter_servers(model, optimizer, nothing_like_it=1)  # type: ignore[call-arg]
+    legato.plann  # type: ignore[attr-defined]
+""")
+    config = "[mypy]\nstrict = True\nfollow_imports = silent\n"
+    config += "[mypy-torch.*,numba.*,numpy.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+    (tmp_path / "mypy.ini").write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "script.py"],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

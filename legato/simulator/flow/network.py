@@ -88,6 +88,27 @@ class Network:
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
 
+    @classmethod
+    def of(cls, cluster: Cluster) -> Network:
+        """The network of a cluster: like hosts behind one switch.
+
+        A measured cluster has the bandwidth and the latency at which MG-WFBP's Table II gives its default collective
+        the cost that was measured; a collective that the table does not have (`gloo`, `nccl`) counts as a ring.
+        Raises `InputError` where that cost leaves nothing for the bandwidth.
+        """
+        bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
+        if bandwidth_bps is None or latency_s is None:
+            cost, name = cluster.cost(), cluster.default_collective
+            formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
+            hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0)
+            _, copies = formula(cluster.workers, 0.0, 1.0, 0.0)
+            _, reduce_s = formula(cluster.workers, 0.0, 0.0, reduce)
+            if not (copies and cost.beta_s_per_byte > reduce_s):
+                raise InputError(f"{name}: {cost.beta_s_per_byte} seconds per byte (expected more, for a bandwidth)")
+            bandwidth_bps = 8 * copies / (cost.beta_s_per_byte - reduce_s)
+            latency_s = cost.alpha_s / hops
+        return cls(workers=cluster.workers, bandwidth_bps=bandwidth_bps, latency_s=latency_s, reduce_s_per_byte=reduce)
+
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
         """Return these machines as planners see them, all with links as slow as the slowest.
 
