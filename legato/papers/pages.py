@@ -6,6 +6,7 @@ import html
 import os
 from collections.abc import Sequence
 
+from legato.core.errors import missing_extra
 from legato.core.files import write_text
 from legato.papers.result import Figure, Paper
 
@@ -15,8 +16,14 @@ _STYLE = "body{font:15px system-ui,sans-serif;max-width:960px;margin:2em auto;pa
 
 
 def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Figure]) -> None:
-    """Write the figures as one HTML file that needs no network. Raises `FileError`."""
-    import plotly.offline
+    """Write the figures as one HTML file that needs no network.
+
+    Raises `FileError`, and `InputError` where plotly, the extra `legato[report]`, is not installed.
+    """
+    try:
+        import plotly.offline  # heavy, and needed for figures only
+    except ModuleNotFoundError:
+        raise missing_extra("plotly", "report", "a page of figures") from None
 
     drawn = "\n".join(_draw(figure) for figure in figures)
     title = html.escape(paper.title)

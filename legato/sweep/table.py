@@ -10,13 +10,17 @@ from pathlib import Path
 import msgspec
 
 from legato.core import files
+from legato.core.errors import missing_extra
 from legato.report.model import SweepRow
 
 __all__ = ["write_rows"]
 
 
 def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
-    """Write Parquet if the name ends in .parquet, else CSV; completely or not at all. Raises `FileError`."""
+    """Write Parquet if the name ends in .parquet, else CSV; completely or not at all.
+
+    Raises `FileError`, and `InputError` if pyarrow, the extra `legato[parquet]`, is not installed.
+    """
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
     else:
@@ -24,8 +28,11 @@ def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
 
 
 def _parquet(rows: Sequence[SweepRow]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    try:  # heavy, and needed for Parquet only
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        raise missing_extra("pyarrow", "parquet", "a .parquet file") from None
 
     columns = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     fields = []
