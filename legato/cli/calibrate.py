@@ -15,21 +15,24 @@ from legato.core.units import format_bytes, format_seconds
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")],
-    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl, ...")] = "gloo",
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="C.json", help="Write the cluster to this file.")],
+    backend: Annotated[str, typer.Option(help="Backend of torch.distributed, such as gloo or nccl.")] = "gloo",
     collectives: Annotated[
-        str, typer.Option(help="To measure beside the backend's own, over gloo: shuffle,ring,halving-doubling or more.")
+        str,
+        typer.Option(
+            help="Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
+            show_default="none",
+        ),
     ] = "",
-    depths: Annotated[str, typer.Option(help="Numbers of chunks in which they are measured.")] = "1,4",
+    depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4",
     json: Json = False,
 ) -> None:
-    """Measure all-reduce between the processes of this job and fit its cost.
+    """Measure the cost of an all-reduce between the processes of this job.
 
-    Start it under torchrun, on the machines and with the number of processes that will train.
+    Start it under torchrun, on the machines and with the number of processes that will train. With --collectives,
+    a plan can choose a collective for every message.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
-
-    With --collectives, plans can choose among them for every message (docs/collectives.md shows which wins when).
     """
     import os
 

@@ -14,18 +14,23 @@ from legato.core.units import format_bytes, format_seconds
 
 
 def capture(
-    training: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="Returns (model, optimizer, loss).")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The workload file to write.")],
-    name: Annotated[str | None, typer.Option(help="Of the workload. (default: the model's class)")] = None,
-    batch_size: Annotated[int, typer.Option(help="Written into the workload.")] = 1,
-    runs: Annotated[int, typer.Option(help="Measured runs; an op's time is its shortest.", min=1)] = 5,
-    threads: Annotated[int | None, typer.Option(help="CPU threads, as in the training to be planned.", min=1)] = None,
+    training: Annotated[
+        str, typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns (model, optimizer, loss).")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
+    name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the model's class")] = None,
+    batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.")] = 1,
+    runs: Annotated[int, typer.Option(help="Number of measured runs; an op's time is its shortest.", min=1)] = 5,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Number of CPU threads; use as many as in training.", show_default="torch's", min=1),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Run a training step op by op on one process and write it down as a workload.
+    """Run a training step in this process, record every op, and write the workload.
 
     FUNCTION takes no arguments and returns the model, its optimizer, and a function that runs the forward pass
-    and returns the loss. The model is left as it was.
+    and returns the loss. The model does not change.
 
     Example: [bold]legato capture train.py:training -o resnet.json[/]
     """
@@ -52,6 +57,6 @@ def capture(
         return
     note(
         f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of "
-        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} an iteration "
+        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} of computation per iteration "
         f"(op times scaled by {workload.time_scale:.3f}) -> {output}"
     )

@@ -8,37 +8,39 @@ from typing import Annotated
 import msgspec
 import typer
 
-from legato.cli.options import Json
+from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed
 from legato.cli.output import describe_cost, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
-from legato.core.units import format_bytes, format_seconds, parse_bandwidth
+from legato.core.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth
 
 
 def demo(
     model: Annotated[
-        list[str] | None, typer.Option(help="resnet-50 or gpt2-small; may be repeated. (default: both)")
+        list[str] | None,
+        typer.Option(help="Model to train: resnet-50 or gpt2-small; may be repeated.", show_default="both"),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Worker processes on this machine.", min=2, max=64)] = 2,
-    steps: Annotated[int, typer.Option(help="Timed training steps, of DDP and of legato each.", min=4)] = 40,
+    workers: Annotated[int, typer.Option(help=WORKERS_HELP, min=2, max=64, rich_help_panel="Network")] = 2,
+    servers: Servers = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="Run every worker in a host of its own, with links like 1Gbit. (default: one host, loopback)"
-        ),
+        str | None, typer.Option(help=BANDWIDTH_HELP, show_default="loopback", rich_help_panel="Network")
     ] = None,
-    parameter_server: Annotated[
-        bool, typer.Option("--parameter-server", help="On parameter servers (TicTac), every order of pulls in turn.")
-    ] = False,
-    servers: Annotated[int, typer.Option(help="Parameter servers, with --parameter-server.", min=1)] = 1,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder for everything it writes.")] = Path(
-        "legato-demo"
-    ),
+    steps: Annotated[int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4)] = 40,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Write the report and everything else to this folder.")
+    ] = Path("legato-demo"),
     json: Json = False,
 ) -> None:
-    """The main job on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
+    """Show everything on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
+
+    With --bandwidth every worker gets a host of its own, a network namespace behind a link of that bandwidth, which
+    needs root. With --servers the models train with that many parameter servers instead, under every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
+    check_installed("torch", "demo", "legato demo")
+    check_installed("transformers", "demo", "legato demo")
+    check_installed("plotly", "report", "legato demo")
+
     from legato import demo as job
     from legato.demo.result import STAGES
 
@@ -47,12 +49,12 @@ def demo(
         if name not in job.MODEL_NAMES:
             raise unknown_name("model", name, job.MODEL_NAMES)
     bandwidth_bps = parse_bandwidth(bandwidth) if bandwidth else None
-    if parameter_server:
+    if servers:
         _on_servers(names, workers, servers, steps, output, bandwidth_bps, json)
         return
     results = []
     for name in names:
-        note(f"{name} on {workers} workers" + (f", each with a link of {bandwidth}" if bandwidth else ""))
+        note(f"{name} on {workers} workers, {_link(bandwidth_bps)}")
         with stages(STAGES) as advance:
             result = job.run(name, workers, steps, output / name, advance, bandwidth_bps)
         results.append(result)
@@ -67,6 +69,10 @@ def demo(
         raise RankError(f"the trained weights differ from DDP's: {', '.join(different)}")
 
 
+def _link(bandwidth_bps: float | None) -> str:
+    return "loopback" if bandwidth_bps is None else format_bandwidth(bandwidth_bps)
+
+
 def _on_servers(
     names: list[str], workers: int, servers: int, steps: int, output: Path, bandwidth_bps: float | None, json: bool
 ) -> None:
@@ -76,16 +82,20 @@ def _on_servers(
     tolerance = 0.0 if workers == 2 else job.TOLERANCE
     shown = []
     for name in names:
-        note(f"{name} on {workers} workers and {servers} parameter servers")
+        note(f"{name} on {workers} workers and {servers} parameter servers, {_link(bandwidth_bps)}")
         with stages(SERVER_STAGES) as advance:
             result = job.run_servers(name, workers, servers, steps, output / name, advance, bandwidth_bps)
         for row in result.rows:
             equal = row.max_relative_difference <= tolerance
             shown.append({"model": name, **msgspec.structs.asdict(row), "weights_equal": equal})
             note(
-                f"{row.order:14}{format_seconds(row.iteration_s):>10} an iteration, "
-                f"{format_seconds(row.waited_s):>9} of it waited for parameters, {row.out_of_order:.1%} out of order; "
-                + ("weights those of DDP" if equal else f"weights off by {row.max_relative_difference:.1e}")
+                f"{row.order:14}{format_seconds(row.iteration_s):>10} per iteration, "
+                f"{format_seconds(row.waited_s):>9} of it waiting for parameters, {row.out_of_order:.1%} out of order; "
+                + (
+                    "weights equal DDP's"
+                    if equal
+                    else f"weights differ from DDP's by {row.max_relative_difference:.1e}"
+                )
             )
     if json:
         print_json(shown)
@@ -101,14 +111,19 @@ def _show(result: object) -> None:
     workload, cluster, cost = result.workload, result.cluster, result.cluster.cost()
     note(
         f"captured   {len(workload.ops)} ops, {len(workload.tensors)} tensors of {format_bytes(workload.nbytes)}, "
-        f"{format_seconds(workload.compute_s)} an iteration (op times scaled by {workload.time_scale:.3f})"
+        f"{format_seconds(workload.compute_s)} of computation per iteration "
+        f"(op times scaled by {workload.time_scale:.3f})"
     )
     note(
-        f"calibrated {cluster.default_collective}: {describe_cost(cost)}, off by "
+        f"calibrated {cluster.default_collective}: {describe_cost(cost)}; the fit is off by "
         f"{result.fit_error:.0%} (median), {result.worst_fit_error:.0%} (worst)"
     )
     bound = format_seconds(result.best["lower_bound_s"])
-    print_rows(f"{workload.name}: no plan can be faster than {bound}", job.rows(result))
+    print_rows(
+        f"{workload.name} on {cluster.workers} workers, measured {cluster.default_collective}; "
+        f"no plan can be faster than {bound}",
+        job.rows(result),
+    )
     equal = (
         "equal, bit for bit"
         if result.max_relative_difference == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -22,33 +22,39 @@ _FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
 
 
 def import_(
-    format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(_FORMATS)}.")],
-    traces: Annotated[list[Path], typer.Argument(metavar="FILES...", help="The traces of one job; .gz too.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The workload file to write.")],
+    format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(_FORMATS)}.")],
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="FILES...", help="The traces of one job, possibly compressed (.gz).")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
     timeline: Annotated[
-        Path | None, typer.Option(help="Write what was measured here (kineto, execution-trace).")
+        Path | None,
+        typer.Option(metavar="T.json", help="Write the measured timeline to this file (kineto, execution-trace)."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the workload. (default: the first file's)")] = None,
-    rank: Annotated[int | None, typer.Option(help="The rank to take. (default: the lowest)")] = None,
-    step: Annotated[str | None, typer.Option(help="The step to take. (default: the one of median length)")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the first file's")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank to import.", show_default="the lowest")] = None,
+    step: Annotated[str | None, typer.Option(help="Step to import.", show_default="the one of median length")] = None,
     idle: Annotated[
-        str, typer.Option(help="A device's wait for its host: keep it in the op times, or drop it.")
+        Literal["keep", "drop"], typer.Option(help="Whether op times keep a device's waits for its host.")
     ] = "keep",
-    batch_size: Annotated[int, typer.Option(help="Written into the workload.", min=1)] = 1,
-    forward: Annotated[str | None, typer.Option(help="send-trace: what the forward pass takes, like 176ms.")] = None,
-    worker: Annotated[str | None, typer.Option(help="send-trace: the worker to take. (default: the first)")] = None,
-    after: Annotated[str | None, typer.Option(help="send-trace: only gradients sent after this operation.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.", min=1)] = 1,
+    forward: Annotated[
+        str | None, typer.Option(help="Duration of the forward pass, such as 176ms (send-trace).")
+    ] = None,
+    worker: Annotated[str | None, typer.Option(help="Worker to import (send-trace).", show_default="the first")] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Leave out gradients sent before this operation (send-trace).")
+    ] = None,
     drop: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help="send-trace: leave out such parameters; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="REGEX", help="Leave out parameters that match (send-trace); may be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Turn traces that others made into a workload; says what they lack and what was assumed.
+    """Turn foreign traces into a workload, and list what they lack and what is assumed.
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
-    if idle not in ("keep", "drop"):
-        raise InputError(f"--idle {idle!r} (expected keep or drop)")
     only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
     only_step = {"--step": step, "--timeline": timeline}
     with progress("reading") as advance:
@@ -119,7 +125,7 @@ def _show(found: Imported, output: Path) -> None:
     for m in found.ranks:
         waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
         note(
-            f"rank {m.rank}, {m.step}: {format_seconds(m.iteration_s)} an iteration; computing "
+            f"rank {m.rank}, {m.step}: {format_seconds(m.iteration_s)} per iteration; computing "
             f"{format_seconds(m.computation_s)} (U {m.utilization:.1%}), communicating "
             f"{format_seconds(m.communication_s)} (rho {m.rho:.2f}), {format_seconds(m.exposed_comm_s)} of it "
             f"exposed{waiting}; idle {format_seconds(m.idle_s)}; overlap alpha {m.overlap:.2f}, "

@@ -1,68 +1,289 @@
-"""Options that several commands share."""
+"""Options that several commands share: the same name, default and help in all of them."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from legato.cli.output import describe_cost
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
-from legato.core.errors import InputError
-from legato.core.units import parse_bandwidth, parse_seconds
+from legato.core.errors import InputError, LegatoError, missing_extra
+from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
 
-__all__ = ["Bandwidth", "ClusterFile", "Collective", "Json", "Latency", "Reduce", "Servers", "Workers", "cluster_from"]
+if TYPE_CHECKING:
+    from legato.simulator.flow import Network
 
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", metavar="C.json", help="A calibrated cluster, instead of the four below.")
+__all__ = [
+    "Aggregation",
+    "Bandwidth",
+    "Barrier",
+    "ClusterFile",
+    "Collective",
+    "Compute",
+    "Distribution",
+    "Fidelity",
+    "Group",
+    "InFlight",
+    "Interrupted",
+    "Iterations",
+    "Json",
+    "Latency",
+    "Machines",
+    "MessageBytes",
+    "Placement",
+    "Reduce",
+    "Seed",
+    "ServerBandwidth",
+    "Servers",
+    "Sharing",
+    "Workers",
+    "check_installed",
+    "fabric_options",
+    "machines_of",
+    "split",
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of workers. (default: 8)", max=2**20)]
+
+#: What `machines_of` takes where nothing is given.
+WORKERS, BANDWIDTH, LATENCY, REDUCE = 8, "10Gbit", "30us", "0"
+
+WORKERS_HELP = "Number of workers."
+BANDWIDTH_HELP = "Bandwidth of each worker's link, such as 10Gbit."
+LATENCY_HELP = "Latency from one worker to another, such as 30us."
+SERVERS_HELP = "Number of parameter servers."
+SCHEDULER_HELP = "Names of schedulers, separated by commas, or all."
+FABRIC_HELP = "Names of fabrics, separated by commas, or all."
+RACKS_HELP = "Number of racks that hold the workers."
+OVERSUBSCRIPTION_HELP = "Oversubscription of the racks' uplinks; 4 means 4:1."
+JITTER_HELP = "Jitter of computation: sigma of a lognormal factor."
+SLOW_HELP = "Slowdown factor of the last worker's computation."
+SLOW_LINK_HELP = "Slowdown factor of the last worker's link."
+SEVERAL = " Several values are separated by commas."
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="C.json",
+        help="A cluster file, as legato calibrate writes it, instead of workers, bandwidth, latency and so on.",
+        rich_help_panel="Network",
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(help=WORKERS_HELP, show_default=str(WORKERS), max=2**20, rich_help_panel="Network")
+]
+Bandwidth = Annotated[str | None, typer.Option(help=BANDWIDTH_HELP, show_default=BANDWIDTH, rich_help_panel="Network")]
+Latency = Annotated[str | None, typer.Option(help=LATENCY_HELP, show_default=LATENCY, rich_help_panel="Network")]
+Reduce = Annotated[
+    str | None,
+    typer.Option(
+        help="Time to add up one MiB of gradients, such as 50us.", show_default=REDUCE, rich_help_panel="Network"
+    ),
+]
 Servers = Annotated[
     int | None,
-    typer.Option(help="Number of parameter servers, for tic, tac and the like. (default: none)", min=1, max=2**16),
+    typer.Option(help=SERVERS_HELP, show_default="none", min=1, max=2**16, rich_help_panel="Network"),
 ]
-Bandwidth = Annotated[str | None, typer.Option(help="Of a worker's link, like 10Gbit. (default: 10Gbit)")]
-Latency = Annotated[str | None, typer.Option(help="Of one hop, like 30us. (default: 30us)")]
-Reduce = Annotated[str | None, typer.Option(help="Time to add up one MiB of gradients, like 50us. (default: 0)")]
 Collective = Annotated[
-    str | None, typer.Option(help=f"{', '.join(COLLECTIVES)}, or one of the cluster's. (default: its first)")
+    str | None,
+    typer.Option(
+        help=f"Collective of the messages: {', '.join(COLLECTIVES)}, or one of the cluster file's.",
+        show_default="the cluster's first",
+        rich_help_panel="Network",
+    ),
+]
+Compute = Annotated[
+    Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
+]
+Fidelity = Annotated[
+    Literal["flow", "collective"],
+    typer.Option(help="Simulate every transfer on every link (flow), or one shared resource, as planners do."),
 ]
 
+ServerBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="Bandwidth of each server's link.", show_default="the workers' bandwidth", rich_help_panel="Network"
+    ),
+]
+Sharing = Annotated[
+    Literal["fifo", "fair"],
+    typer.Option(
+        help="How transfers share a link: one after another, or fairly (max-min; for small cases).",
+        rich_help_panel="Network",
+    ),
+]
+Placement = Annotated[
+    Literal["round-robin", "equal"] | None,
+    typer.Option(
+        help="Placement of tensors on servers: in turn, or split equally.",
+        show_default="round-robin",
+        rich_help_panel="Fabric",
+    ),
+]
+Distribution = Annotated[
+    Literal["round-robin", "block"] | None,
+    typer.Option(
+        help="Order in which a server sends: each parameter to all workers, or all parameters to one worker.",
+        show_default="round-robin",
+        rich_help_panel="Fabric",
+    ),
+]
+Barrier = Annotated[
+    bool | None,
+    typer.Option(
+        "--barrier/--no-barrier",
+        help="Whether servers wait for all gradients of an iteration before they send parameters.",
+        show_default="barrier",
+        rich_help_panel="Fabric",
+    ),
+]
+Aggregation = Annotated[
+    Literal["store-and-forward", "cut-through"] | None,
+    typer.Option(
+        help="How switches that aggregate forward.", show_default="store-and-forward", rich_help_panel="Fabric"
+    ),
+]
+MessageBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="Partition messages into pieces of this size, such as 4MiB.",
+        show_default="whole messages",
+        rich_help_panel="Fabric",
+    ),
+]
+InFlight = Annotated[
+    int | None,
+    typer.Option(help="Number of all-reduces at once.", show_default="all that are ready", rich_help_panel="Fabric"),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(
+        help="Workers per host in the hierarchical fabric.",
+        show_default="8, or a divisor of the workers",
+        rich_help_panel="Fabric",
+    ),
+]
+Iterations = Annotated[
+    int | None,
+    typer.Option(help="Number of iterations to simulate.", show_default="1, or 3 where they differ"),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_panel="Network")]
 
-def cluster_from(
-    cluster: Path | None,
+
+def fabric_options(
+    *,
+    placement: str | None,
+    distribution: str | None,
+    barrier: bool | None,
+    aggregation: str | None,
+    message_bytes: str | None,
+    in_flight: int | None,
+    group: int | None,
+) -> dict[str, Any]:
+    """The fabric's options that were given."""
+    given = {
+        "placement": placement,
+        "distribution": distribution,
+        "barrier": barrier,
+        "aggregation": aggregation,
+        "message_bytes": None if message_bytes is None else parse_bytes(message_bytes),
+        "in_flight": in_flight,
+        "group": group,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class Machines(NamedTuple):
+    """The cluster that the options describe, and the file it comes from, if any."""
+
+    cluster: Cluster
+    file: Path | None
+
+    def describe(self, collective: str | None = None) -> str:
+        """The network in words, for the title of a table of plans."""
+        cluster, name = self.cluster, collective or self.cluster.default_collective
+        if self.file is None or cluster.bandwidth_bps is not None:
+            return f"{self._prefix}{self._workers}, {self._link(cluster.bandwidth_bps, cluster.latency_s)}, {name}"
+        return f"{self._prefix}{self._workers}, measured {name} ({describe_cost(cluster.cost(name))})"
+
+    def describe_link(self, network: Network) -> str:
+        """The network in words, for the title of a table of simulations."""
+        measured = (
+            "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
+        )
+        return f"{self._prefix}{self._workers}, {self._link(network.bandwidth_bps, network.latency_s)}{measured}"
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.file is None else f"{self.file}: "
+
+    @property
+    def _workers(self) -> str:
+        servers = f" and {_count(self.cluster.servers, 'server')}" if self.cluster.servers else ""
+        return _count(self.cluster.workers, "worker") + servers
+
+    def _link(self, bandwidth_bps: float | None, latency_s: float | None) -> str:
+        reduce_s = self.cluster.reduce_s_per_byte * 2**20
+        reduction = f", reduction {format_seconds(reduce_s)} per MiB" if reduce_s else ""
+        return f"{format_bandwidth(bandwidth_bps or 0)}, latency {format_seconds(latency_s or 0)}{reduction}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def machines_of(
+    file: Path | None,
     workers: int | None,
     bandwidth: str | None,
     latency: str | None,
     reduce: str | None,
-    collective: str | None,
+    collective: str | None = None,
     servers: int | None = None,
-) -> Cluster:
-    """The cluster that the options describe; its default collective is the one asked for."""
-    if cluster is not None:
-        given = [
-            f"--{name}"
-            for name, value in (
-                ("workers", workers),
-                ("bandwidth", bandwidth),
-                ("latency", latency),
-                ("reduce", reduce),
-                ("servers", servers),
-            )
-            if value is not None
-        ]
-        if given:
-            raise InputError(f"--cluster and {given[0]}: give one or the other")
-        found = files.read(cluster, Cluster)
-        found.cost(collective)  # names the known ones if it is unknown
-        return found
-    return Cluster.derive(
-        workers if workers is not None else 8,
-        parse_bandwidth(bandwidth or "10Gbit"),
-        parse_seconds(latency or "30us"),
-        reduce_s_per_byte=parse_seconds(reduce or "0") / 2**20,
+) -> Machines:
+    """The machines that the options describe; the cluster's default collective is the one asked for."""
+    if file is not None:
+        refuse_beside_cluster(workers=workers, bandwidth=bandwidth, latency=latency, reduce=reduce, servers=servers)
+        found = files.read(file, Cluster)
+        found.cost(collective)  # an unknown collective is an error that names the known ones
+        return Machines(found, file)
+    derived = Cluster.derive(
+        WORKERS if workers is None else workers,
+        parse_bandwidth(BANDWIDTH if bandwidth is None else bandwidth),
+        parse_seconds(LATENCY if latency is None else latency),
+        reduce_s_per_byte=parse_seconds(REDUCE if reduce is None else reduce) / 2**20,
         collectives=[collective] if collective else [PARAMETER_SERVER] if servers else list(COLLECTIVES),
         servers=servers or 0,
     )
+    return Machines(derived, None)
+
+
+def refuse_beside_cluster(**options: object) -> None:
+    """Raise `InputError` if `--cluster` is given together with what it replaces."""
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"--cluster and --{name}: give one or the other")
+
+
+class Interrupted(LegatoError):
+    """Ctrl-C ended a command; the message says what is left."""
+
+
+def split(text: str) -> list[str]:
+    """The names in `a, b`."""
+    return [name.strip() for name in text.split(",")]
+
+
+def check_installed(library: str, extra: str, purpose: str) -> None:
+    """Raise `InputError` before minutes of work if a library that the result needs is not installed."""
+    try:
+        found = importlib.util.find_spec(library)
+    except ValueError:  # a module without a spec
+        found = None
+    if found is None:
+        raise missing_extra(library, extra, purpose)

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, progress on standard error."""
+"""What commands print: tables for people, JSON for programs, progress and notes on standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["describe_cost", "format_gap", "note", "print_json", "print_rows", "p
 
 
 def format_gap(gap: float) -> str:
-    """Above a bound: `+2.6%`, and never `-0.0%`."""
+    """The distance above a bound, such as `+2.6%`; never `-0.0%`."""
     return f"{gap if abs(gap) > 5e-4 else 0.0:+.1%}"
 
 
@@ -33,31 +33,31 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "error": ("error", lambda v: f"{v:+.1%}"),
     "speedup_over_ddp": ("over ddp", lambda v: f"{v:.2f}x"),
     "speedup_over_random": ("over random", lambda v: f"{v:.2f}x"),
-    "iterations_per_s": ("a second", lambda v: f"{v:.2f}"),
+    "iterations_per_s": ("per second", lambda v: f"{v:.2f}"),
     "gap": ("above bound", format_gap),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
     "straggler": ("straggler", lambda v: f"{v:.1%}"),
     "variation": ("variation", lambda v: f"{v:.1%}"),
     "out_of_order": ("out of order", lambda v: f"{v:.2%}"),
-    "agent_s": ("an agent's pass", format_seconds),
+    "agent_s": ("agent's pass", format_seconds),
     "num_messages": ("messages", str),
     "plan_s": ("planned in", format_seconds),
     "speedup": ("speedup", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
-#: More columns than any table has.
+#: Wider than any table.
 _WIDEST = 10_000
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
     sys.stdout.flush()
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s") -> None:
-    """A row a scheduler, the fastest first and marked; by `by` (seconds)."""
+    """Print one row per scheduler, sorted by the seconds in `by`, with the fastest marked."""
     table = Table(title=title, header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
     for key in shown:
@@ -70,9 +70,9 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
 
 
 def print_table(table: Table) -> None:
-    """A table on standard output, its title in a line above it.
+    """Print a table on standard output, with its title in a line above it.
 
-    Where the terminal is too narrow it loses its frame; no name and no number is cut or broken.
+    A table that is wider than the terminal loses its frame, and no name or number is truncated or wrapped.
     """
     console = _console(stderr=False)
     if table.title is not None:
@@ -85,30 +85,30 @@ def print_table(table: Table) -> None:
 
 
 def _width(console: Console, table: Table) -> int:
-    """Of the table as it would be with room enough."""
+    """The width of the table in a terminal that is wide enough."""
     return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 
 
 def _console(stderr: bool) -> Console:
-    # A pipe has no width: there nothing is wrapped or cut.
+    # A pipe has no width: nothing is wrapped or truncated.
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDEST)
 
 
 def describe_cost(cost: LinearCost) -> str:
-    """In words: alpha, beta and, where there is one, the floor."""
-    line = f"{format_seconds(cost.alpha_s)} + {format_seconds(cost.beta_s_per_byte * 2**20)} a MiB"
-    return f"{line}, {format_seconds(cost.floor_s)} at least" if cost.floor_s else line
+    """Alpha, beta and the floor, if any, in words."""
+    line = f"{format_seconds(cost.alpha_s)} + {format_seconds(cost.beta_s_per_byte * 2**20)} per MiB"
+    return f"{line}, at least {format_seconds(cost.floor_s)}" if cost.floor_s else line
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     _console(stderr=True).print(text, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error; yields `advance(done, total)`."""
+    """Show a progress bar on standard error; yields `advance(done, total)`."""
     with _bars() as bars:
         task = bars.add_task(label, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -128,7 +128,7 @@ def _bars() -> Progress:
 
 @contextmanager
 def stages(labels: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Several progress bars, one a label, shown when they begin; yields `advance(label, done, total)`."""
+    """Show one progress bar per label, each from its first call on; yields `advance(label, done, total)`."""
     with _bars() as bars:
         tasks = {label: bars.add_task(label, total=None, visible=False) for label in labels}
 

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from legato.cli.options import (
+    SCHEDULER_HELP,
     Bandwidth,
     ClusterFile,
     Collective,
+    Compute,
     Json,
     Latency,
     Reduce,
     Servers,
     Workers,
-    cluster_from,
+    machines_of,
+    split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
-from legato.core.errors import InputError
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
-_WHY_NOT_THE_FASTEST = " (fewest messages of those that can be run and are within 0.5% of the fastest)"
+_WHY_NOT_THE_FASTEST = " (of the runnable plans within 0.5% of the fastest, the one with the fewest messages)"
 
 
 def plan(
     workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
-    scheduler: Annotated[str, typer.Option(help="A scheduler's name, several with commas, or all.")] = "all",
+    scheduler: Annotated[str, typer.Option(help=SCHEDULER_HELP)] = "all",
     cluster: ClusterFile = None,
     workers: Workers = None,
     servers: Servers = None,
@@ -37,9 +39,13 @@ def plan(
     latency: Latency = None,
     reduce: Reduce = None,
     collective: Collective = None,
-    compute: Annotated[str, typer.Option(help="A worker's compute resources: one stream, or unlimited.")] = "one",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the best plan here.")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="Write the best plan's predicted timeline here.")] = None,
+    compute: Compute = "one",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="T.json", help="Write the best plan's predicted timeline to this file.")
+    ] = None,
     check_bound: Annotated[
         bool,
         typer.Option(
@@ -57,17 +63,14 @@ def plan(
     from legato.schedule.compare import best, check_bounds, compare
     from legato.schedule.published.ddp import bucket_caps
 
-    if compute not in ("one", "unlimited"):
-        raise InputError(f"--compute {compute!r} (expected one or unlimited)")
-    mode: Literal["one", "unlimited"] = "one" if compute == "one" else "unlimited"
-    names = [] if scheduler == "all" else scheduler.split(",")
-    machines = cluster_from(cluster, workers, bandwidth, latency, reduce, collective, servers)
+    names = [] if scheduler == "all" else split(scheduler)
+    machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
     with progress("planning") as advance:
-        found = compare(job, machines, names, collective=collective, compute=mode, progress=advance)
+        found = compare(job, machines.cluster, names, collective=collective, compute=compute, progress=advance)
     if check_bound:
         with progress("checking the bounds") as advance:
-            check_bounds(found, job, machines, compute=mode, progress=advance)
+            check_bounds(found, job, machines.cluster, compute=compute, progress=advance)
     chosen = best(found)
     if output is not None:
         files.write(output, chosen.plan)
@@ -78,9 +81,7 @@ def plan(
         print_json(rows)
         return
     bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
-    cost = collective or machines.default_collective
-    who = f"{machines.workers} workers" + (f" and {machines.servers} servers" if machines.servers else "")
-    print_rows(f"{job.name} on {who} ({cost}); no plan can be faster than {bound}{proved}", rows)
+    print_rows(f"{job.name} on {machines.describe(collective)}; no plan can be faster than {bound}{proved}", rows)
     for candidate in found:
         if candidate.plan.scheduler == "merge-optimal":
             caps = ", ".join(map(repr, bucket_caps(candidate.plan)))

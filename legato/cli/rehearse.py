@@ -7,93 +7,100 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from legato.cli.options import ClusterFile, Json
+from legato.cli.options import (
+    BANDWIDTH_HELP,
+    SCHEDULER_HELP,
+    WORKERS_HELP,
+    ClusterFile,
+    Json,
+    Servers,
+    split,
+)
 from legato.cli.output import note, print_json, print_rows, stages
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.timeline import Timeline
-from legato.core.units import format_seconds, parse_bandwidth
+from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload whose training is rehearsed.")]
-Scheduler = Annotated[
-    str,
-    typer.Option(help="A scheduler's name, several with commas, or all. DDP is always measured beside them."),
-]
-Iterations = Annotated[int, typer.Option(help="Timed iterations of each.", min=1)]
+WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
+Iterations = Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1)]
 Ratio = Annotated[
     float | None,
-    typer.Option(help="Scale computation until one message of all gradients takes so many times as long as it."),
+    typer.Option(
+        help="Scale computation so that one message of all gradients takes this many times as long.",
+        show_default="computation as in the workload",
+    ),
 ]
 Timelines = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="A folder for predicted and measured timelines (legato report), workload and cluster."
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Write timelines, predicted and measured, the workload and the cluster to this folder.",
     ),
 ]
 
 
 def rehearse(
     workload: WorkloadFile,
-    hosts: Annotated[int, typer.Option(help="Hosts on this machine, one worker each.")] = 4,
-    bandwidth: Annotated[str, typer.Option(help="Of a host's link, like 1Gbit.")] = "1Gbit",
-    servers: Annotated[
-        int, typer.Option(help="Parameter servers, each on one more host: orders of pulls are tried.", min=0)
-    ] = 0,
-    agents: Annotated[int, typer.Option(help="Inference agents beside them, on hosts of their own.", min=0)] = 0,
     scheduler: Annotated[
-        str | None,
-        typer.Option(
-            help="A scheduler's name, several with commas, or all. DDP (with servers: random) is always "
-            "measured beside them. (default: ddp,legato; with servers random,tic,tac)"
-        ),
+        str | None, typer.Option(help=SCHEDULER_HELP, show_default="ddp,legato; random,tic,tac with servers")
     ] = None,
+    workers: Annotated[int, typer.Option(help=WORKERS_HELP, max=2**20, rich_help_panel="Network")] = 4,
+    servers: Servers = None,
+    bandwidth: Annotated[str, typer.Option(help=BANDWIDTH_HELP, rich_help_panel="Network")] = "1Gbit",
+    agents: Annotated[
+        int, typer.Option(help="Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
+    ] = 0,
     iterations: Iterations = 20,
     ratio: Ratio = None,
     output: Timelines = None,
     json: Json = False,
 ) -> None:
-    """Try plans for real on this machine: hosts, shaped links, real TCP, and an accelerator that is emulated.
+    """Run plans on this machine, over real TCP on shaped links, with computation emulated.
 
-    Needs root, for the hosts are network namespaces. All of them are removed at the end.
+    Every worker and server gets a host of its own, a network namespace, which needs root; all of them are removed at
+    the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
 
-    Example: [bold]legato rehearse resnet.json --hosts 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
-    [bold]legato rehearse resnet.json --hosts 2 --servers 1 --scheduler random,tic,tac[/]
+    Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
 
     bandwidth_bps = parse_bandwidth(bandwidth)
+    link = format_bandwidth(bandwidth_bps)
     if servers or agents:
-        where = f"{hosts} workers and {servers} servers, links of {bandwidth}"
+        where = f"{workers} workers and {servers or 0} servers, {link}"
         _rehearse_servers(
-            workload, hosts, bandwidth_bps, where, servers, agents, scheduler, iterations, ratio, output, json
+            workload, workers, bandwidth_bps, where, servers or 0, agents, scheduler, iterations, ratio, output, json
         )
         return
     task = _task(workload, scheduler or "ddp,legato", iterations, ratio, None, output)
     with stages(STAGES) as advance:
-        found = run(task, hosts, bandwidth_bps, advance)
-    _tell(found, f"{hosts} hosts with links of {bandwidth}", output, json)
+        found = run(task, workers, bandwidth_bps, advance)
+    _tell(found, f"{workers} workers, {link}", output, json)
 
 
 def verify(
     workload: WorkloadFile,
+    scheduler: Annotated[str, typer.Option(help=SCHEDULER_HELP)] = "ddp,legato",
     cluster: ClusterFile = None,
-    scheduler: Scheduler = "all",
     iterations: Iterations = 20,
     ratio: Ratio = None,
     output: Timelines = None,
     json: Json = False,
 ) -> None:
-    """Hold predictions against measurements on your own cluster: every plan is run, and only computation is emulated.
+    """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
-    Start it under torchrun, on the machines and with the number of processes that will train. With
-    --cluster, an earlier calibration is put to the test; otherwise the one that is made first.
+    Start it under torchrun, on the machines and with the number of processes that will train. DDP is always measured
+    too. With --cluster, predictions are for that file; otherwise for a calibration that is made first.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato verify resnet.json --scheduler ddp,legato[/]
     """
@@ -114,7 +121,8 @@ def verify(
         if dist.get_rank() == 0:
             with stages(STAGES) as advance:
                 found = rehearse_here(task, advance)
-            _tell(found, f"{dist.get_world_size()} workers", output, json)
+            source = "measured in this job" if cluster is None else f"{cluster}"
+            _tell(found, f"{dist.get_world_size()} workers ({source})", output, json)
         else:
             rehearse_here(task, lambda stage, done, total: None)
         dist.barrier()
@@ -124,7 +132,7 @@ def verify(
 
 def _rehearse_servers(
     workload: Path,
-    hosts: int,
+    workers: int,
     bandwidth_bps: float,
     where: str,
     servers: int,
@@ -138,7 +146,7 @@ def _rehearse_servers(
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, select_orders
 
-    names = _names(scheduler or "random,tic,tac")
+    names = split(scheduler or "random,tic,tac")
     _make(output)
     task = ServerTask(
         workload=files.read(workload, Workload),
@@ -149,7 +157,7 @@ def _rehearse_servers(
         ratio=ratio,
     )
     with stages(STAGES) as advance:
-        found = rehearse_servers(task, hosts, bandwidth_bps, advance)
+        found = rehearse_servers(task, workers, bandwidth_bps, advance)
     if output is not None:
         _write_servers(found, output)
     if json:
@@ -162,10 +170,6 @@ def _rehearse_servers(
         by="measured_s",
     )
     _note_errors([trial.error for trial in found.trials])
-
-
-def _names(scheduler: str) -> list[str]:
-    return [name.strip() for name in scheduler.split(",")]
 
 
 def _make(output: Path | None) -> None:
@@ -186,7 +190,7 @@ def _task(
 ) -> Task:
     from legato.testbed.rehearsal import Task, select
 
-    names = select(_names(scheduler))
+    names = select(split(scheduler))
     _make(output)
     return Task(
         workload=files.read(workload, Workload),

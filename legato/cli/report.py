@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import msgspec
 import typer
 
 from legato.cli.options import Json
@@ -18,7 +17,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-#: What is faster by less is as fast.
+#: A plan that is faster by less counts as equally fast.
 _SAME = 1.005
 
 Timelines = Annotated[list[Path], typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")]
@@ -27,14 +26,14 @@ Timelines = Annotated[list[Path], typer.Argument(metavar="T.json...", help="Time
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="T.json...", help="Timelines, predicted or measured; their workload and cluster too."),
+        typer.Argument(metavar="T.json...", help="Timelines, predicted or measured; also their workload and cluster."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="R.html", help="Write the page to this file.")],
     json: Json = False,
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file.
 
-    With a workload and a cluster (what [bold]legato rehearse -o DIR[/] writes) the page also says what to do.
+    With a workload and a cluster, which [bold]legato rehearse -o DIR[/] writes, the page also recommends a plan.
 
     Example: [bold]legato report DIR/*.json -o report.html[/]
     """
@@ -54,22 +53,10 @@ def report(
 
 
 def _read(path: Path) -> Timeline | Workload | Cluster:
-    """Whichever of the three a file says it is, read once: it may be a pipe."""
-    data = files.load(path)
-    return files.decode(data, _kind(data), str(path))
-
-
-def _kind(data: bytes) -> type[Timeline] | type[Workload] | type[Cluster]:
-    """A timeline, where the file says nothing that is known."""
-    kinds = {kind.__struct_config__.tag: kind for kind in (Workload, Cluster)}
-    try:
-        return kinds.get(msgspec.json.decode(data, type=_Header).format, Timeline)
-    except (ValueError, RecursionError):
-        return Timeline  # decoding it as one says what is wrong
-
-
-class _Header(msgspec.Struct):
-    format: str
+    found = files.read(path)
+    if isinstance(found, Plan):
+        raise InputError(f"{path}: a plan (expected a timeline, a workload or a cluster)")
+    return found
 
 
 Noun = TypeVar("Noun", Workload, Cluster)
@@ -83,13 +70,13 @@ def _one(found: list[tuple[Path, Timeline | Workload | Cluster]], kind: type[Nou
 
 
 def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
-    """Timelines of one name together, the predicted before the measured."""
+    """The timelines, those of one name together, predicted before measured."""
     names = list(dict.fromkeys(timeline.name for timeline in timelines))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 
 
 def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
-    """What to do, in plain words and by prediction, and the plans that it is about."""
+    """A recommendation by prediction, in words, and the plans that it compares."""
     from legato.schedule.compare import best, compare
     from legato.schedule.published.ddp import bucket_caps
 
@@ -104,27 +91,31 @@ def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]
 
 
 def trace(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace file to write; its end says which sort.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the trace to this file: .json, .et (Chakra) or .csv (sends).")
+    ],
     timelines: Annotated[
         list[Path] | None, typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")
     ] = None,
     workload: Annotated[
-        Path | None, typer.Option(metavar="W.json", help="Their workload: it says where gradients come from.")
+        Path | None, typer.Option(metavar="W.json", help="Their workload, which shows where gradients come from.")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Their plan: for .et.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Their plan (.et).")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help=".et: write NAME.0.et and so on, one a worker. .csv: how many send.", min=1, max=2**16),
+        typer.Option(
+            help="Number of workers: one file each, NAME.0.et and so on (.et), or senders (.csv).", min=1, max=2**16
+        ),
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(help=".csv: how many parameter servers. (default: 1)", min=1, max=2**16)
+        int | None, typer.Option(help="Number of parameter servers (.csv).", show_default="1", min=1, max=2**16)
     ] = None,
     json: Json = False,
 ) -> None:
     """Write timelines as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    NAME.et: the execution of one plan as a Chakra trace, for other simulators. NAME.csv: the sends of a workload
-    (no timeline) as the five columns of the Network Operator Edition.
+    A NAME.et is a Chakra trace of one plan's execution, for other simulators. A NAME.csv has the sends of a workload,
+    without timelines, in the five columns of the Network Operator Edition.
 
     Example: [bold]legato trace predicted.json measured.json -o trace.perfetto.json[/]
     """
@@ -156,7 +147,7 @@ def _write_sends(output: Path, workload: Path | None, workers: int | None, serve
     from legato.ingest.send_trace import export_send_trace
 
     if workload is None:
-        raise InputError("a send trace is of a workload: --workload W.json")
+        raise InputError("a send trace needs --workload W.json")
     files.write_text(output, export_send_trace(files.read(workload, Workload), workers or 1, servers or 1))
 
 
@@ -166,7 +157,7 @@ def _write_chakra(
     from legato.ingest.chakra.export import export_chakra
 
     if len(found) != 1 or workload is None or plan is None:
-        raise InputError("a Chakra trace is of one timeline, and needs --workload and --plan")
+        raise InputError("a Chakra trace needs one timeline, --workload and --plan")
     data = export_chakra(files.read(workload, Workload), files.read(plan, Plan), found[0])
     names = [output] if workers is None else [output.with_suffix(f".{rank}.et") for rank in range(workers)]
     for name in names:

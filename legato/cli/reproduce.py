@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from legato.cli.options import Json
+from legato.cli.options import Json, check_installed
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core.errors import FileError, InputError
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(metavar="PAPER|all", help="A paper's name, or all.")],
-    table: Annotated[int | None, typer.Option(help="Only this table.", min=1)] = None,
-    figure: Annotated[int | None, typer.Option(help="Only this figure.", min=1)] = None,
+    paper: Annotated[str, typer.Argument(metavar="PAPER|all", help="Name of a paper, or all.")],
+    table: Annotated[int | None, typer.Option(help="Reproduce only this table.", min=1)] = None,
+    figure: Annotated[int | None, typer.Option(help="Reproduce only this figure.", min=1)] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Draw the figures, a page a paper, in here.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Draw the figures in this folder, one page per paper."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute the papers' tables and figures: the published value, ours, and the ratio, cell by cell.
+    """Compute the papers' tables and figures, and show every published value, ours, and their ratio.
 
     Papers: network-operator-edition, mg-wfbp, caramel, tictac, pace.
 
@@ -39,6 +40,7 @@ def reproduce(
     if not wanted:
         raise InputError(f"{paper}: {_asked(table, figure)} (expected one of {_known(chosen)})")
     if output is not None:
+        check_installed("plotly", "report", "a page of figures")
         _make_directory(output)
     cells: dict[str, list[Cell]] = {one.name: [] for one, _ in wanted}
     figures: dict[str, list[Figure]] = {one.name: [] for one, _ in wanted}
@@ -95,7 +97,7 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{path}: {error.strerror} (expected a directory, or a place for one)") from None
+        raise FileError(f"{path}: {error.strerror} (expected a folder, or a path where one can be made)") from None
 
 
 def _draw(one: Paper, figures: list[Figure], directory: Path) -> None:

@@ -4,57 +4,80 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from legato.cli.network_options import (
+from legato.cli.options import (
+    FABRIC_HELP,
+    JITTER_HELP,
+    OVERSUBSCRIPTION_HELP,
+    RACKS_HELP,
+    SLOW_HELP,
+    SLOW_LINK_HELP,
     Aggregation,
+    Bandwidth,
     Barrier,
+    ClusterFile,
     Distribution,
+    Fidelity,
     Group,
     InFlight,
     Iterations,
+    Json,
+    Latency,
     MessageBytes,
     Placement,
     Reduce,
     Seed,
+    ServerBandwidth,
+    Servers,
     Sharing,
+    Workers,
     fabric_options,
-    sharing_of,
+    machines_of,
+    split,
 )
-from legato.cli.options import Json
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
-from legato.core.errors import InputError, unknown_name
+from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.core.units import format_seconds, parse_bandwidth, parse_seconds
+from legato.core.units import format_seconds, parse_bandwidth
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.simulator.flow import Network
     from legato.simulator.flow.fabrics.protocol import Fabric
 
-#: A timeline file is for looking at; more workers than these are left out of it.
+#: A timeline file is for looking at, and has no more workers than these.
 _MOST_DRAWN = 32
-
-Fidelity = Literal["collective", "flow"]
 
 
 def simulate(
-    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="One workload, or one a worker.")],
-    fabric: Annotated[str, typer.Option(help="A fabric's name, several with commas, or all.")] = "all",
-    fidelity: Annotated[str, typer.Option(help="flow: every transfer; collective: as planners see it.")] = "flow",
-    workers: Annotated[int, typer.Option(help="Number of workers.")] = 32,
-    bandwidth: Annotated[str, typer.Option(help="Of every host's link, like 25Gbit.")] = "25Gbit",
-    latency: Annotated[str, typer.Option(help="From host to host, like 5us.")] = "0",
-    reduce: Reduce = "0",
-    servers: Annotated[int | None, typer.Option(help="Parameter servers. (default: 1)")] = None,
-    server_bandwidth: Annotated[str | None, typer.Option(help="Of servers' links. (default: as the others')")] = None,
+    workloads: Annotated[
+        list[Path], typer.Argument(metavar="W.json...", help="One workload for all workers, or one for each.")
+    ],
+    fabric: Annotated[str, typer.Option(help=FABRIC_HELP)] = "all",
+    fidelity: Fidelity = "flow",
+    cluster: ClusterFile = None,
+    workers: Workers = None,
+    servers: Servers = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    reduce: Reduce = None,
+    server_bandwidth: ServerBandwidth = None,
+    racks: Annotated[int, typer.Option(help=RACKS_HELP, rich_help_panel="Network")] = 1,
+    oversubscription: Annotated[float, typer.Option(help=OVERSUBSCRIPTION_HELP, rich_help_panel="Network")] = 1.0,
+    sharing: Sharing = "fifo",
+    jitter: Annotated[float, typer.Option(help=JITTER_HELP, rich_help_panel="Network")] = 0.0,
+    slow: Annotated[float, typer.Option(help=SLOW_HELP, rich_help_panel="Network")] = 1.0,
+    slow_link: Annotated[float, typer.Option(help=SLOW_LINK_HELP, rich_help_panel="Network")] = 1.0,
+    seed: Seed = 0,
     placement: Placement = None,
     distribution: Distribution = None,
     barrier: Barrier = None,
@@ -62,46 +85,47 @@ def simulate(
     message_bytes: MessageBytes = None,
     in_flight: InFlight = None,
     group: Group = None,
-    racks: Annotated[int, typer.Option(help="Racks that the workers stand in.")] = 1,
-    oversubscription: Annotated[float, typer.Option(help="Of the racks' uplinks: 4 is 4:1.")] = 1.0,
-    sharing: Sharing = "fifo",
-    jitter: Annotated[float, typer.Option(help="Of computation: sigma of a lognormal factor.")] = 0.0,
-    slow: Annotated[float, typer.Option(help="The last worker computes so many times as long.")] = 1.0,
-    slow_link: Annotated[float, typer.Option(help="The last worker's link is so many times as slow.")] = 1.0,
-    seed: Seed = 0,
     iterations: Iterations = None,
-    scheduler: Annotated[str | None, typer.Option(help="Plan with it. (default: a message a tensor)")] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Run this plan.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the fastest timeline here.")] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="P.json", help="Run the plan in this file instead of a scheduler's.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="T.json", help="Write the fastest fabric's timeline to this file."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """What an iteration takes on a network: parameter servers, help from the switches, collectives.
+    """Simulate one iteration on parameter servers, with help from switches, and on collectives.
 
-    Speedups are over one parameter server.
+    Speedups are over one parameter server without help from switches. A measured cluster's bandwidth and latency are
+    those that explain the measured cost of its default collective.
 
-    Example: [bold]legato simulate vgg.json --fabric all --workers 32 --bandwidth 25Gbit[/]
+    Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
     from legato.simulator.flow import Network
     from legato.simulator.flow.network import last_worker
 
-    if fidelity not in get_args(Fidelity):
-        raise unknown_name("fidelity", fidelity, get_args(Fidelity))
     if plan is not None and scheduler is not None:
         raise InputError("--plan and --scheduler: give one or the other")
     jobs = [files.read(path, Workload) for path in workloads]
-    if len(jobs) not in (1, workers):
-        raise InputError(f"{len(jobs)} workloads for {workers} workers (expected one, or one each)")
-    network = Network(
-        workers=workers,
-        bandwidth_bps=parse_bandwidth(bandwidth),
-        latency_s=parse_seconds(latency),
+    machines = machines_of(cluster, workers, bandwidth, latency, reduce, servers=servers)
+    plain, count = Network.of(machines.cluster), machines.cluster.workers
+    if len(jobs) not in (1, count):
+        raise InputError(f"{len(jobs)} workloads for {count} workers (expected one, or one each)")
+    network = replace(
+        plain,
         racks=racks,
         oversubscription=oversubscription,
-        compute_scale=last_worker("slow", slow, workers),
-        link_scale=last_worker("slow_link", slow_link, workers),
+        compute_scale=last_worker("slow", slow, count),
+        link_scale=last_worker("slow_link", slow_link, count),
         server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
-        sharing=sharing_of(sharing),
-        reduce_s_per_byte=parse_seconds(reduce) / 2**20,
+        sharing=sharing,
         jitter=jitter,
         seed=seed,
     )
@@ -115,9 +139,11 @@ def simulate(
         group=group,
     )
     if fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
-        raise InputError(f"{min(unseen)}: not seen at collective fidelity (expected --fidelity flow)")
-    chosen = _fabrics(fabric, options if servers is None else options | {"servers": servers}, workers)
-    planned = _planner(jobs[0], scheduler, None if plan is None else files.read(plan, Plan), network)
+        raise InputError(f"{min(unseen)}: means nothing at collective fidelity (expected --fidelity flow)")
+    chosen = _fabrics(fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
+    planned = _planner(
+        jobs[0], None if scheduler == "plain" else scheduler, None if plan is None else files.read(plan, Plan), network
+    )
     if fidelity == "flow":
         run = _flow(jobs, network, iterations)
     else:
@@ -130,29 +156,31 @@ def simulate(
     if json:
         print_json(rows)
         return
-    print_rows(f"{jobs[0].name} on {workers} workers, {bandwidth}, {fidelity} fidelity", rows)
+    print_rows(f"{jobs[0].name} on {machines.describe_link(network)}, {fidelity} fidelity", rows)
     if output is not None:
-        drawn = f" (the first {_MOST_DRAWN} workers)" if fidelity == "flow" and workers > _MOST_DRAWN else ""
+        drawn = f" (its first {_MOST_DRAWN} workers)" if fidelity == "flow" and count > _MOST_DRAWN else ""
         note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
 
 
 Run = Callable[[str, "Fabric", Plan | None], tuple[Timeline | Callable[[], Timeline], dict[str, Any]]]
 
 
-def _fabrics(names: str, options: dict[str, Any], workers: int) -> dict[str, Fabric]:
-    """The fabrics asked for, each with those of the options that it has; an option that none has is wrong."""
+def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
+    """The named fabrics, each with the options that it has. Raises `InputError` on an option that none of them has."""
     from legato.simulator.flow import FABRICS
     from legato.simulator.flow.fabrics import check_options, fitting
 
-    chosen = list(FABRICS) if names == "all" else [name.strip() for name in names.split(",")]
+    chosen = list(FABRICS) if names == "all" else split(names)
     check_options(chosen, options)
-    return {name: fitting(name, options, workers) for name in chosen}
+    if cluster.servers:
+        options = options | {"servers": cluster.servers}
+    return {name: fitting(name, options, cluster.workers) for name in chosen}
 
 
 def _planner(
     job: Workload, scheduler: str | None, plan: Plan | None, network: Network
 ) -> Callable[[str, Fabric], Plan | None]:
-    """The plan for a fabric; None for a message a tensor."""
+    """A function that plans for a fabric, or returns None for one message per tensor."""
 
     def planned(name: str, fabric: Fabric) -> Plan | None:
         if scheduler is None:
@@ -167,7 +195,7 @@ def _planner(
 def _rows(
     chosen: dict[str, Fabric], planned: Callable[[str, Fabric], Plan | None], run: Run
 ) -> tuple[list[dict[str, Any]], Timeline]:
-    """A row a fabric, and the fastest one's timeline."""
+    """One row per fabric, and the timeline of the fastest one."""
     from legato.simulator.flow import BASELINE, FABRICS
 
     rows, drawn = [], []
@@ -205,20 +233,20 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
 
 
 def _collective(jobs: Sequence[Workload], network: Network) -> Run:
-    """One shared resource, identical workers: what the planners see."""
+    """Simulate one shared resource and identical workers, as planners do."""
     from legato.simulator import collective
     from legato.simulator.flow import plain_plan
 
     if len(jobs) > 1 or not network.plain:
-        raise InputError("--fidelity collective: all hosts are alike, behind one switch (expected --fidelity flow)")
+        raise InputError("--fidelity collective: needs like hosts behind one switch (expected --fidelity flow)")
 
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Timeline, dict[str, Any]]:
         cost = _cost(name, fabric, network)
         if cost is None:
-            raise InputError(f"--fidelity collective: no cost of {name!r} is known (expected --fidelity flow)")
+            raise InputError(f"--fidelity collective: {name!r} has no cost formula (expected --fidelity flow)")
         cluster = Cluster(network.workers, {name: cost})
         plan = plain_plan(jobs[0], fabric) if plan is None else plan
-        # At this fidelity a message names its collective; here there is one.
+        # At this fidelity a message names its collective, and the cluster has only this one.
         messages = tuple(msgspec.structs.replace(message, collective=name) for message in plan.messages)
         timeline = collective.simulate(jobs[0], Plan(name, messages, plan.forward_overlap, plan.op_order), cluster)
         return timeline, {
@@ -231,12 +259,15 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
 
 
 def _cost(name: str, fabric: Fabric, network: Network) -> LinearCost | None:
-    """Of an all-reduce, or of a push and a pull: MG-WFBP's Table II; of servers, what their links carry."""
+    """The cost of an all-reduce (MG-WFBP's Table II), or of a push and a pull (what the servers' links carry).
+
+    None for a fabric that has no formula.
+    """
     from legato.simulator.flow.fabrics.servers import Servers
 
     n, byte = network.workers, network.s_per_byte
     if isinstance(fabric, Servers):
-        # What a server gets and sends a byte of the model; a worker gets and sends each byte once.
+        # Copies of each byte that a server receives and sends; a worker receives and sends one.
         copies = max(1, (1 if fabric.aggregation else n) / fabric.servers)
         copies += max(1, (1 if fabric.multicast else n) / fabric.servers)
         return LinearCost(2 * network.latency_s, copies * byte)

@@ -5,30 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
 
-from legato.cli.network_options import (
+from legato.cli.options import (
+    BANDWIDTH,
+    BANDWIDTH_HELP,
+    FABRIC_HELP,
+    JITTER_HELP,
+    LATENCY,
+    LATENCY_HELP,
+    OVERSUBSCRIPTION_HELP,
+    RACKS_HELP,
+    REDUCE,
+    SCHEDULER_HELP,
+    SERVERS_HELP,
+    SEVERAL,
+    SLOW_HELP,
+    SLOW_LINK_HELP,
+    WORKERS,
+    WORKERS_HELP,
     Aggregation,
     Barrier,
+    ClusterFile,
     Distribution,
+    Fidelity,
     Group,
     InFlight,
+    Interrupted,
     Iterations,
+    Json,
     MessageBytes,
     Placement,
     Reduce,
     Seed,
+    ServerBandwidth,
     Sharing,
+    check_installed,
     fabric_options,
-    sharing_of,
+    refuse_beside_cluster,
+    split,
 )
-from legato.cli.options import Json
 from legato.cli.output import format_gap, note, print_json, print_table, progress
 from legato.core import files
-from legato.core.errors import InputError, unknown_name
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
 from legato.core.workload import Workload
 
@@ -41,24 +64,30 @@ _SUFFIXES = (".parquet", ".csv", ".html")
 _MOST_SHOWN = 40
 
 
+def _axis(help: str, default: bool | str = True) -> Any:
+    """An option of the network that may have several values."""
+    return typer.Option(help=help + SEVERAL, show_default=default, rich_help_panel="Network")
+
+
 def sweep(
     workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="The workloads.")],
-    bandwidth: Annotated[str, typer.Option(help="Of every host's link, like 1,10,25Gbit.")] = "10Gbit",
-    workers: Annotated[str, typer.Option(help="Numbers of workers, like 4,8,16,32.")] = "8",
-    fabric: Annotated[str, typer.Option(help="Fabrics' names, or all.")] = "ring",
-    scheduler: Annotated[str, typer.Option(help="Schedulers' names, plain (a message a tensor), or all.")] = "plain",
-    fidelity: Annotated[
-        str, typer.Option(help="flow: every transfer on every link; collective: as planners do.")
-    ] = "flow",
-    latency: Annotated[str, typer.Option(help="From host to host, like 5,30us.")] = "0",
-    servers: Annotated[str, typer.Option(help="Numbers of parameter servers, on fabrics that have some.")] = "1",
-    server_bandwidth: Annotated[str | None, typer.Option(help="Of servers' links. (default: as the others')")] = None,
-    racks: Annotated[str, typer.Option(help="Numbers of racks that the workers stand in.")] = "1",
-    oversubscription: Annotated[str, typer.Option(help="Of the racks' uplinks: 1,4 is 1:1 and 4:1.")] = "1",
-    jitter: Annotated[str, typer.Option(help="Of computation: sigmas of a lognormal factor.")] = "0",
-    slow: Annotated[str, typer.Option(help="The last worker computes so many times as long, like 1,2.")] = "1",
-    slow_link: Annotated[str, typer.Option(help="The last worker's link is so many times as slow.")] = "1",
-    reduce: Reduce = "0",
+    fabric: Annotated[str, typer.Option(help=FABRIC_HELP)] = "ring",
+    scheduler: Annotated[str, typer.Option(help=f"{SCHEDULER_HELP} plain sends one message per tensor.")] = "plain",
+    fidelity: Fidelity = "flow",
+    cluster: ClusterFile = None,
+    workers: Annotated[str | None, _axis(WORKERS_HELP, str(WORKERS))] = None,
+    servers: Annotated[str | None, _axis(SERVERS_HELP, "1, on fabrics with servers")] = None,
+    bandwidth: Annotated[str | None, _axis(BANDWIDTH_HELP, BANDWIDTH)] = None,
+    latency: Annotated[str | None, _axis(LATENCY_HELP, LATENCY)] = None,
+    reduce: Reduce = None,
+    server_bandwidth: ServerBandwidth = None,
+    racks: Annotated[str, _axis(RACKS_HELP)] = "1",
+    oversubscription: Annotated[str, _axis(OVERSUBSCRIPTION_HELP)] = "1",
+    sharing: Sharing = "fifo",
+    jitter: Annotated[str, _axis(JITTER_HELP)] = "0",
+    slow: Annotated[str, _axis(SLOW_HELP)] = "1",
+    slow_link: Annotated[str, _axis(SLOW_LINK_HELP)] = "1",
+    seed: Seed = 0,
     placement: Placement = None,
     distribution: Distribution = None,
     barrier: Barrier = None,
@@ -66,55 +95,54 @@ def sweep(
     message_bytes: MessageBytes = None,
     in_flight: InFlight = None,
     group: Group = None,
-    sharing: Sharing = "fifo",
-    seed: Seed = 0,
     iterations: Iterations = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Rows as .parquet or .csv, plots as .html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the rows to this .csv or .parquet file, or plots to this .html file."
+        ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="R.html", help="Plots, beside the rows.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Cores to use. (default: all)", min=1)] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="R.html", help="Write plots to this file, beside the rows.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Number of cores to use.", show_default="all", min=1)] = None,
     backend: Annotated[
-        str | None, typer.Option(help="A cluster: dask://host:port, or ray. (default: this machine)")
+        str | None,
+        typer.Option(help="Run on a cluster: dask://host:port, or ray.", show_default="this machine"),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished cells, and start again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished cells and start again.")] = False,
     json: Json = False,
 ) -> None:
     """Simulate every combination of workloads, networks and schedulers, on all cores.
 
-    Finished cells are kept beside the output: after an interruption, or with more values, the same command goes on
-    from there. A bare number has the unit of the next one. Speedups are over the first fabric and scheduler named.
+    Finished cells are kept in a file beside the output: after an interruption, or with more values, the same command
+    continues from there. In a list, a number without a unit has the unit of the next one. Speedups are over the first
+    fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the measured cost of
+    its default collective.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """
     from legato.sweep import Grid
     from legato.sweep import sweep as run
-    from legato.sweep.grid import Fidelity, fabric_names
+    from legato.sweep.grid import fabric_names
     from legato.sweep.journal import Journal, journal_of
     from legato.sweep.parallel import check_backend
 
-    if fidelity not in get_args(Fidelity):
-        raise unknown_name("fidelity", fidelity, get_args(Fidelity))
-    level: Fidelity = "flow" if fidelity == "flow" else "collective"
     _check_outputs(output, report)
     check_backend(backend)
     grid = Grid(
         workloads=tuple(files.read(path, Workload) for path in workloads),
-        fabrics=tuple(fabric_names(level)) if fabric == "all" else tuple(_names(fabric)),
-        schedulers=tuple(_names(scheduler)),
-        fidelity=level,
-        workers=tuple(_whole("--workers", workers)),
-        servers=tuple(_whole("--servers", servers)),
+        fabrics=tuple(fabric_names(fidelity)) if fabric == "all" else tuple(split(fabric)),
+        schedulers=tuple(split(scheduler)),
+        fidelity=fidelity,
         racks=tuple(_whole("--racks", racks)),
         oversubscriptions=tuple(_factors("--oversubscription", oversubscription)),
         jitters=tuple(_factors("--jitter", jitter)),
         slows=tuple(_factors("--slow", slow)),
         slow_links=tuple(_factors("--slow-link", slow_link)),
-        bandwidths_bps=tuple(_quantities(bandwidth, parse_bandwidth)),
-        latencies_s=tuple(_quantities(latency, parse_seconds)),
-        reduce_s_per_byte=parse_seconds(reduce) / 2**20,
+        **_network_axes(cluster, workers, servers, bandwidth, latency, reduce),
         server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
-        sharing=sharing_of(sharing),
+        sharing=sharing,
         seed=seed,
         iterations=iterations,
         options=fabric_options(
@@ -138,16 +166,14 @@ def sweep(
                 rows = run(grid, journal=journal, jobs=jobs, backend=backend, progress=advance)
         except KeyboardInterrupt:
             if journal is None:
-                note("interrupted; without --output, no finished cell is kept")
-            else:
-                kept_cells = f"{len(journal.done):,} finished cells are kept in {journal.path}"
-                note(f"interrupted; {kept_cells}: run the same command again to continue")
-            raise
+                raise Interrupted("interrupted; without --output, no finished cell is kept") from None
+            kept_cells = f"{len(journal.done):,} finished cells are kept in {journal.path}"
+            raise Interrupted(f"interrupted; {kept_cells}: run the same command again to continue") from None
     _write(rows, output, report)
     if json:
         print_json(rows)
     else:
-        _show(rows, output or report)
+        _show(rows, cluster, output or report)
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
@@ -158,22 +184,53 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     for path in (output, report):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"{path}: no such directory (expected an existing one)")
+        if path is not None and path.suffix == ".html":
+            check_installed("plotly", "report", f"{path}")
+        if path is not None and path.suffix == ".parquet":
+            check_installed("pyarrow", "parquet", f"{path}")
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
+def _network_axes(
+    cluster: Path | None,
+    workers: str | None,
+    servers: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    reduce: str | None,
+) -> dict[str, Any]:
+    """The axes of a `Grid` that a cluster file has, or that the options give."""
+    if cluster is None:
+        return {
+            "workers": tuple(_whole("--workers", str(WORKERS) if workers is None else workers)),
+            "servers": tuple(_whole("--servers", "1" if servers is None else servers)),
+            "bandwidths_bps": tuple(_quantities(BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth)),
+            "latencies_s": tuple(_quantities(LATENCY if latency is None else latency, parse_seconds)),
+            "reduce_s_per_byte": parse_seconds(REDUCE if reduce is None else reduce) / 2**20,
+        }
+    refuse_beside_cluster(workers=workers, servers=servers, bandwidth=bandwidth, latency=latency, reduce=reduce)
+    from legato.simulator.flow import Network
+
+    found = files.read(cluster, Cluster)
+    network = Network.of(found)
+    return {
+        "workers": (network.workers,),
+        "servers": (found.servers or 1,),
+        "bandwidths_bps": (network.bandwidth_bps,),
+        "latencies_s": (network.latency_s,),
+        "reduce_s_per_byte": network.reduce_s_per_byte,
+    }
 
 
 def _whole(option: str, text: str) -> list[int]:
-    for name in _names(text):
+    for name in split(text):
         if not (name.isascii() and name.isdecimal()) or len(name) > 18:
             raise InputError(f"{option} {text!r}: {name!r} (expected whole numbers, like 4,8,16)")
-    return [int(name) for name in _names(text)]
+    return [int(name) for name in split(text)]
 
 
 def _factors(option: str, text: str) -> list[float]:
     found = []
-    for name in _names(text):
+    for name in split(text):
         try:
             found.append(float(name))
         except ValueError:
@@ -182,9 +239,9 @@ def _factors(option: str, text: str) -> list[float]:
 
 
 def _quantities(text: str, parse: Callable[[str], T]) -> list[T]:
-    """Values from `1,10,25Gbit`: a bare number takes the unit of the next one that has one."""
+    """The values of `1,10,25Gbit`; a number without a unit has the unit of the next one that has one."""
     unit, found = "", []
-    for name in reversed(_names(text)):
+    for name in reversed(split(text)):
         own = name.lstrip("0123456789.")
         unit = own or unit
         found.append(parse(name if own else name + unit))
@@ -203,19 +260,13 @@ def _write(rows: Sequence[SweepRow], output: Path | None, report: Path | None) -
             write_rows(path, rows)
 
 
-def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
-    """A row a cell, without the columns that are the same everywhere; of many, the fastest for each of the machines."""
+def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -> None:
+    """Print one row per cell, or of many the fastest on each network; what is the same everywhere is in the title."""
     failed = [row for row in rows if row.error is not None]
     shown = list(rows)
-    title = f"{len(rows):,} cells"
-    if len(rows) > _MOST_SHOWN:
-        shown = _fastest(rows)
-        title += f"; the fastest on each of {len(shown):,} sets of machines"
-    if len(shown) > _MOST_SHOWN:
-        title += f", of which {_MOST_SHOWN} are shown"
     cells: list[tuple[str, Callable[[SweepRow], str]]] = [
         ("workload", lambda row: row.workload),
-        ("workers", lambda row: str(row.workers)),
+        ("workers", lambda row: f"{row.workers}"),
         ("link", lambda row: format_bandwidth(row.bandwidth_bps)),
         ("latency", lambda row: format_seconds(row.latency_s)),
         ("racks", lambda row: str(row.racks)),
@@ -231,6 +282,15 @@ def _show(rows: Sequence[SweepRow], output: Path | None) -> None:
         ("above bound", lambda row: format_gap(row.gap) if row.gap is not None else ""),
         ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
     ]
+    words = {"workload": "{}", "workers": "{} workers", "link": "{}", "latency": "latency {}", "fabric": "{}"}
+    same = [(name, texts.pop()) for name, text in cells if len(texts := {text(row) for row in rows}) == 1]
+    title = ("" if cluster is None else f"{cluster}: ") + f"{len(rows):,} cells"
+    title += "".join(f", {words[name].format(text)}" for name, text in same if name in words)
+    if len(rows) > _MOST_SHOWN:
+        shown = _fastest(rows)
+        title += f"; the fastest on each of {len(shown):,} networks"
+    if len(shown) > _MOST_SHOWN:
+        title += f" ({_MOST_SHOWN} shown)"
     table = Table(title=title, header_style="dim")
     kept = [(name, text) for name, text in cells if name == "iteration" or len({text(row) for row in rows} - {""}) > 1]
     for name, _ in kept:

@@ -18,23 +18,33 @@ from legato.core.workload import Phase, Workload
 
 
 def workload(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A model's name; --list shows them.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The workload file to write.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples a worker. (default: the paper's)")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a model; --list shows them.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples per worker and step.", show_default="the paper's")
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(help="What computes, like k80, p100, v100, a100. (default: v100)")
+        str | None, typer.Option(help="Device that computes, such as k80, p100, v100 or a100.", show_default="v100")
     ] = None,
-    device_flops: Annotated[str | None, typer.Option(help="Its peak FLOP/s instead of the data sheet's: 10T.")] = None,
-    forward: Annotated[str | None, typer.Option(help="What the forward pass takes in all, like 176ms.")] = None,
-    backward: Annotated[str | None, typer.Option(help="What the backward pass takes in all, like 296ms.")] = None,
+    device_flops: Annotated[
+        str | None, typer.Option(help="Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    ] = None,
+    forward: Annotated[
+        str | None, typer.Option(help="Duration of the forward pass, such as 176ms.", show_default="estimated")
+    ] = None,
+    backward: Annotated[
+        str | None, typer.Option(help="Duration of the backward pass, such as 296ms.", show_default="estimated")
+    ] = None,
     add_modules: Annotated[
-        str | None, typer.Option(metavar="MODULE=N", help="N more of a module: mixed_17x17x768e=25.")
+        str | None, typer.Option(metavar="MODULE=N", help="Add N copies of a module, such as mixed_17x17x768e=25.")
     ] = None,
-    compute_speedup: Annotated[float | None, typer.Option(help="Compute so many times as fast.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="List the models and stop.")] = False,
+    compute_speedup: Annotated[float | None, typer.Option(help="Factor by which computation is faster.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
     json: Json = False,
 ) -> None:
-    """A workload of one of the papers' models: nothing is downloaded, and nothing is trained.
+    """Write the workload of a model from the papers, without downloading or training anything.
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
@@ -44,7 +54,7 @@ def workload(
         _list(json)
         return
     if name is None:
-        raise InputError("no model's NAME given (legato workload --list shows them)")
+        raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     machine = zoo.device_named(device or zoo.DEFAULT_DEVICE)
     if device_flops is not None:
         machine = replace(machine, name=f"{machine.name} at {device_flops}", flops_per_s=parse_flops(device_flops))

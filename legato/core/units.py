@@ -108,6 +108,6 @@ def format_bytes(nbytes: float) -> str:
 def format_bandwidth(bps: float) -> str:
     """Format with three significant digits and a fitting unit: `2.5 Gbit/s`."""
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bps >= scale:
+        if bps >= scale * 0.9995:
             return f"{bps / scale:.3g} {unit}"
     return f"{bps:.3g} bit/s"

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from typer.main import get_command
 
 import legato
-from legato.cli import main
+from legato.cli import app, main
+from legato.cli.options import SEVERAL
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
 
@@ -118,7 +122,8 @@ def test_a_cluster_file_is_used(capsys, workload, tmp_path):
 def test_unknown_names_come_with_the_nearest(capsys, workload):
     assert "did you mean 'merge-optimal'" in fails(capsys, "plan", workload, "--scheduler", "merge-optimum")
     assert "did you mean 'ring'" in fails(capsys, "plan", workload, "--collective", "rings")
-    assert "plan" in fails(capsys, "plann", workload)
+    assert "Did you mean 'plan'?" in fails(capsys, "plann", workload)
+    assert "did you mean --bandwidth?" in fails(capsys, "plan", workload, "--bandwith", "1Gbit")
     assert "resnet-50" in fails(capsys, "demo", "--model", "resnet50")
 
 
@@ -164,7 +169,7 @@ def test_files_that_are_not_there(capsys, workload, tmp_path):
 
 
 def test_help_shows_an_example(capsys):
-    for verb in ("demo", "capture", "calibrate", "plan", "report", "trace", "workload"):
+    for verb in get_command(app).commands:
         status, out, _ = run(capsys, verb, "--help")
         assert status == 0 and f"legato {verb}" in out and "Example" in out
     status, out, _ = run(capsys, "--version")
@@ -228,6 +233,64 @@ def test_workload_of_a_paper_s_model(capsys, tmp_path):
         (["gpt2", "--batch-size", 0], "batch_size: 0"), (["gpt2", "--forward", "0"], "forward_s: 0"),
     ]:  # fmt: skip
         assert expected in fails(capsys, "workload", *wrong)
+
+
+def test_an_option_that_several_verbs_have_is_the_same_in_all():
+    """Name, help and default; verbs that start real workers on this machine have fewer of them and slower links."""
+    verbs = {name: {p.name: p for p in verb.params} for name, verb in get_command(app).commands.items()}
+    shared = ("workers", "servers", "bandwidth", "latency", "reduce", "collective", "cluster", "fidelity", "sharing")
+    for option in (*shared, "server_bandwidth", "placement", "group", "seed", "racks", "slow", "jitter"):
+        having = {name: options[option] for name, options in verbs.items() if option in options and name != "trace"}
+        assert len({p.help.removesuffix(SEVERAL) for p in having.values()}) == 1, option
+        modelled = [p for name, p in having.items() if name not in ("rehearse", "demo")]
+        assert len({str(p.default).removesuffix(".0") for p in modelled}) <= 1, option
+    for verb, options in verbs.items():
+        assert "json" in options, verb
+        for option in options.values():
+            assert option.help and re.match(r"[A-Z.a-z].*\.$", option.help, re.DOTALL), (
+                f"{verb} {option.name}: {option.help}"
+            )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("plan", "W"), ("plan", "W", "--json"), ("workload", "--list"), ("--help",)])
+def test_output_that_cannot_be_written_is_one_line(workload, arguments):
+    command = [sys.executable, "-m", "legato.cli", *(workload if word == "W" else word for word in arguments)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "bucket_cap_mb_list" not in line]
+    assert lines == ["legato: cannot write standard output: No space left on device"]
+
+
+def test_a_closed_pipe_ends_a_command_silently(workload):
+    command = [sys.executable, "-m", "legato.cli", "plan", workload, "--scheduler", "fifo", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+def test_two_quick_ctrl_c_are_one_line(tmp_path):
+    """The command reads a pipe that nothing is written to; the second Ctrl-C comes while the first is handled."""
+    os.mkfifo(tmp_path / "w.json")
+    command = [sys.executable, "-m", "legato.cli", "plan", tmp_path / "w.json"]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
+    )
+    with process, open(tmp_path / "w.json", "w"):  # opens when the command has opened the other end
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and err == "legato: interrupted\n"
+
+
+def test_shell_completion(monkeypatch):
+    environment = {**os.environ, "_LEGATO_COMPLETE": "complete_bash", "COMP_WORDS": "legato pl", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'legato'; from legato.cli import main; main()"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split() == ["plan"]
 
 
 def test_planning_needs_no_torch(workload):

@@ -88,7 +88,7 @@ def test_wrong_input_gets_one_line_and_no_file(capsys, tmp_path, traces, argumen
     "arguments, says",
     [
         (["-o", "x.json"], "no timelines"),
-        (["-o", "x.et"], "of one timeline"),
+        (["-o", "x.et"], "needs one timeline"),
         (["-o", "x.csv"], "--workload"),
         (["-o", "x.json", "--servers", "2"], "--servers means nothing"),
     ],

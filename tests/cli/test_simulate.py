@@ -24,8 +24,12 @@ def workload(tmp_path):
 
 def run(capsys, *arguments):
     """Exit status, standard output and standard error of `legato simulate`."""
+    return run_verb(capsys, "simulate", *arguments)
+
+
+def run_verb(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
-        main(["simulate", *map(str, arguments)])
+        main([*map(str, arguments)])
     out, err = capsys.readouterr()
     return end.value.code, out, err
 
@@ -37,7 +41,7 @@ def rows(capsys, *arguments):
 
 
 def test_a_row_for_every_fabric(capsys, workload):
-    found = rows(capsys, workload, "--workers", 8, "--bandwidth", "1Gbit")
+    found = rows(capsys, workload, "--workers", 8, "--bandwidth", "1Gbit", "--latency", 0)
     assert [row["fabric"] for row in found] == list(FABRICS)
     baseline = found[0]["iteration_s"]
     for row in found:
@@ -90,12 +94,29 @@ def test_a_slow_worker_and_jitter(capsys, workload):
 
 
 def test_every_option_that_is_about_the_network_is_one_of_sweep_too():
-    options = {name: {p.name for p in app_command(name).params} for name in ("simulate", "sweep")}
+    options = {name: {p.name for p in get_command(app).commands[name].params} for name in ("simulate", "sweep")}
     assert options["simulate"] - options["sweep"] == {"plan"}  # which belongs to one workload
 
 
-def app_command(name):
-    return get_command(app).commands[name]
+def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
+    """A measured all-reduce has the cost of a ring of 4 workers on 1 Gbit/s and 1 ms."""
+    derived, measured = tmp_path / "d.json", tmp_path / "m.json"
+    cluster = legato.Cluster.derive(4, 1e9, 1e-3)
+    legato.write(derived, cluster)
+    legato.write(measured, legato.Cluster(4, {"gloo": cluster.cost("ring")}))
+    options = ("--workers", 4, "--bandwidth", "1Gbit", "--latency", "1ms")
+    for verb, fabric in (("simulate", "ring,tree"), ("sweep", "ring,tree,parameter-server")):
+        for more in ((), ("--fidelity", "collective")):
+            shared = (verb, workload, "--fabric", fabric, "--json", *more)
+            found = [
+                run_verb(capsys, *shared, *by) for by in (options, ("--cluster", derived), ("--cluster", measured))
+            ]
+            seconds = [[row["iteration_s"] for row in json.loads(out)] for _, out, _ in found]
+            assert seconds[0] == seconds[1] == pytest.approx(seconds[2])
+        status, _, err = run_verb(capsys, verb, workload, "--cluster", derived, "--latency", "1ms")
+        assert status == 2 and "--cluster and --latency: give one or the other" in err
+        status, out, err = run_verb(capsys, verb, workload, "--cluster", measured, "--fabric", "ring")
+        assert status == 0 and "4 workers, 1 Gbit/s, latency 1 ms" in out and str(measured) in out
 
 
 def test_a_slow_link_and_a_fast_server(capsys, workload):
@@ -129,14 +150,14 @@ def test_a_workload_a_worker(capsys, workload):
         (("--bandwidth", "1e-300bit"), "not a bandwidth of"),
         (("--latency", "1e300s"), "not a time of at most"),
         (("--slow-link", "0"), "slow_link: 0"),
-        (("--slow-link", "2", "--workers", "1000000000000"), "workers: 1000000000000"),
+        (("--slow-link", "2", "--workers", "1000000000000"), "'--workers': Input should be less"),
         (("--server-bandwidth", "x"), "not a bandwidth"),
         (("--jitter", "-1"), "jitter"),
         (("--iterations", "0"), "iterations: 0"),
         (("--message-bytes", "0"), "message_bytes"),
-        (("--fabric", "hierarchical", "--group", "5"), "divides 32"),
+        (("--fabric", "hierarchical", "--group", "5"), "divides 8"),
         (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
-        (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: not seen"),
+        (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
         (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "makes more than"),
         (("--workers", "1048576", "--iterations", "1000"), "more than 100,000,000"),
         (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),

@@ -39,7 +39,7 @@ GRID = ("--bandwidth", "500Mbit,1,10Gbit", "--workers", "2,4", "--fabric", "ring
 
 def test_a_grid_by_hand(capsys, workload):
     """A ring of two: each half of both tensors crosses a link twice, after 20 ms, and 10 ms of forward pass follow."""
-    status, out, _ = run(capsys, "sweep", workload, *GRID, "--json")
+    status, out, _ = run(capsys, "sweep", workload, *GRID, "--latency", 0, "--json")
     rows = json.loads(out)
     assert status == 0 and len(rows) == 12
     assert [row["bandwidth_bps"] for row in rows[:6:2]] == [5e8, 1e9, 1e10]
@@ -92,7 +92,7 @@ def test_what_failed_is_said(capsys, workload):
         (("--server-bandwidth", "0"), "not a bandwidth"),
         (("--fidelity", "collective", "--racks", "2"), "identical hosts"),
         (("--fabric", "rings"), "did you mean 'ring'"),
-        (("--fidelity", "packet"), "unknown fidelity 'packet'"),
+        (("--fidelity", "packet"), "'--fidelity': 'packet' is not one of 'flow', 'collective'"),
         (("--scheduler", ""), "unknown scheduler ''"),
         (("-o", "x.xlsx"), "expected .parquet, .csv, .html"),
         (("-o", "/no/such/x.csv"), "no such directory"),

@@ -19,7 +19,7 @@ KEYS = {"scheduler", "measured_s", "predicted_s", "error", "speedup_over_ddp", "
 @pytest.mark.processes
 def test_plans_between_hosts(tmp_path, chain):
     done = legato(
-        "rehearse", chain, "--hosts", 2, "--bandwidth", "1Gbit", "--iterations", 2, "--json",
+        "rehearse", chain, "--workers", 2, "--bandwidth", "1Gbit", "--iterations", 2, "--json",
         "--scheduler", f"{BUCKETS},fifo,legato", "-o", tmp_path / "found",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_one_host_has_nothing_to_exchange():
         (["rehearse", "nowhere.json"], "nowhere.json"),
         (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
         (["rehearse", "W", "--bandwidth", "fast"], "fast"),
-        (["rehearse", "W", "--hosts", "1"], "nothing to exchange"),
+        (["rehearse", "W", "--workers", "1"], "nothing to exchange"),
         (["verify", "W"], "under torchrun"),
     ],
 )

@@ -99,6 +99,8 @@ class Network:
         bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
         if bandwidth_bps is None or latency_s is None:
             cost, name = cluster.cost(), cluster.default_collective
+            if name == PARAMETER_SERVER:
+                raise InputError(f"{name}: measured (expected a cluster with a bandwidth_bps and a latency_s)")
             formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
             hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0)
             _, copies = formula(cluster.workers, 0.0, 1.0, 0.0)

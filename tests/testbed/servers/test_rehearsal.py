@@ -87,7 +87,7 @@ def test_a_plan_in_pieces_is_not_predicted_wrongly(tmp_path):
 @pytest.mark.processes
 def test_orders_between_hosts(tmp_path, chain):
     done = legato(
-        "rehearse", chain, "--hosts", 2, "--servers", 2, "--agents", 1, "--bandwidth", "1Gbit", "--iterations", 3,
+        "rehearse", chain, "--workers", 2, "--servers", 2, "--agents", 1, "--bandwidth", "1Gbit", "--iterations", 3,
         "--scheduler", "tic,pull-optimal", "--json", "-o", tmp_path / "found",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def test_no_host_is_no_worker():
     [
         (["--servers", "1", "--scheduler", "fifo"], "fifo"),
         (["--agents", "1"], "servers: 0"),
-        (["--servers", "1", "--hosts", "0"], "there is no worker"),
+        (["--servers", "1", "--workers", "0"], "there is no worker"),
     ],
 )
 def test_bad_input_is_one_line(chain, arguments, said):
