@@ -11,7 +11,7 @@ import legato
 from legato.pytorch.runtime import drift
 from support.training import OPTIMIZERS, build, distance, wrap
 
-STEPS = 120
+STEPS, SLOW_FROM = 100, 45
 
 
 class _Said(logging.Handler):
@@ -44,15 +44,15 @@ def changing(replan):
         for kind in ("ddp", "legato"):
             pace = _Pace()
             model = build("Convolutional")
-            model.register_forward_hook(pace)
             optimizer = OPTIMIZERS["momentum"](model.parameters())
             if kind == "ddp":
                 wrapped, optimizer = wrap("ddp", model, optimizer)
             else:
+                model.register_forward_hook(pace)
                 wrapped, optimizer = legato.distribute(model, optimizer, replan=replan)
             generator = torch.Generator().manual_seed(dist.get_rank())
             for i in range(STEPS):
-                pace.slow = i >= STEPS // 2
+                pace.slow = i >= SLOW_FROM
                 x, y = model.batch(generator)
                 optimizer.zero_grad()
                 F.cross_entropy(wrapped(x), y).backward()

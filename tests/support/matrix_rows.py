@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from support.training import distance, train, wrap
 
-STEPS = 20
+STEPS = 10
 
 
 class Dense(nn.Module):

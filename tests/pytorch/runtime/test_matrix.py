@@ -1,4 +1,4 @@
-"""The equality matrix: weights after twenty steps are DDP's bit for bit on two ranks, or there is one clear line."""
+"""The equality matrix: weights after ten steps are DDP's bit for bit on two ranks, or there is one clear line."""
 
 import pytest
 import torch

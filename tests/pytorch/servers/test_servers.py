@@ -5,12 +5,14 @@ two workers that is the one possible sum, so the weights must be DDP's bit for
 bit.
 """
 
+import itertools
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import serving
+from support.ranks import PATIENCE_S as RANKS_PATIENCE_S
 from support.ranks import Ranks
 
 from legato.pytorch.servers.arrivals import out_of_order
@@ -120,43 +122,55 @@ def test_refusals_reach_every_rank(four_ranks, case, expected):
         assert expected in error
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("other settings", "rank 1 (worker 1): settings of the optimizer"),
-        ("uneven", "left after 2 steps, but other workers continue"),
-        ("step twice", "optimizer.step() without a backward pass before it"),
-    ],
-)
-def test_disagreements_in_training(case, expected):
-    ranks = Ranks(3)
+#: What the workers do differently, and the error that it ends in; the rank that fails, and how.
+DISAGREEMENTS = {
+    "other settings": "rank 1 (worker 1): settings of the optimizer",
+    "uneven": "left after 2 steps, but other workers continue",
+    "step twice": "optimizer.step() without a backward pass before it",
+}
+FATES = list(itertools.product((1, 2), ("killed", "stopped")))  # a worker, a server
+PATIENCE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """Trainings that fail, all at once: the (ok, result or error text) of every rank that is left, by case."""
+    folder = tmp_path_factory.mktemp("begun")
+    trainings = {case: Ranks(3) for case in DISAGREEMENTS} | {fate: Ranks(4) for fate in FATES}
+    found = {}
     try:
-        ranks.run(serving.alone)  # everything is imported before the clock of the case runs
-        texts = [text for ok, text in ranks.outcomes(serving.refused, case) if not ok]
-        assert any(expected in text for text in texts), texts
-        assert all(text.startswith("RankError") for text in texts)
+        for case, ranks in trainings.items():
+            if case in DISAGREEMENTS:
+                ranks.begin(serving.refused, case)
+            else:
+                ranks.begin(serving.for_ever, 2, PATIENCE_S, str(folder / "-".join(map(str, case))))
+        deadline = time.monotonic() + RANKS_PATIENCE_S
+        for victim, fate in FATES:
+            while not (folder / f"{victim}-{fate}").exists():
+                assert time.monotonic() < deadline, f"rank {victim} {fate}: training does not begin"
+                time.sleep(0.05)
+            trainings[victim, fate].strike(victim, fate)
+        for case, ranks in trainings.items():
+            left = [rank for rank in range(ranks.size) if case in DISAGREEMENTS or rank != case[0]]
+            found[case] = [ranks.answer(rank, str(case)) for rank in left]
     finally:
-        ranks.close(force=True)
+        for ranks in trainings.values():
+            ranks.close(force=True)
+    return found
 
 
-PATIENCE_S = 5.0
+@pytest.mark.parametrize(("case", "expected"), DISAGREEMENTS.items())
+def test_disagreements_in_training(failures, case, expected):
+    texts = [text for ok, text in failures[case] if not ok]
+    assert any(expected in text for text in texts), texts
+    assert all(text.startswith("RankError") for text in texts)
 
 
-@pytest.mark.parametrize("fate", ["killed", "stopped"])
-@pytest.mark.parametrize("victim", [1, 2], ids=["a worker", "a server"])
-def test_everybody_stops_when_one(victim, fate, tmp_path):
+@pytest.mark.parametrize(("victim", "fate"), FATES)
+def test_everybody_stops_when_one(failures, victim, fate):
     """All others raise an error that names the rank, and a parameter, and nobody waits for ever."""
-    ranks, begun = Ranks(4), tmp_path / "begun"
-    try:
-        ranks.begin(serving.for_ever, 2, PATIENCE_S, str(begun))
-        while not begun.exists():
-            time.sleep(0.05)
-        ranks.strike(victim, fate)
-        outcomes = [ranks.answer(rank) for rank in range(4) if rank != victim]
-    finally:
-        ranks.close(force=True)
     parameters = [repr(name) for name, _ in serving.build()[0].named_parameters()]
-    for ok, text in outcomes:
+    for ok, text in failures[victim, fate]:
         first = text.splitlines()[0]
         assert not ok and first.startswith("RankError") and f"rank {victim}" in first, text
         assert any(name in first for name in parameters), text
