@@ -82,7 +82,6 @@ class Recorder:
         self._hooks = ExitStack()
         self._mode: _Mode | None = None
         self._phase: Phase | None = None
-        self._paused = False
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -114,15 +113,6 @@ class Recorder:
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not record what runs inside: it is not part of the model."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def abandon(self) -> None:
         """Stop, remove all hooks, and forget what was recorded of the step."""
@@ -185,8 +175,6 @@ class Recorder:
             self._ready[i] = (len(self._ops) - 1 if writer is None else writer, nbytes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._paused:
-            return func(*args, **kwargs)
         start = self._clock.now()
         out = func(*args, **kwargs)
         stop = self._clock.now()

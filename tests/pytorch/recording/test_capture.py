@@ -226,23 +226,6 @@ def test_recorder_follows_the_step_of_a_training_loop():
     assert [name for name, _ in together.updates] == [name for name, _ in apart.updates]
 
 
-def test_what_runs_in_a_pause_is_not_recorded():
-    model, optimizer, loss = captured.overwriting()
-    plain, _ = record(model, optimizer, loss)
-    optimizer.zero_grad()
-    recorder = Recorder(model, optimizer)
-
-    def average(parameter):
-        with recorder.pause():
-            parameter.grad.div_(2)
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(average)
-    step = record_with(recorder, optimizer, loss)
-    assert [(op.name, op.deps) for op in step.ops] == [(op.name, op.deps) for op in plain.ops]
-    assert step.tensors == plain.tensors
-
-
 def test_recorder_records_one_step_after_another():
     model, optimizer, loss = captured.tied()
     recorder = Recorder(model, optimizer)
