@@ -28,6 +28,7 @@ def _batches() -> torch.Generator:
 
 def resnet50() -> Training:
     """ResNet-50 (25.6 million parameters), two images of 64 x 64 pixels per step."""
+    # Imported when a model is built, because it takes seconds.
     from transformers import ResNetConfig, ResNetForImageClassification
 
     shape: Any = ResNetConfig()

@@ -21,7 +21,7 @@ __all__ = ["Outcome", "fabric_of", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a cell, or the `error` because of which there is none. Times are in seconds.
+    """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
     `lower_bound_s` is proven for plans of this kind, and known at collective
     fidelity only. `final` is False if another attempt might succeed.

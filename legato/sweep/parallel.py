@@ -57,7 +57,7 @@ def in_parallel(
     """
     if not items:
         return
-    import joblib
+    import joblib  # only sweeps need it, and it takes long to import
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     with _one_interrupt(), _joblib_backend(backend) as active:

@@ -123,8 +123,8 @@ def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tup
                 if status != 0:
                     return k, status
             case str(line) if line.startswith('{"stage"'):
-                told = json.loads(line)
-                advance(told["stage"], told["done"], told["total"])
+                progress = json.loads(line)
+                advance(progress["stage"], progress["done"], progress["total"])
     return 0, 0
 
 

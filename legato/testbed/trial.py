@@ -43,7 +43,7 @@ __all__ = ["rehearse_here"]
 
 _BLOCK = 5  # the most iterations that are timed together
 _WARM = 2  # iterations before each block, which are not timed
-_TRACED = 3  # iterations that are traced, of which the median one is kept
+_TRACED = 3  # iterations that are traced; the median one is kept
 
 
 class _Runner(Protocol):
@@ -175,7 +175,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
 
 def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) -> list[_Prediction]:
     """Make the plans on rank 0, and return them on all ranks."""
-    told = b""
+    content = b""
     if dist.get_rank() == 0:
         names = [name for name in task.schedulers if name != BUCKETS]
         if BUCKETS in task.schedulers and "merge-optimal" not in names:
@@ -186,8 +186,8 @@ def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) ->
         }
         if BUCKETS in task.schedulers:
             found[BUCKETS] = msgspec.structs.replace(found["merge-optimal"], name=BUCKETS)
-        told = msgspec.json.encode([found[name] for name in task.schedulers])
-    return msgspec.json.decode(broadcast_bytes(told, dist.group.WORLD), type=list[_Prediction])
+        content = msgspec.json.encode([found[name] for name in task.schedulers])
+    return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])
 
 
 def _runners(workload: Workload, predictions: Sequence[_Prediction]) -> list[_Runner]:

@@ -186,5 +186,5 @@ def join(store: Any, rank: int, size: int, patience_s: float, problem: str) -> N
             raise RankError(f"{who} did not join within {patience_s:g} s")
         time.sleep(0.01)
     for r in range(size):
-        if said := store.get(f"joined/{r}").decode(errors="replace"):
-            raise RankError(f"rank {r}: {said}")
+        if found := store.get(f"joined/{r}").decode(errors="replace"):
+            raise RankError(f"rank {r}: {found}")

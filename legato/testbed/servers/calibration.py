@@ -51,15 +51,15 @@ def calibrate_servers(servers: int, agents: int, progress: Callable[[int, int], 
         rows.append((1.0, 2 * messages, 2 * messages * nbytes))
         progress(i + 1, len(_MODELS))
     copy_s_per_byte = _copy_s_per_byte()
-    told = b""
+    content = b""
     if dist.get_rank() == 0:
         costs = _fit(rows, seconds, copy_s_per_byte)
         errors = [
             abs(_predicted(_flat(count * servers, nbytes), costs, workers, servers) / s - 1)
             for (count, nbytes), s in zip(_MODELS, seconds, strict=True)
         ]
-        told = msgspec.json.encode(Calibrated(costs, statistics.median(errors)))
-    return msgspec.json.decode(broadcast_bytes(told, dist.group.WORLD), type=Calibrated)
+        content = msgspec.json.encode(Calibrated(costs, statistics.median(errors)))
+    return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=Calibrated)
 
 
 def _fit(rows: list[tuple[float, float, float]], seconds: list[float], copy_s_per_byte: float) -> ServerCosts:

@@ -77,8 +77,8 @@ class ServerLoop:
                 seconds.append(time.perf_counter() - start)
             return seconds[WARM:]
 
-        everybody = self._serve(plan, train, 0, infer=False)
-        return [max(each) for each in zip(*everybody[: self.workers], strict=True)]
+        results = self._serve(plan, train, 0, infer=False)
+        return [max(each) for each in zip(*results[: self.workers], strict=True)]
 
     def _serve(self, plan: Plan, train: Callable[..., Any], seed: int, infer: bool) -> list[Any]:
         found = parameter_servers(
@@ -93,9 +93,9 @@ class ServerLoop:
             seed=seed,
             patience_s=_PATIENCE_S,
         )
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, found)
-        return everybody
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, found)
+        return results
 
 
 def _train(

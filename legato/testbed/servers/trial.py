@@ -30,18 +30,18 @@ __all__ = ["rehearse_here"]
 _BLOCK = 10  # the most iterations that are timed together
 
 
-class _Planned(msgspec.Struct, frozen=True):
+class _Order(msgspec.Struct, frozen=True):
     """An order of pulls and its prediction."""
 
     plan: Plan
     prediction: Prediction
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Plans(msgspec.Struct, frozen=True):
     """What rank 0 sends to the other ranks: the workload to run, and all orders."""
 
     workload: Workload
-    orders: list[_Planned]
+    orders: list[_Order]
 
 
 def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
@@ -50,14 +50,14 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
     `advance(stage, done, total)` reports progress.
     """
     calibrated = calibrate_servers(task.servers, task.agents, lambda done, total: advance(STAGES[0], done, total))
-    told = _plan(task, calibrated.costs, advance)
-    loop = ServerLoop(told.workload, task.servers, task.agents)
+    plans = _plan(task, calibrated.costs, advance)
+    loop = ServerLoop(plans.workload, task.servers, task.agents)
     rounds = -(-task.iterations // _BLOCK)
-    blocks: dict[str, list[list[Any]]] = {order.plan.scheduler: [] for order in told.orders}
+    blocks: dict[str, list[list[Any]]] = {order.plan.scheduler: [] for order in plans.orders}
     passes: dict[str, list[float]] = {name: [] for name in blocks}
     looks: dict[str, list[WorkerRun]] = {}
     for k in range(rounds):
-        for i, order in enumerate(told.orders):
+        for i, order in enumerate(plans.orders):
             name = order.plan.scheduler
             count = min(_BLOCK, task.iterations)
             blocks[name].append(loop.run(order.plan, count, seed=k))
@@ -66,16 +66,16 @@ def rehearse_here(task: ServerTask, advance: Advance) -> ServerRehearsal:
                 passes[name] += [s for seconds in found if isinstance(seconds, list) for s in seconds]
             if k == 0:
                 looks[name] = [seen for seen in loop.run(order.plan, 2, look=True) if isinstance(seen, WorkerRun)]
-            advance(STAGES[2], k * len(told.orders) + i + 1, rounds * len(told.orders))
+            advance(STAGES[2], k * len(plans.orders) + i + 1, rounds * len(plans.orders))
     trials = tuple(
-        _trial(told.workload, o, blocks[name], passes[name], looks[name])
-        for o in told.orders
+        _trial(plans.workload, o, blocks[name], passes[name], looks[name])
+        for o in plans.orders
         for name in [o.plan.scheduler]
     )
-    return ServerRehearsal(told.workload, calibrated.costs, calibrated.fit_error, trials)
+    return ServerRehearsal(plans.workload, calibrated.costs, calibrated.fit_error, trials)
 
 
-def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Told:
+def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Plans:
     """Make the plans on rank 0, and return them on all ranks."""
     content = b""
     if dist.get_rank() == 0:
@@ -88,14 +88,14 @@ def _plan(task: ServerTask, costs: ServerCosts, advance: Advance) -> _Told:
         orders = []
         for i, name in enumerate(task.schedulers):
             plan = schedule(name, workload, cluster)
-            orders.append(_Planned(plan, predict(workload, plan, costs, workers, task.servers)))
+            orders.append(_Order(plan, predict(workload, plan, costs, workers, task.servers)))
             advance(STAGES[1], i + 1, len(task.schedulers))
-        content = msgspec.json.encode(_Told(workload, orders))
-    return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=_Told)
+        content = msgspec.json.encode(_Plans(workload, orders))
+    return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=_Plans)
 
 
 def _trial(
-    workload: Workload, order: _Planned, blocks: list[list[Any]], passes: list[float], looks: list[WorkerRun]
+    workload: Workload, order: _Order, blocks: list[list[Any]], passes: list[float], looks: list[WorkerRun]
 ) -> ServerTrial:
     workers = [[found for found in block if isinstance(found, WorkerRun)] for block in blocks]
     first = [seen[0] for seen in workers]
