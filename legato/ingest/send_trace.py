@@ -127,9 +127,9 @@ def import_send_trace(
     backward_s = gradients[-1].time_s - gradients[0].time_s
     if forward_s is None:
         forward_s = backward_s / 2
-        notes.lacks("the forward pass (--forward)", "it takes half as long as the backward pass")
+        notes.lacks("the forward pass (--forward)", "the forward pass takes half as long as the backward pass")
     notes.lacks("the forward time of each layer", "all layers take the same time")
-    notes.lacks("the time of the first backward op", "it is zero, because times are relative to the first gradient")
+    notes.lacks("the time of the first backward op", "the first backward op takes no time")
     title = name or one_line(paths[0].name.partition(".")[0], 60) or "trace"
     return Imported(_workload(title, gradients, order, forward_s, batch_size), None, (), notes)
 
@@ -176,7 +176,7 @@ def _distribution(sends: list[Send], gradients: list[Send], notes: Notes) -> lis
     order = [parameter for parameter in seen if parameter in set(wanted)]
     rest = [parameter for parameter in wanted[::-1] if parameter not in set(order)]
     if rest:
-        notes.lacks(f"{len(rest)} parameters of the distribution trace", "the forward pass reads them last")
+        notes.lacks(f"{len(rest)} parameters of the distribution trace", "the forward pass reads these parameters last")
     return order + rest
 
 

@@ -146,7 +146,7 @@ class _Graph:
         """All nodes in topological order. Raises `FileError` if the data dependencies have a cycle."""
         unknown = sum(d not in self._nodes for n in nodes for d in n.data_deps)
         if unknown:
-            self._notes.lacks(f"{unknown} nodes that others depend on", "they are done at the start")
+            self._notes.lacks(f"{unknown} nodes that others depend on", "missing nodes are done at the start")
         if all(d in self._nodes for n in nodes for d in n.ctrl_deps):
             order = self._topological({n.id: {*n.data_deps, *n.ctrl_deps} for n in nodes})
             if len(order) == len(nodes):
@@ -286,7 +286,8 @@ class _Graph:
                 ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
             elif ready is None:
                 self._notes.lacks(
-                    "what some gradient transfers depend on", "they are ready when the ops before them are done"
+                    "what some gradient transfers depend on",
+                    "such transfers are ready when the ops before them are done",
                 )
                 ready = kept_until[positions[node.id]] - 1
             own = node.name if node.attributes.get("phase") and node.name not in names else f"bucket {number:02}"

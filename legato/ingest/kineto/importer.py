@@ -101,7 +101,7 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
             raise FileError(f"{trace.path}: no operators and no kernels in {trace.events} events (expected a trace "
                             "of torch.profiler)")  # fmt: skip
         if trace.rank is None and len(traces) > 1:
-            notes.lacks("the rank of some traces", "they are numbered in the order given")
+            notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank
         if rank in found:
             raise InputError(f"{trace.path}: rank {rank} again (is also in {found[rank].path})")

@@ -106,7 +106,7 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
     if len(senders) > 1:
         notes.lacks(
             f"a single backward pass that sends gradients: {len(senders)} of {len(passes)} do",
-            "the transfers of the earlier ones are ops of their measured time",
+            "the transfers of the earlier passes are ops of their measured time",
         )
     return passes[chosen]
 
