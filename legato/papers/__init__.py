@@ -1,4 +1,4 @@
-"""Floor 3: the five papers, each published number beside ours. One file (or package) a paper."""
+"""The five papers: each published number beside the one that legato computes. One file or package per paper."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from legato.papers.result import Cell, Figure, Paper, Part, select
 
 __all__ = ["PAPERS", "Cell", "Figure", "Paper", "Part", "paper", "select"]
 
-#: Every paper by the name that the command line knows it under.
+#: All papers by their names on the command line.
 PAPERS: dict[str, Paper] = {
     module.PAPER.name: module.PAPER for module in (network_operator_edition, mg_wfbp, caramel, tictac, pace)
 }
 
 
 def paper(name: str) -> Paper:
-    """One of `PAPERS`. Raises `InputError` with the nearest names."""
+    """Return one of `PAPERS`. Raises `InputError`, with the nearest names, on an unknown one."""
     if name not in PAPERS:
         raise unknown_name("paper", name, PAPERS)
     return PAPERS[name]

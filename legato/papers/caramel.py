@@ -1,15 +1,17 @@
 """Caramel: Accelerating Decentralized Distributed Deep Learning with Computation Scheduling (Hashemi et al., 2020).
 
-The setting is section 6's: a K80 a worker, 10 Gbps, 8 and 16 workers. Caramel
-runs on the shuffle, parameter servers at flow fidelity with TensorFlow's round
-robin and random order, Horovod as it was then (a cycle of 5 ms, fusion up to 64
-MiB). 100 us a hop are assumed for all.
+The setting is that of section 6: one K80 per worker, 10 Gbps, 8 and 16 workers.
+Caramel runs on the shuffle; parameter servers are simulated at flow fidelity
+with TensorFlow's round robin and random order; Horovod has the defaults of the
+time (a cycle of 5 ms, fusion up to 64 MiB). A latency of 100 us per hop is
+assumed for all.
 
-Fitted, one constant a system and none a model: at 10 Gbps nothing of Horovod's
-time would be visible. `HOROVOD_BPS` is what its MPI gets out of the network, by
-its 68% utilization on Inception-v3 with 8 workers (section 6.2). For the stages
-of Figs. 11 and 12, `SHUFFLE_BPS` is what TensorFlow's transfers get, by the 82%
-of the first stage. Everything else follows.
+One constant per system is fitted, and none per model: at 10 Gbps Horovod's
+communication would be hidden. `HOROVOD_BPS` is the bandwidth that its MPI
+achieves, fitted to its 68% utilization on Inception-v3 with 8 workers (section
+6.2). For the stages of Figs. 11 and 12, `SHUFFLE_BPS` is the bandwidth that
+TensorFlow's transfers achieve, fitted to the 82% of the first stage. All other
+values follow.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ __all__ = ["HOROVOD_BPS", "MODELS", "PAPER", "SHUFFLE_BPS", "STAGES", "WORKERS",
 HOROVOD_BPS = 2.67e9
 SHUFFLE_BPS = 3.19e9
 _BANDWIDTH_BPS, _LATENCY_S = 10e9, 100e-6
-#: For the depth (Fig. 13): adding up takes as long as the two transfers, where pipelining gains most.
+#: For the depth (Fig. 13): adding takes as long as the two transfers; pipelining gains most there.
 _REDUCE_S_PER_BYTE = 2 * 8 / _BANDWIDTH_BPS
 #: Section 6: parameters, MiB.
 MODELS = {
@@ -47,7 +49,7 @@ MODELS = {
 }
 WORKERS = (8, 16)
 _HOROVOD = {"fusion_threshold_bytes": 64 * 2**20, "cycle_time_s": 5e-3}
-#: Section 6.2, Fig. 11: utilization on Inception-v3 with 8 workers, and what each part adds.
+#: Section 6.2, Fig. 11: utilization on Inception-v3 with 8 workers, with each further part of Caramel.
 STAGES = {"Horovod": 0.68, "adaptive all-reduce": 0.82, "+ batching": 0.86, "+ transfer boundaries": 0.92}
 _SYSTEMS = ("Caramel", "Horovod", "PS = workers", "PS = workers/2")
 
@@ -93,9 +95,9 @@ def _models() -> Part:
     """Section 6: the five models."""
     cells = []
     for model, (count, mib) in MODELS.items():
-        network = zoo.model(model)
-        cells.append(Cell("Section 6", model, "parameters", count, len(network.trainable)))
-        cells.append(Cell("Section 6", model, "size (MiB)", mib, network.nbytes / 2**20))
+        layers = zoo.model(model)
+        cells.append(Cell("Section 6", model, "parameters", count, len(layers.trainable)))
+        cells.append(Cell("Section 6", model, "size (MiB)", mib, layers.nbytes / 2**20))
     return Part(tuple(cells))
 
 
@@ -173,7 +175,7 @@ def stages(model: str, workers: int, bandwidth_bps: float) -> list[float]:
 
 
 def without(model: str, workers: int, bandwidth_bps: float, parts: Sequence[str]) -> float:
-    """Utilization with these parts switched off, where adding up takes as long as Fig. 13 assumes."""
+    """Return the utilization with these parts switched off; adding takes the time assumed for Fig. 13."""
     job, off = _job(model), dict.fromkeys(parts, False)
     cluster = Cluster.derive(
         workers, bandwidth_bps, _LATENCY_S, collectives=["shuffle"], reduce_s_per_byte=_REDUCE_S_PER_BYTE
@@ -267,8 +269,8 @@ PAPER = Paper(
     constants={
         f"Horovod's bandwidth: {HOROVOD_BPS / 1e9:g} Gbps": "fitted to 68% utilization, Inception-v3 on 8 workers",
         f"Figs. 11 and 12, shuffle's bandwidth: {SHUFFLE_BPS / 1e9:g} Gbps": "fitted to the first stage's 82%",
-        f"latency of a hop: {_LATENCY_S * 1e6:g} us": "assumed",
-        "Fig. 13: adding up takes as long as both transfers": "assumed; pipelining gains most there",
+        f"latency per hop: {_LATENCY_S * 1e6:g} us": "assumed",
+        "Fig. 13: adding takes as long as both transfers": "assumed; pipelining gains most there",
         "Horovod: a cycle of 5 ms, fusion up to 64 MiB": "its defaults at the time",
     },
     left_out={
@@ -281,7 +283,7 @@ PAPER = Paper(
         "Fig. 13, 60% at 100 MB": (
             "overlapping two stages can save at most half; the paper's third stage, serialization, has no printed cost"
         ),
-        "Fig. 13, 3x slower small transfers": "with a latency a chunk ours are 8x slower; theirs overlap",
+        "Fig. 13, 3x slower small transfers": "with a latency per chunk ours are 8x slower; theirs overlap",
         "Fig. 14, halving-doubling best with many workers": (
             "shuffle has two latencies for any number of workers here; incast, which the text hints at, is not printed"
         ),

@@ -3,8 +3,8 @@
 Nothing is fitted. The network is the paper's measured one: 10GbE whose ring
 all-reduce starts in 2 (N - 1) 45.26 us (section V.A: 90.52, 271.56 and 633.64 us
 on 2, 4 and 8 nodes). Compute times are those of one processor of a K80 at the
-zoo's efficiency; the paper prints none. A message of WFBP is a layer's: the
-weights with their biases, or a convolution with its normalization.
+zoo's efficiency; the paper prints none. A message of WFBP is the gradient of one
+layer: the weights with their biases, or a convolution with its normalization.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from legato.simulator.flow import Network, simulate_flow
 __all__ = ["PAPER"]
 
 _BANDWIDTH_BPS = 10e9
-#: Section V.A: start-up of an all-reduce on so many nodes (seconds).
+#: Section V.A: start-up of an all-reduce (seconds), by the number of nodes.
 _STARTUP_S = {2: 90.52e-6, 4: 271.56e-6, 8: 633.64e-6}
 _LATENCY_S = _STARTUP_S[2] / 2
-#: Section I: an all-reduce on 8 nodes of so many bytes (seconds).
+#: Section I: time of an all-reduce on 8 nodes (seconds), by its bytes.
 _ALL_REDUCE_S = {200e3: 1.5e-3, 400e3: 1.8e-3}
-#: Section V: batch size a GPU.
+#: Section V: batch size per GPU.
 _MODELS = {"googlenet": 64, "resnet-v1-50-caffe": 32}
 _LABELS = {"googlenet": "GoogleNet", "resnet-v1-50-caffe": "ResNet-50"}
 _SCHEDULERS = {"WFBP": "fifo", "SyncEASGD": "single", "MG-WFBP": "mg-wfbp"}
@@ -45,7 +45,7 @@ _NODES = (4, 8, 16, 32, 64)
 
 
 def _cost_table() -> Part:
-    """Table II, at the paper's own 8 nodes, with a summation of 0.1 ns a byte; ours simulated, every transfer of it."""
+    """Table II, on the paper's 8 nodes, with 0.1 ns per byte to add; ours is simulated transfer by transfer."""
     n, alpha, beta, gamma = 8, _LATENCY_S, 8 / _BANDWIDTH_BPS, 1e-10
     log = math.log2(n)
     published: dict[str, tuple[float, float]] = {
@@ -58,12 +58,12 @@ def _cost_table() -> Part:
     cells = []
     for name, printed in published.items():
         for column, value, ours in zip("ab", printed, _line(name, network), strict=True):
-            cells.append(Cell("Table 2", name, f"{column} (s, s a byte)", value, ours))
+            cells.append(Cell("Table 2", name, f"{column} (s, s per byte)", value, ours))
     return Part(tuple(cells))
 
 
 def _line(name: str, network: Network) -> tuple[float, float]:
-    """Start-up and time a byte of an all-reduce, from the simulated times of two sizes."""
+    """Start-up and time per byte of an all-reduce, from the simulated times of two sizes."""
     ops = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
     sizes = (2**20, 2**24)
     small_s, large_s = (
@@ -76,7 +76,7 @@ def _line(name: str, network: Network) -> tuple[float, float]:
 
 @cache
 def _job(model: str) -> Workload:
-    """The model with a tensor a learnable layer, as the paper counts messages."""
+    """The model with one tensor per learnable layer, as the paper counts messages."""
     job = zoo.workload(model, batch_size=_MODELS[model], device="k80")
     layers: dict[str, list[Tensor]] = {}
     for tensor in job.tensors:
@@ -179,7 +179,7 @@ def _fastest(model: str, nodes: tuple[int, ...]) -> list[bool]:
 
 
 def _breakdown() -> Part:
-    """Fig. 8: communication that is not hidden."""
+    """Fig. 8: exposed communication."""
     cells, figures = [], []
     for model in _MODELS:
         exposed = {

@@ -1,15 +1,15 @@
 """Preemptive All-reduce Scheduling for Expediting Distributed DNN Training (Bao, Peng, Chen, Wu, INFOCOM 2020).
 
-The setting is section VI's: a GTX 1080Ti a worker, ring all-reduce, Horovod as
-it was then (a cycle of 5 ms, fusion up to 64 MiB). The start-up of an
-all-reduce is not printed; 30 us a hop are assumed, for all models and
-bandwidths. TicTac on all-reduces is its order alone: whole tensors, the one that
-is read first before the others, no fusion.
+The setting is that of section VI: one GTX 1080Ti per worker, ring all-reduce,
+Horovod with the defaults of the time (a cycle of 5 ms, fusion up to 64 MiB). The
+start-up of an all-reduce is not printed; a latency of 30 us per hop is assumed
+for all models and bandwidths. For TicTac on all-reduces, only its order is used:
+whole tensors, in the order in which they are read, without fusion.
 
-Fitted: VGG-16's compute, as `VGG_SPEEDUP`. The zoo's FLOPs put it at 1.09 s a
-batch of 64, more than any bandwidth of Fig. 9 leaves to communication; the
-largest gain is published at 12 Gbps, which is where communication and
-computation balance at about half of that.
+The compute time of VGG-16 is fitted, as `VGG_SPEEDUP`. By the zoo's FLOPs, a
+batch of 64 takes 1.09 s, longer than the communication at any bandwidth of Fig.
+9. The largest gain is published at 12 Gbps; there, communication takes as long
+as computation if the latter takes about half of that time.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ PAPER = Paper(
     title="PACE: Preemptive All-reduce Scheduling for Expediting Distributed DNN Training",
     parts={"Table 2": _models, "Fig. 8": _workers, "Fig. 9": _bandwidths, "Fig. 10": _usage},
     constants={
-        f"VGG16, compute: {VGG_SPEEDUP:g} x as fast as its FLOPs say": "fitted to the bandwidth of its largest gain",
-        f"latency of a hop: {_LATENCY_S * 1e6:g} us": "assumed",
+        f"VGG16, computation: {VGG_SPEEDUP:g} x its FLOPs' speed": "fitted to the bandwidth of its largest gain",
+        f"latency per hop: {_LATENCY_S * 1e6:g} us": "assumed",
         "Horovod: a cycle of 5 ms, fusion up to 64 MiB": "its defaults at the time",
     },
     left_out={
@@ -176,8 +176,8 @@ PAPER = Paper(
         "Fig. 10, traffic every 5 ms": "a measurement, printed only as a picture; the share of busy time is compared",
         "absolute speeds of Figs. 8 and 9": "printed only as pictures; the gains in the text are compared",
         "ResNet50 above 10 Gbps": (
-            "PACE's own model cuts a tensor for free. Here every piece costs a start-up, as it does on a network, and "
-            "then its many cuts make it slower than Horovod where communication is short"
+            "PACE's own model partitions a tensor at no cost. Here every partition has a start-up, as on a "
+            "network, and its many partitions make it slower than Horovod where communication is short"
         ),
     },
 )

@@ -1,4 +1,4 @@
-"""A paper's figures as one self-contained page: the published numbers are in the tables, the curves are ours."""
+"""A paper's figures as one self-contained page. The curves are computed; published numbers are in the tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_page(path: str | os.PathLike[str], paper: Paper, figures: Sequence[Fig
         path,
         f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
         f"<style>{_STYLE}</style><script>{plotly.offline.get_plotlyjs()}</script></head>\n"
-        f"<body><h1>{title}</h1><p>What legato computes, figure by figure.</p>\n{drawn}\n</body></html>\n",
+        f"<body><h1>{title}</h1><p>The figures, as legato computes them.</p>\n{drawn}\n</body></html>\n",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a reproduction yields: cells of published values beside ours, and figures."""
+"""The result of a reproduction: cells with a published value and ours, and figures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Cell", "Figure", "Paper", "Part", "claim", "select"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One published number and ours, in the same unit; `table` is where it is printed ("Table 4", "Fig. 9", "8.2.1").
+    """A published number and ours, in the same unit; `table` says where it is printed ("Table 4", "Fig. 9", "8.2.1").
 
-    A claim in words is published as 1, and ours is the share of the cases
-    looked at in which it holds. `published` is None where a figure's values are
-    not printed anywhere, and only its shape can be compared.
+    For a claim in words, `published` is 1, and `ours` is the share of the checked
+    cases in which it holds. `published` is None if the paper prints no values for
+    a figure, so that only its shape can be compared.
     """
 
     table: str
@@ -26,11 +26,11 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over published; None where nothing, or a zero, is published."""
+        """Ours divided by the published value; None if there is none, or it is zero."""
         return self.ours / self.published if self.published else None
 
     def as_row(self, paper: str) -> dict[str, Any]:
-        """The JSON of `legato reproduce` for this cell."""
+        """Return this cell as an object in the JSON output of `legato reproduce`."""
         return {
             "paper": paper,
             "table": self.table,
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Curves to draw: name of a curve -> (x values, y values). A category axis has text for x values."""
+    """A plot; `curves` maps the name of each curve to its (x values, y values). The x values of bars are text."""
 
     label: str
     title: str
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one table, figure or section comes to."""
+    """The result of one table, figure or section."""
 
     cells: tuple[Cell, ...] = ()
     figures: tuple[Figure, ...] = ()
@@ -66,10 +66,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper's parts, by the label of the table or figure, each computed when it is called.
+    """A paper's parts, by the label of the table or figure; calling a part computes it.
 
-    `constants` names every number that the paper does not print, and what it is
-    fitted to or why it is assumed; `left_out` says what is not reproduced, and why.
+    `constants` maps every number that the paper does not print to the value it is
+    fitted to, or the reason for assuming it; `left_out` maps every part that is
+    not reproduced to the reason.
     """
 
     name: str
@@ -80,12 +81,12 @@ class Paper:
 
 
 def claim(table: str, row: str, column: str, holds: Sequence[bool]) -> Cell:
-    """A statement of the paper, and the share of these cases in which it is true of ours."""
+    """Return the cell of a claim in words, given whether it holds in each of the checked cases."""
     return Cell(table, row, column, 1.0, sum(holds) / len(holds))
 
 
 def select(paper: Paper, table: int | None = None, figure: int | None = None) -> list[str]:
-    """The labels of the parts asked for: all of them, or those of one table and of one figure."""
+    """Return the labels of all parts, or only those of one table and of one figure."""
     if table is None and figure is None:
         return list(paper.parts)
     wanted = {f"Table {table}", f"Fig. {figure}"}

@@ -1,11 +1,11 @@
 """TicTac: Accelerating Distributed Deep Learning with Communication Scheduling (Hashemi et al., SysML 2019).
 
-The settings are section 6's: *env_G*, a K80 a worker on Azure's 10 Gbps, and
-*env_C*, CPUs on 1 GbE. Servers hold whole variables in turn; the baseline pulls
-them in a random order, training runs from barrier to barrier, and inference
-from the first pull to the end of the forward pass. Nothing is fitted. For env_C
-no compute time is printed: it is set so that a forward pass takes as long as
-its transfers, where the order matters most.
+The settings are those of section 6: *env_G*, one K80 per worker on Azure with 10
+Gbps, and *env_C*, CPUs on 1 GbE. Servers hold whole variables in turn; the
+baseline pulls them in a random order; training is timed from barrier to barrier,
+inference from the first pull to the end of the forward pass. Nothing is fitted.
+No compute time is printed for env_C: a forward pass is assumed to take as long as
+its transfers; the order matters most there.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _TABLE_1 = {
     "vgg-19": (38, 548.05, 32, 857),
 }
 _WORKERS, _SERVERS, _BATCHES = (4, 8, 16), (1, 2, 4), (0.5, 1.0, 2.0)
-#: Random orders that stand for the baseline.
+#: The baseline is the mean over these random orders.
 _SEEDS = range(4)
 #: Section 6.2: 1,000 runs in the paper.
 _RUNS = 200
 #: How much computation differs from run to run (sigma of a lognormal factor): the same authors find "less than 3%
-#: error in the worst case" (Caramel, 4.1). Without it N and C are constant, and the overlap coefficient is a straight
-#: line of T, whatever happens.
+#: error in the worst case" (Caramel, 4.1). Without noise N and C are constant, and the overlap coefficient is always
+#: a linear function of T.
 _NOISE = 0.01
 _KINDS = ("training", "inference")
 
@@ -63,7 +63,7 @@ def _job(model: str, batch: float) -> Workload:
 def _seconds(
     model: str, batch: float, workers: int, servers: int, scheduler: str, seed: int = 0
 ) -> tuple[float, float]:
-    """An iteration of training, and of inference."""
+    """Seconds of an iteration of training, and of inference."""
     job, cluster = _job(model, batch), _cluster(workers, servers, _GPU_BPS)
     return _simulate(job, cluster, _plan(scheduler, job, cluster, seed))[:2]
 
@@ -91,7 +91,7 @@ def _simulate(
     done = simulate_flow(job, plan, servers, network, keep_transfers=False)
     inference_s = float(done.forward_end_s[0].max())
     compute_s = sum(op.duration_s for op in job.ops if op.phase == "forward") * float(network.slowdown(1)[0, 0])
-    # Pulls are all asked for at the start: the network takes until the last byte is in.
+    # All pulls are requested at the start: the network is busy until the last byte arrives.
     network_s = float(done.received_s[0].max())
     return done.iteration_s, inference_s, overlap_coefficient(network_s, compute_s, inference_s)
 
@@ -106,15 +106,15 @@ def _gain(kind: str, model: str, batch: float, workers: int, servers: int, sched
 def _models() -> Part:
     cells = []
     for model, (count, mib, batch, _) in _TABLE_1.items():
-        network = zoo.model(model)
-        cells.append(Cell("Table 1", model, "#Par", count, len(network.trainable)))
-        cells.append(Cell("Table 1", model, "Total Par Size (MiB)", mib, network.nbytes / 2**20))
-        cells.append(Cell("Table 1", model, "Batch Size", batch, network.batch_size))
+        layers = zoo.model(model)
+        cells.append(Cell("Table 1", model, "#Par", count, len(layers.trainable)))
+        cells.append(Cell("Table 1", model, "Total Par Size (MiB)", mib, layers.nbytes / 2**20))
+        cells.append(Cell("Table 1", model, "Batch Size", batch, layers.batch_size))
     return Part(tuple(cells))
 
 
 def _scaling(label: str, title: str, axis: str, settings: dict[float, tuple[float, int, int]]) -> Callable[[], Part]:
-    """Figs. 9 to 11: throughput of TIC against the random order; settings: x -> (batch, workers, servers)."""
+    """Figs. 9 to 11: throughput of TIC over the random order; `settings` maps x to (batch, workers, servers)."""
 
     def part() -> Part:
         gains = {
@@ -204,7 +204,7 @@ def _regression() -> Part:
 
 
 def _stragglers() -> Part:
-    """Fig. 14: workers that draw their own random orders wait for the slowest; with TIC all have the same."""
+    """Fig. 14: with a random order per worker, workers wait for the slowest; with TIC all have the same order."""
     cells, waits = [], []
     for model in _TABLE_1:
         times = [_seconds(model, 1.0, 4, 1, "random", seed)[1] for seed in range(8)]
@@ -239,7 +239,7 @@ PAPER = Paper(
         "Fig. 15": _tic_and_tac,
     },
     constants={
-        f"env_G: {_GPU_BPS / 1e9:g} Gbps, {_LATENCY_S * 1e6:g} us a hop": "assumed; Caramel names the bandwidth",
+        f"env_G: {_GPU_BPS / 1e9:g} Gbps, {_LATENCY_S * 1e6:g} us per hop": "assumed; Caramel names the bandwidth",
         "env_C: a forward pass takes as long as its transfers": "assumed; no compute time is printed",
         f"Fig. 13, sigma of computation: {_NOISE:.0%}": "from Caramel, 4.1: less than 3% error in the worst case",
     },

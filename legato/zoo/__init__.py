@@ -1,8 +1,8 @@
 """The papers' models as workloads: no download, no training framework.
 
-Numbers of parameters and sizes are the published ones, to the digits that are
-printed; each model's file says which definition that takes, and where papers
-mean different models by one name there is a name for each.
+Numbers of parameters and sizes are the published ones, to the printed digits;
+each model's file says which definition gives them. If papers use one name for
+different models, each of these models has its own name here.
 
 - TicTac, Table 1: `alexnet-v2` `inception-v1` `inception-v2` `inception-v3`
   `resnet-v1-50` `resnet-v1-101` `resnet-v2-50` `resnet-v2-101` `vgg-16` `vgg-19`
@@ -13,7 +13,7 @@ mean different models by one name there is a name for each.
   `resnet-v2-101-gamma` `resnet-v2-200-gamma`
 - the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
   `gpt2-large` `gpt2-xl`
-- nowhere, the fourth of its family: `resnet-v2-200`
+- in no paper, but the fourth of its family: `resnet-v2-200`
 
 What cannot be matched:
 
@@ -21,8 +21,8 @@ What cannot be matched:
   count the nodes of a TensorFlow graph with its summaries and constants, and of
   an MXNet graph in which one node computes both gradients of a convolution.
   An op here is what a device runs: a layer forward, and one or two backward.
-- *Network Operator Edition, Table 2*, which cuts its digits as often as it
-  rounds them: Inception-v3 with 0.715 Gb is no variant of the model (0.869 with
+- *Network Operator Edition, Table 2*, which truncates some numbers and rounds
+  others: Inception-v3 with 0.715 Gb matches no variant of the model (0.869 with
   the auxiliary classifier, 0.762 without, 0.697 without the output layers
   either); ResNet-200's 2.06 Gb is 2.071 with gamma, as its Table 7 wants it
   (2.069 without); ResNet-101's 1.3e10 FLOPs are 1.44e10; its numbers of weights
@@ -96,14 +96,14 @@ DEFAULT_DEVICE = "v100"
 
 
 def model(name: str) -> Model:
-    """A model's layers and variables. Raises `InputError` with the nearest names when there is no such model."""
+    """Return a model's layers and variables. Raises `InputError`, with the nearest names, on an unknown model."""
     if name not in MODELS:
         raise unknown_name("model", name, MODELS)
     return MODELS[name]()
 
 
 def variables(name: str) -> tuple[Variable, ...]:
-    """All variables in the order of their creation, those that are not trained included.
+    """Return all variables of a model, also those that are not trained, in the order of their creation.
 
     TensorFlow places variables on parameter servers by round robin in this
     order (Network Operator Edition, Table 7). Raises `InputError` as `model` does.
@@ -119,13 +119,13 @@ def workload(
     forward_s: float | None = None,
     backward_s: float | None = None,
 ) -> Workload:
-    """One training iteration of a model on one worker.
+    """Return one training iteration of a model on one worker.
 
-    `batch_size` counts samples (images, sentences); by default it is the one of
-    the paper that the model is from. `device` is one of `DEVICES` or one's own.
-    `forward_s` and `backward_s` (seconds), where given, are what the forward and
-    backward ops add up to, such as a published total; their shares stay what the
-    device gives. Raises `InputError` on unknown names and on what is not above zero.
+    `batch_size` counts samples (images, sentences); the default is that of the
+    paper that uses the model. `device` is one of `DEVICES`, by its name, or any
+    `Device`. If `forward_s` or `backward_s` (seconds) is given, such as a
+    published total, the ops of that pass are scaled to add up to it. Raises
+    `InputError` on unknown names and on numbers that are not above zero.
     """
     machine = device_named(device) if isinstance(device, str) else device
     return lower(model(name), machine, batch_size=batch_size, forward_s=forward_s, backward_s=backward_s)

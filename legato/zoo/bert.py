@@ -1,7 +1,7 @@
 """BERT-base (Devlin et al. 2018) in pre-training: 12 layers, width 768, 12 heads, 3072 inside.
 
-Both heads of pre-training are there: masked words, which share the table of
-word embeddings (one tensor, two readers), and next sentence. 110 million
+It has both heads of pre-training: masked words, which share the table of word
+embeddings (one tensor, two readers), and next sentence. 110 million
 parameters in the paper; 110,106,428 in 206 tensors exactly. Sequences have 128
 words, as in nine tenths of the paper's pre-training (appendix A.2).
 """

@@ -26,7 +26,7 @@ Gradient = Literal["split", "fused", "weights", "identity"]
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One array that the model keeps: trained, or (moving mean and variance of a batch normalization) not."""
+    """An array of the model: trained, or not (the moving mean and variance of a batch normalization)."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class Variable:
 class Layer:
     """One forward computation, on one sample.
 
-    `inputs` are indices of earlier layers (the samples themselves are not among
-    them), `variables` indices of trainable variables that it reads. `flops`
-    counts the multiply-adds of matrix products, two each; `moved` and `outputs`
-    are the values that it reads and writes, and those that it writes.
+    `inputs` are indices of earlier layers (the samples are not listed),
+    `variables` indices of the trainable variables that it reads. `flops` counts
+    a multiply-add of a matrix product as two; `moved` is the number of values
+    that it reads and writes, `outputs` the number that it writes.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a layer computes, of one sample; `layer` is None for the samples themselves."""
+    """The output of a layer for one sample; `layer` is None for the samples themselves."""
 
     net: Builder
     layer: int | None
@@ -107,7 +107,7 @@ class Value:
 
 
 def reshape(x: Value, *shape: int) -> Value:
-    """The same values, or a slice of them, in another shape: a view, which costs nothing."""
+    """Return the same values, or a slice of them, in another shape: a view, which takes no time."""
     return replace(x, shape=shape)
 
 
@@ -127,12 +127,12 @@ class Builder:
         self._scope = ""
 
     def input(self, *shape: int) -> Value:
-        """The samples, each of this shape: (height, width, channels) of an image, (length,) of a text."""
+        """Return the samples, each of this shape: (height, width, channels) for images, (length,) for texts."""
         return Value(self, None, shape)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Names of layers and variables made inside begin with `name/`."""
+        """Prefix the names of layers and variables added in this context with `name/`."""
         outer = self._scope
         self._scope = f"{outer}{name}/"
         try:
@@ -141,7 +141,7 @@ class Builder:
             self._scope = outer
 
     def variable(self, name: str, *shape: int, trainable: bool = True) -> int:
-        """A new variable's index."""
+        """Add a variable and return its index."""
         self._variables.append(Variable(self._scope + name, shape, trainable))
         return len(self._variables) - 1
 
@@ -156,7 +156,7 @@ class Builder:
         flops: int = 0,
         moved: int | None = None,
     ) -> Value:
-        """A new layer's output, of this shape. By default it moves its inputs and its output once."""
+        """Add a layer and return its output, of this shape. By default it moves its inputs and its output once."""
         outputs = math.prod(shape)
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs
@@ -165,5 +165,5 @@ class Builder:
         return Value(self, len(self._layers) - 1, tuple(shape))
 
     def build(self) -> Model:
-        """The model built so far."""
+        """Return the model."""
         return Model(self._name, self._batch_size, tuple(self._layers), tuple(self._variables))

@@ -1,4 +1,4 @@
-"""What computes: peak speeds from the vendors' data sheets, and one efficiency for them all."""
+"""Devices: peak speeds from the vendors' data sheets, and one efficiency for all of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["DEVICES", "EFFICIENCY", "OVERHEAD_S", "Device", "device_named"]
 #: The share of its peak that a device reaches in matrix products. The Network Operator Edition's forward time of
 #: Inception-v3 (Table 3: 0.176 s for 32 images of 1.1e10 FLOPs) is 0.46 of half a K80's peak.
 EFFICIENCY = 0.5
-#: Between the start of an op and the start of its work: a kernel's launch.
+#: Seconds between the start of an op and the start of its work: the launch of a kernel.
 OVERHEAD_S = 5e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A roofline: an op takes as long as its arithmetic or its memory traffic, whichever is longer.
+    """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
-    `flops_per_s` is the peak of 32-bit training (a multiply-add is two), of
-    which `efficiency` is reached; `bytes_per_s` is the memory's bandwidth;
-    `overhead_s` (seconds) is paid once an op. Raises `InputError` on speeds
-    that are not above zero.
+    `flops_per_s` is the peak of 32-bit training (a multiply-add is two);
+    `efficiency` is the share of it that is reached; `bytes_per_s` is the memory
+    bandwidth; `overhead_s` (seconds) is added once per op. Raises `InputError`
+    on speeds that are not above zero.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Device:
             raise InputError(f"device {self.name!r}: overhead_s: {self.overhead_s} (expected seconds, at least 0)")
 
     def time_s(self, flops: float, nbytes: float) -> float:
-        """Seconds that an op of so many FLOPs and bytes takes."""
+        """Return the seconds of an op with this number of FLOPs and bytes."""
         return self.overhead_s + max(flops / (self.flops_per_s * self.efficiency), nbytes / self.bytes_per_s)
 
 
 #: FP32 peak with boost and memory bandwidth; `a100` and `h100` with TF32 tensor cores (dense).
-#: `k80` is one of the two processors of a K80 board, which is what a worker of the papers has.
+#: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
 DEVICES = {
     device.name: device
     for device in (
@@ -64,7 +64,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """One of `DEVICES`. Raises `InputError` with the nearest names."""
+    """Return one of `DEVICES`. Raises `InputError`, with the nearest names, on an unknown one."""
     if name not in DEVICES:
         raise unknown_name("device", name, DEVICES)
     return DEVICES[name]

@@ -2,8 +2,8 @@
 
 The output layer is the table of token embeddings: one tensor, two readers. The
 sizes are those of the released models (124, 355, 774 and 1,558 million); the
-paper's Table 2 says 117, 345, 762 and 1,542, which its own numbers of layers and
-widths do not give.
+paper's Table 2 says 117, 345, 762 and 1,542, which contradicts its own numbers of
+layers and widths.
 """
 
 from __future__ import annotations

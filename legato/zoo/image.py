@@ -39,7 +39,7 @@ def _pair(kernel: Kernel) -> tuple[int, int]:
 
 
 def _window(x: Value, kernel: Kernel, stride: int, padding: Padding) -> tuple[int, int]:
-    """Height and width after a window has gone over them."""
+    """Height and width of the output of a sliding window."""
     sizes = (
         math.ceil(size / stride) if padding == "same" else (size - k) // stride + 1
         for size, k in zip(x.shape[:2], _pair(kernel), strict=True)
@@ -69,7 +69,7 @@ def conv(
 
 
 def depthwise(x: Value, name: str, multiplier: int, kernel: Kernel, stride: int = 1) -> Value:
-    """A convolution of every channel on its own into `multiplier` channels, without biases."""
+    """A separate convolution of each channel into `multiplier` channels, without biases."""
     (kh, kw), depth = _pair(kernel), x.shape[2]
     height, width = _window(x, kernel, stride, "same")
     weights = x.net.variable(f"{name}/depthwise_weights", kh, kw, depth, multiplier)
@@ -78,7 +78,7 @@ def depthwise(x: Value, name: str, multiplier: int, kernel: Kernel, stride: int 
 
 
 def batch_norm(x: Value, name: str, *, gamma: bool = False) -> Value:
-    """Batch normalization: beta, gamma only if asked for, and two moving averages that are not trained."""
+    """Batch normalization: beta, optionally gamma, and two moving averages that are not trained."""
     net, depth = x.net, x.shape[-1]
     trained = ["beta", "gamma"] if gamma else ["beta"]
     variables = [net.variable(f"{name}/{vector}", depth) for vector in trained]
@@ -105,7 +105,7 @@ def conv_norm(
 
 
 def activation(x: Value, name: str) -> Value:
-    """ReLU, GELU, tanh: every value on its own."""
+    """An elementwise activation: ReLU, GELU, tanh."""
     return x.net.layer(name, "fused", [x], x.shape)
 
 
@@ -125,7 +125,7 @@ def global_pool(x: Value, name: str) -> Value:
 
 
 def dense(x: Value, name: str, units: int, *, bias: bool = True, weights: int | None = None) -> Value:
-    """A fully connected layer on the last axis; `weights` shares a variable that another layer made."""
+    """A fully connected layer on the last axis; `weights` is the index of a variable to share."""
     net, width = x.net, x.shape[-1]
     variables = [net.variable(f"{name}/weights", width, units) if weights is None else weights]
     if bias:
@@ -135,7 +135,7 @@ def dense(x: Value, name: str, units: int, *, bias: bool = True, weights: int | 
 
 
 def add(x: Value, y: Value, name: str) -> Value:
-    """Two branches, added."""
+    """The sum of two branches."""
     return x.net.layer(name, "identity", [x, y], x.shape)
 
 

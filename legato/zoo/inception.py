@@ -1,4 +1,4 @@
-"""What the Inceptions share: a module is a table of branches, and its output their concatenation."""
+"""The modules of all Inception models: a module is a table of branches; its output is their concatenation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Branch: TypeAlias = "Sequence[Conv | Pool | Fork]"
 
 
 def module(x: Value, name: str, branches: Sequence[Branch], unit: Unit, *, reduction: Padding = "same") -> Value:
-    """An Inception module; `reduction` is the padding of what has a stride."""
+    """An Inception module; `reduction` is the padding of the layers with a stride."""
     with x.net.scope(name):
         return concat([_branch(x, f"branch{i}", steps, unit, reduction) for i, steps in enumerate(branches)], "concat")
 

@@ -1,8 +1,8 @@
 """GoogLeNet (Szegedy et al. 2014), twice.
 
 `googlenet` is Caffe's bvlc_googlenet, which MG-WFBP trains: biases, two local
-response normalizations, and the two auxiliary classifiers that are there in
-training; 13.4 million parameters, of which the classifiers have 6.4.
+response normalizations, and the two auxiliary classifiers of training; 13.4
+million parameters, of which the classifiers have 6.4.
 `inception-v1` is TF-slim's, which TicTac trains: batch normalization with beta
 only, no auxiliary classifiers, and 3 x 3 where the paper has 5 x 5.
 """

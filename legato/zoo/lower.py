@@ -1,12 +1,11 @@
-"""A model becomes a workload: forward and backward ops with their times, and a tensor a trained variable.
+"""Convert a model to a workload: forward and backward ops with their times, and one tensor per trained variable.
 
-The backward pass mirrors the forward pass. Where a value is read by several
-layers, an op adds their gradients up; where a variable is (tied weights), an op
-adds up the variable's. The samples have no gradient, so the first layer needs
-none for its input. Every backward op depends on the ops that compute the
-gradients it starts from; that it also needs saved activations says nothing new,
-since those come before the loss. There are no optimizer ops: the papers neglect
-the optimizer.
+The backward pass mirrors the forward pass. If several layers read a value, an op
+adds up their gradients; if several layers read a variable (tied weights), an op
+adds up the variable's gradients. The samples have no gradient, so the first layer
+computes none for its input. Every backward op depends on the ops that compute its
+input gradients; dependencies on saved activations are left out, since these exist
+before the loss. There are no optimizer ops: the papers neglect the optimizer.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def lower(
 
 
 def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
-    """The ops, those of each phase scaled to its total (seconds) where there is one."""
+    """Return the ops, with those of each phase scaled to its total (seconds) if it has one."""
     scale = {
         phase: total / math.fsum(op.duration_s for op in ops if op.phase == phase)
         for phase, total in totals.items()
@@ -123,7 +122,7 @@ class _Lowering:
         return self._op(f"{layer.name}/grad-sum", "backward", 0, values, parts)
 
     def _variable_gradient(self, v: int, op: int) -> None:
-        """One more part of a variable's gradient; the last one makes the tensor."""
+        """Add a part of a variable's gradient; with the last part, add the tensor."""
         parts, variable = self.partial.setdefault(v, []), self.model.variables[v]
         parts.append(op)
         if len(parts) < len(self.readers[v]):

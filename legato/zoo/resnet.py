@@ -10,7 +10,7 @@
 
 TF-slim's v2 has biases in the first convolution, in the third of a unit and in
 the shortcut's. Its batch normalization is beta only unless its `resnet_arg_scope`
-is used: Table 1 of TicTac tells that it was not, Table 7 of the Network Operator
+is used: Table 1 of TicTac shows that it was not, Table 7 of the Network Operator
 Edition that it was. Caffe's first convolution also has biases in some releases;
 here it has none, as in the paper.
 """
@@ -75,7 +75,7 @@ def resnet_v2_152() -> Model:
 
 
 def resnet_v2_200() -> Model:
-    """As the others; the only paper that has it uses `resnet-v2-200-gamma`."""
+    """The fourth of the family; the only paper with a ResNet-200 uses `resnet-v2-200-gamma`."""
     return _slim_v2("resnet-v2-200", 200, 32)
 
 

@@ -8,13 +8,13 @@ __all__ = ["attention", "embedding", "layer_norm", "lstm"]
 
 
 def embedding(tokens: Value, name: str, vocabulary: int, width: int, *, weights: int | None = None) -> Value:
-    """A row of the table for every token; `weights` shares a table that was made before.
+    """Look up a row of the table for every token; `weights` is the index of a table to share.
 
     The gradient is a dense table, as in the papers' frameworks by default.
     """
     table = tokens.net.variable(name, vocabulary, width) if weights is None else weights
     shape = (*tokens.shape, width)
-    moved = 2 * tokens.size * width  # only the rows that are looked up
+    moved = 2 * tokens.size * width  # only the rows that it looks up
     return tokens.net.layer(f"{name}/lookup", "weights", [tokens], shape, variables=[table], moved=moved)
 
 
@@ -37,10 +37,10 @@ def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 
 
 
 def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> Value:
-    """One LSTM layer over the whole sequence, as one op a pass, as cuDNN does it.
+    """One LSTM layer over the whole sequence; each pass is one op, as in cuDNN.
 
-    Four variables, as in MXNet: input-to-hidden and hidden-to-hidden weights
-    and biases. `initial` is what its first state is taken from.
+    It has four variables, as in MXNet: input-to-hidden and hidden-to-hidden
+    weights and biases. `initial` is the value of its first state.
     """
     net, (length, width) = x.net, x.shape
     variables = [

@@ -1,4 +1,4 @@
-"""Models that nobody has trained yet, made of workloads (Network Operator Edition, sections 8.5 and 8.6)."""
+"""Hypothetical models, derived from workloads (Network Operator Edition, sections 8.5 and 8.6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_COPIES = 10_000
 
 
 def scale_compute(workload: Workload, speedup: float) -> Workload:
-    """The same workload on a device that computes `speedup` times as fast (section 8.6).
+    """Return the workload on a device that computes `speedup` times as fast (section 8.6).
 
     Raises `InputError` on a speedup that is not from 1e-6 to 1e6.
     """
@@ -33,15 +33,15 @@ def scale_compute(workload: Workload, speedup: float) -> Workload:
 
 
 def add_modules(workload: Workload, module: str, count: int) -> Workload:
-    """The workload with `count` more copies of a module, one after the other behind it (section 8.5).
+    """Return the workload with `count` more copies of a module in sequence after it (section 8.5).
 
-    `module` is the beginning of the names of its ops, up to a `/` or `.`. The
-    paper adds 1 to 125 modules to Inception-v3: `mixed_35x35x288b` is the
+    `module` is the prefix of the names of its ops, up to a `/` or `.`. The paper
+    adds 1 to 125 modules to Inception-v3: `mixed_35x35x288b` is the
     compute-intensive one, `mixed_17x17x768e` the network-intensive one. A copy
-    has the module's ops, times and tensors; what it computes must have the shape
-    of what it reads, which a workload does not tell. Raises `InputError` when there
-    is no such module, or it is not one that can follow itself: its forward ops
-    read exactly one value from outside, and exactly one of them is read outside.
+    has the module's ops, times and tensors. The module's output must have the
+    shape of its input; a workload has no shapes, so this is not checked. Raises
+    `InputError` if there is no such module, or if its forward ops do not read
+    exactly one value from outside, or exactly one of them is not read outside.
     """
     if not 0 <= count <= _MOST_COPIES:
         raise InputError(f"count: {count} (expected 0 to {_MOST_COPIES:,})")
@@ -75,7 +75,7 @@ def add_modules(workload: Workload, module: str, count: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """Ids: its ops; the one forward op it reads, its one output; the backward ops that give its input's gradient."""
+    """Ids of its ops, of the forward op it reads, of its output, and of the backward ops of its input's gradient."""
 
     forward: Collection[int]
     backward: Collection[int]
@@ -109,7 +109,7 @@ def _find(workload: Workload, module: str) -> _Module:
 
 
 def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int]]:
-    """(copy, id) of every op of the longer workload; copy 0 is what was there before."""
+    """(copy, id) of every op of the longer workload; copy 0 is the original."""
     order: list[tuple[int, int]] = []
     last, first = max(part.forward), min(part.backward)
     for i in range(len(workload.ops)):
@@ -122,7 +122,7 @@ def _order(workload: Workload, part: _Module, count: int) -> list[tuple[int, int
 
 
 def _dependencies(workload: Workload, part: _Module, count: int, copy: int, i: int, dep: int) -> list[tuple[int, int]]:
-    """What the dependency of op `i` on op `dep` becomes in a copy."""
+    """The dependencies that replace the dependency of op `i` on op `dep` in a copy."""
     inside = i in part.forward or i in part.backward
     if not inside:
         return [(count if dep == part.output else 0, dep)]

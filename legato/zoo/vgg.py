@@ -2,8 +2,8 @@
 
 `vgg-16` and `vgg-19` are the paper's configurations D and E, with biases, as
 TF-slim has them (TicTac, Caramel) and as MXNet has them (PACE). `vgg-16-299` is
-what the Network Operator Edition measured: Inception's training script with
-another model in it, so 299 x 299 images, batch normalization after every
+the model that the Network Operator Edition measured, in Inception's training
+script: 299 x 299 images, batch normalization after every
 convolution, 1001 classes, and a first fully connected layer that sees 9 x 9 x
 512.
 """

@@ -1,7 +1,7 @@
 """How to Train your DNN: The Network Operator Edition (Chang, Bottini, Jian, Kumar, Panda, Shenker, 2020).
 
-`published.py` is what it prints, `model.py` its traces rebuilt, `tables.py` and
-`figures.py` what is computed from them.
+`published.py` has the paper's numbers, `model.py` rebuilds its traces, `tables.py`
+and `figures.py` compute the cells and figures from them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ PAPER = Paper(
             "by its FLOPs, a 17x17x768 module is as compute-bound as the whole model; the speedup settles at 2.9"
         ),
         "Fig. 10, multicast alone equal at 25 modules": "ours at 75",
-        "Figs. 3 to 12, the curves": "printed only as pictures; the statements made of them are checked",
+        "Figs. 3 to 12, the curves": "printed only as pictures; the paper's statements about them are checked",
     },
 )

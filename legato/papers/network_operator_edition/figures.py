@@ -1,4 +1,4 @@
-"""Figures 3 to 12: no value of them is printed, so the claims made of them are checked; all in the fitted mode."""
+"""Figures 3 to 12: their values are not printed, so the claims about them are checked; all in the fitted mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTS = (0, 25, 75, 125)
 _SPEEDS = (1.0, 1.5, 2.0, 2.5, 3.0)
 #: Section 8.5: 17x17x768 and 35x35x288.
 _NETWORK_HEAVY, _COMPUTE_HEAVY = "mixed_17x17x768e", "mixed_35x35x288b"
-#: What counts as equal: within 3%.
+#: Times within 3% count as equal.
 _ALIKE = 1.03
 
 

@@ -1,13 +1,14 @@
 """The paper's traces, rebuilt from what it prints, and one simulation of them.
 
-*Literal* takes published inputs only: sizes from Table 2, forward and backward
-times from Table 3, shared out over the layers as the zoo's FLOPs say. The
-backward pass up to the first gradient takes no time, as in the paper's traces,
-which begin with it. The auxiliary classifier of Inception is not sent (section 5).
+*Literal* uses published inputs only: sizes from Table 2, forward and backward
+times from Table 3, distributed over the layers in proportion to the zoo's times.
+The backward pass up to the first gradient takes no time, since the paper's traces
+begin with the first gradient. The auxiliary classifier of Inception is not sent
+(section 5).
 
-*Fitted* changes one constant a model, the backward time, to what the ring
-column of Table 8 implies; Table 3's is too short for it by 0.09 to 0.2 s.
-VGG-16 needs none.
+*Fitted* changes one constant per model, the backward time, to the time that the
+ring column of Table 8 implies; the time in Table 3 is 0.09 to 0.2 s too short for
+that column. VGG-16 needs no change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from legato.simulator.flow.fabrics import fabric
 
 __all__ = ["FITTED_BACKWARD_S", "MODES", "iteration_s", "job", "placement", "run", "synthetic"]
 
-#: The fitted constants: seconds of the backward pass after its first layer, one a model.
+#: The fitted constants: seconds of the backward pass after its first layer, one per model.
 FITTED_BACKWARD_S = {"Inception-v3": 0.386, "Resnet-101": 0.380, "Resnet-200": 0.467}
 MODES = ("literal", "fitted")
 
@@ -54,12 +55,12 @@ def job(model: str, mode: str) -> Workload:
 
 @cache
 def synthetic(mode: str, module: str, count: int) -> Workload:
-    """Inception-v3 with `count` more of a module (section 8.5)."""
+    """Return Inception-v3 with `count` more copies of a module (section 8.5)."""
     return zoo.add_modules(job("Inception-v3", mode), module, count)
 
 
 def placement(model: str, servers: int) -> dict[str, int]:
-    """TensorFlow's: round robin over all variables in the order of their creation (Table 7)."""
+    """Return TensorFlow's placement: round robin over all variables in the order of their creation (Table 7)."""
     return {variable.name: i % servers for i, variable in enumerate(zoo.variables(MODELS[model]))}
 
 
@@ -73,7 +74,7 @@ def run(
     iterations: int | None = None,
     **options: Any,
 ) -> FlowResult:
-    """One simulation: no latency, a cut-through switch."""
+    """Run one simulation, without latency and with a cut-through switch."""
     network = Network(workers=workers, bandwidth_bps=gbps * 1e9)
     found = fabric(name, **options)
     return simulate_flow(workload, plan, found, network, iterations=iterations, keep_transfers=False)
@@ -81,5 +82,5 @@ def run(
 
 @cache
 def iteration_s(model: str, mode: str, name: str, workers: int = WORKERS, gbps: float = GBPS) -> float:
-    """Seconds of an iteration on one of the fabrics with its usual options."""
+    """Return the seconds of an iteration on one of the fabrics, with its default options."""
     return run(job(model, mode), name, workers=workers, gbps=gbps).iteration_s
