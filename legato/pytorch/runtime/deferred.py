@@ -152,6 +152,7 @@ def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:
 def _restore(optimizer: _DeferredSteps) -> None:
     """Bring everything up to date, and give the optimizer its own class back."""
     optimizer._settle()
-    object.__setattr__(optimizer, "__class__", optimizer._legato_base)
+    base = optimizer._legato_base
+    object.__setattr__(optimizer, "__class__", base)
     vars(optimizer).pop("_legato_reducer", None)
-    rebind_step(cast(Optimizer, optimizer), optimizer._legato_base, optimizer._legato_base)
+    rebind_step(cast(Optimizer, optimizer), base, base)
