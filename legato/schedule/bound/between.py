@@ -1,10 +1,10 @@
-"""Tensors that come late and are needed early, squeezed by what fits neither before nor after them.
+"""The bound "between": tensors that come late and are needed early, and all that fits neither before nor after them.
 
-The first layers of a network have little to send, but between the end of the
-backward pass and the start of the forward pass. What the network could send of
-the other tensors before and after depends on its startup times; the rest goes
-between as well. `lower_bound.py` has the argument ("Between"); this file finds the
-sets for which it proves most.
+The first layers of a network have little to send, but only between the end of the
+backward pass and the start of the forward pass. How much of the other tensors the
+network can send before and after depends on its startup times; the rest has to go
+between as well. `lower_bound.py` has the argument ("Between"). This file finds the sets
+for which it proves most.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from legato.schedule.bound.capacity import capacities
 
 __all__ = ["Between", "between"]
 
-#: How many sets to try, from either end, before looking closer around the best.
+#: How many sets to try, from either end, before refining around the best one.
 _SETS = 16
 
 
 class Between(NamedTuple):
-    """No schedule takes less than `seconds`; the set that proves it, its least head and its least tail."""
+    """No schedule takes less than `seconds`; the set that proves it, its least release time and least tail."""
 
     seconds: float
     tensors: tuple[int, ...]
@@ -44,9 +44,9 @@ def between(
 ) -> Between | None:
     """The best of these bounds, or None if none found is above `beat_s`.
 
-    `all_reduce_only`: all-reduces are not sent in halves; `detours` where the order
-    of computation is free. Tried are the sets of all
-    tensors with a tail, or a head, of at least so much.
+    `all_reduce_only` excludes schedules that send halves of all-reduces. `detours` is
+    given where the order of computation is free. For every value of a release time or
+    a tail, the set of all tensors with at least that value may be tried.
     """
     prover = _Prover(times, nbytes, line, all_reduce_only, beat_s, detours)
     best = None
@@ -67,18 +67,19 @@ def _best(sets: Sequence[Sequence[int]], prover: _Prover) -> Between:
 
 
 def _latest(tensors: Sequence[int], times: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> list[int]:
-    """Those of a set that are not ready before the one that is there last if all go at once, that one included."""
-    head = times.release_s
-    last = max(tensors, key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t])
-    return [t for t in tensors if head[t] >= head[last]]
+    """The tensors of a set that are ready no earlier than the one that would arrive last if all went at once."""
+    release = times.release_s
+    last = max(tensors, key=lambda t: release[t] + line.beta_s_per_byte * nbytes[t])
+    return [t for t in tensors if release[t] >= release[last]]
 
 
 class _Prover:
-    """What a set proves; no more than an estimate from above where that is not worth knowing.
+    """Computes what a set proves, or a value below zero if it proves no more than `beat_s`.
 
-    What can be sent of the others before the least head h of a set: they have
-    smaller heads, as all before the first of the set in order of head have. So
-    one `Capacity` over all tensors serves all sets, and one from the other end.
+    What can be sent of the other tensors before the least release time h of a set
+    belongs to tensors that are released before h, and these are the first ones in
+    order of release. So one `Capacity` over all tensors serves all sets, and another
+    one serves them from the other end of the period.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class _Prover:
         inside = set(tensors) if self.detours else set[int]()
         shared = self.detours.shared(tensors) if self.detours else 0
         detour = self.detours.least_s(shared, inside, 0.0) if self.detours else 0.0
-        if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # with all of the others between
+        if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # even with all others between
             return Between(-1.0, (), first, last)
         before, after = (
             capacity.carried(until, of=bisect_left(capacity.release_s, until))

@@ -1,19 +1,20 @@
-"""How much a network can carry before a moment, given when things are ready and what a message costs.
+"""How much a network can carry before a moment, given release times and the cost of messages.
 
-Gradients in ready order, cut anywhere, in messages that cost alpha + beta * n.
-With f from `merge_optimal.py` for the first tensors whole, and the last one
-replaced by its first bytes, f also tells when any amount can have been carried
-at the earliest. `carried` is its inverse. Both are exact for this relaxation;
-`lower_bound.py` has the argument, and looks at time from both ends.
+Gradients are sent in the order of their release, partitioned anywhere, in messages
+that cost alpha + beta * n. Take f from `merge_optimal.py` for the first tensors whole,
+and the last one replaced by its first bytes: f then also tells when any amount can
+have been carried at the earliest. `carried` is its inverse. Both are exact for this
+relaxation. `lower_bound.py` has the argument, and looks at time from both ends: seen
+backwards in time, tails are release times.
 
-Where all-reduces may be sent in halves, a message pays alpha/2 first, and one
-half does half of the work of its bytes. Take all messages up to a moment x. If
-some of them hand out, others before them have collected the same bytes; so they
-pay alpha/2 twice at least, all after the first gradient is ready, at h: the work
-is at most x - h - alpha. If none hands out, it is what can be collected by x in
-messages of alpha/2 + beta/2 * n. `HalvesCapacity` takes the larger of these, and
-no more than messages of alpha/2 + beta * n allow, which both are. Time turned
-round, messages that collect and messages that hand out change places.
+Where all-reduces may be sent in halves, a message pays alpha/2 first, and one half
+does half of the work of its bytes. Take all messages up to a moment x. If some of them
+are all-gathers, earlier ones have reduced and scattered the same bytes. So they pay
+alpha/2 at least twice, all after the first gradient is released, at h: the work is at
+most x - h - alpha. If none is an all-gather, the work is what can be collected by x in
+messages of alpha/2 + beta/2 * n. `HalvesCapacity` takes the larger of these two, and at
+most what messages of alpha/2 + beta * n allow, which cost no more than either half.
+Backwards in time, reduce-scatters and all-gathers change places.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Capacity", "HalvesCapacity", "capacities"]
 
 
 class Capacity(NamedTuple):
-    """Tensors from one end of the period: when each is there, f, and the network's seconds for the first j."""
+    """What the network can carry from one end of the period: release times, f, and work of the first j tensors."""
 
     release_s: list[float]
     finish_s: list[float]
@@ -40,20 +41,20 @@ class Capacity(NamedTuple):
 
     @classmethod
     def of(cls, release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> Capacity:
-        """For tensors whose `release_s` never falls."""
+        """The capacity for tensors whose `release_s` never decreases."""
         finish, _ = earliest_finishes(release_s, nbytes, cost)
         work = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]
         return cls(list(release_s), finish, work, cost.alpha_s)
 
     def _start(self, j: int) -> float:
-        """Least of (start - work before it) for a message that ends with bytes of tensor j."""
+        """The least (start - work before it) of a message that ends with bytes of tensor j."""
         ready = self.release_s[j]
-        i = bisect_right(self.finish_s, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is the best
+        i = bisect_right(self.finish_s, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is best
         start = ready - self.work_s[i - 1] if i else inf
         return start if i > j else min(start, self.finish_s[i] - self.work_s[i])
 
     def carried(self, until_s: float, *, of: int | None = None) -> float:
-        """The most seconds of work (beta times bytes) that can be done by then, of the first so many tensors."""
+        """The most seconds of work (beta times bytes) that can be done by then, on the first `of` tensors."""
         last = len(self.release_s) if of is None else of
         j = bisect_right(self.finish_s, until_s, hi=last + 1) - 1
         if j == last:
@@ -61,7 +62,7 @@ class Capacity(NamedTuple):
         return max(self.work_s[j], min(until_s - self.alpha_s - self._start(j), self.work_s[j + 1]))
 
     def needed(self, work_s: float) -> float:
-        """The earliest moment by which so much work can be done."""
+        """The earliest moment by which this much work can be done."""
         if work_s <= 0:
             return 0.0
         j = min(bisect_left(self.work_s, work_s), len(self.release_s)) - 1
@@ -69,17 +70,17 @@ class Capacity(NamedTuple):
 
 
 class HalvesCapacity:
-    """The same where a message is one half of an all-reduce, or both."""
+    """The same where a message is a half of an all-reduce, or both halves."""
 
     def __init__(self, release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> None:
-        """`cost`: of an all-reduce."""
+        """`release_s` must not decrease; `cost` is that of an all-reduce."""
         half_alpha, beta = cost.alpha_s / 2, cost.beta_s_per_byte
         self.release_s, self.alpha_s = list(release_s), cost.alpha_s
         self.any = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta))
         self.one_kind = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta / 2))
 
     def carried(self, until_s: float, *, of: int | None = None) -> float:
-        """As `Capacity.carried`."""
+        """The same as `Capacity.carried`."""
         if of == 0:
             return 0.0
         both_kinds = until_s - self.release_s[0] - self.alpha_s

@@ -1,9 +1,9 @@
-"""Checks a lower bound from its certificate alone.
+"""Proves a lower bound again, from its certificate alone, in exact arithmetic.
 
-Shares nothing with the code that found the bound: heads and tails by walking
-over the ops, the recurrence of `merge_optimal.py` as it is written, everything
-in whole numbers. A float is a whole number of `1 / _SCALE` seconds, so there is
-no rounding. `lower_bound.py` has the proof that is being checked.
+The checker shares nothing with the code that found the bound. It finds release times
+and tails by walking over the ops, and evaluates the recurrence of `merge_optimal.py` as
+it is written, everything in whole numbers: a float is a whole number of `1 / _SCALE`
+seconds, so there is no rounding. `lower_bound.py` has the proof that is checked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def verify_bound(
     order: Order = "captured",
     all_reduce_only: bool = False,
 ) -> Fraction:
-    """The exact seconds that the certificate proves.
+    """The exact seconds that the certificate proves, under the settings given to `lower_bound`.
 
-    Raises `InputError` when that is less than the bound claims (by more than
-    the rounding of its floats, a part in 10**9), or when the certificate names
-    tensors that the workload does not have.
+    Raises `InputError` when this is less than the bound claims (by more than the
+    rounding of its floats, a part in 10**9), or when the certificate names tensors
+    that the workload does not have.
     """
     chosen, case = bound.certificate.tensors, bound.certificate.case
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
@@ -52,7 +52,7 @@ def verify_bound(
         proved = Fraction(walk.compute(), _SCALE)
     elif case == "both":
         proved = _both_ends(
-            workload, cluster, {t: (walk.head(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
+            workload, cluster, {t: (walk.release(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
         )
     elif case == "between":
         proved = _between(workload, cluster, walk, chosen, all_reduce_only)
@@ -61,7 +61,7 @@ def verify_bound(
     elif case == "sequences":
         proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:
-        near, far = (walk.head, walk.tail) if case == "release" else (walk.tail, walk.head)
+        near, far = (walk.release, walk.tail) if case == "release" else (walk.tail, walk.release)
         proved = _network(workload, cluster, {t: near(t) for t in chosen}, all_reduce_only) + Fraction(
             min(map(far, chosen)), _SCALE
         )
@@ -71,7 +71,7 @@ def verify_bound(
 
 
 def _network(workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool) -> Fraction:
-    """f(near), with alpha/2 on top where halves are allowed."""
+    """f(near), plus alpha/2 where halves are allowed."""
     end = _End(workload, cluster, near, all_reduce_only)
     return Fraction(end.finish[-1] + (0 if all_reduce_only else end.half), end.unit)
 
@@ -79,11 +79,11 @@ def _network(workload: Workload, cluster: Cluster, near: dict[int, int], all_red
 def _both_ends(
     workload: Workload, cluster: Cluster, near: dict[int, tuple[int, int]], bound: Bound, all_reduce_only: bool
 ) -> Fraction:
-    """m - alpha/2 and the time that is needed, from the far end, for the work that cannot be done by m."""
+    """m - alpha/2, plus the time needed from the far end for the work that cannot be done by m."""
     moment = bound.certificate.moment_s
     if not (math.isfinite(moment) and moment >= 0):
         raise InputError(f"certificate: moment_s {moment} (expected finite seconds, at least 0)")
-    front = _End(workload, cluster, {t: head for t, (head, _) in near.items()}, all_reduce_only)
+    front = _End(workload, cluster, {t: release for t, (release, _) in near.items()}, all_reduce_only)
     back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, all_reduce_only)
     m = _whole(moment) * front.total
     left = front.sent[-1] - front.done_by(m)
@@ -93,13 +93,13 @@ def _both_ends(
 def _between(
     workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
 ) -> Fraction:
-    """h + alpha + beta * B + q, and what is left of the other tensors when those before h and after q are done."""
-    first, last = min(map(walk.head, chosen)), min(map(walk.tail, chosen))
+    """h + alpha + beta * B + q, plus the work for other tensors that fits neither before h nor after q."""
+    first, last = min(map(walk.release, chosen)), min(map(walk.tail, chosen))
     everything = range(len(workload.tensors))
     entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)  # for the slope of all bytes
     others = [t for t in everything if t not in chosen]
     work = entire.slope * sum(workload.tensors[t].nbytes for t in others)
-    before = _Carried(workload, cluster, {t: walk.head(t) for t in others}, all_reduce_only, entire).by(
+    before = _Carried(workload, cluster, {t: walk.release(t) for t in others}, all_reduce_only, entire).by(
         first * entire.total
     )
     after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, all_reduce_only, entire).by(
@@ -116,12 +116,12 @@ def _between(
 def _last(
     workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
 ) -> Fraction:
-    """The least over all times after the arrival of the chosen tensor, as `lower_bound.py` has it."""
+    """The least over all times after the arrival of the chosen tensor, as `last_message.py` defines it."""
     if len(chosen) != 1 or not walk.reorders:
         raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
     everything = range(len(workload.tensors))
     entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)
-    released = _Carried(workload, cluster, {t: walk.head(t) for t in everything}, all_reduce_only, entire)
+    released = _Carried(workload, cluster, {t: walk.release(t) for t in everything}, all_reduce_only, entire)
     needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, all_reduce_only, entire)
     work = [entire.slope * tensor.nbytes for tensor in workload.tensors]
     tail = walk.tail(chosen[0]) * entire.total
@@ -138,9 +138,9 @@ def _last(
 def _detour(
     workload: Workload, walk: _Walk, computed: set[int], chosen: tuple[int, ...], entire: _End, free: int
 ) -> Fraction:
-    """The ops `computed` anyway; and of the others that make gradients, their time or that of sending these.
+    """The time of the ops `computed` anyway, and for each other op that makes gradients, its time or that of sending.
 
-    `free` work may be left for later at no cost: the least of a linear program, by its greedy solution.
+    `free` work may be left for later at no cost. This is a linear program, which a greedy choice solves.
     """
     sent: dict[int, int] = {}
     for t, tensor in enumerate(workload.tensors):
@@ -157,7 +157,7 @@ def _detour(
 
 
 class _End:
-    """f for tensors as seen from one end of the period, in units of 1 / (_SCALE * bytes), where the slope is whole."""
+    """f for tensors seen from one end of the period, in units of 1 / (_SCALE * bytes), so that the slope is whole."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _End:
         of: int | None = None,
         one_kind: bool = False,
     ) -> None:
-        """`of`: bytes up to which the cheapest cost is drawn as a line; these tensors' own if not given.
+        """`of`: the bytes up to which a line replaces the cheapest cost; by default, those of these tensors.
 
         `one_kind`: a message does half of the work of its bytes.
         """
@@ -192,12 +192,12 @@ class _End:
         return min(max(self.finish[i], self.near[j]) - self.sent[i] for i in range(j + 1))
 
     def done_by(self, moment: int) -> int:
-        """The most work by a moment: for some j, all before tensor j and as much of it as there is time for."""
+        """The most work by a moment: for some j, all tensors before j and as much of j as there is time for."""
         possible = (min(moment - self.half - self._begun(j), self.sent[j + 1]) for j in range(len(self.near)))
         return max(0, *possible)
 
     def time_for(self, work: int) -> int:
-        """The least time for so much work; none for none."""
+        """The least time for this much work."""
         if work <= 0:
             return 0
         j = next(j for j in range(len(self.near)) if self.sent[j + 1] >= work)
@@ -205,7 +205,7 @@ class _End:
 
 
 class _Carried:
-    """The most work for tensors by a moment, in the units of `entire`; in halves, as `lower_bound.py` has it."""
+    """The most work for tensors by a moment, in the units of `entire`; with halves as in `capacity.py`."""
 
     def __init__(
         self, workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool, entire: _End
@@ -229,7 +229,7 @@ def _whole(seconds: float) -> int:
 
 
 class _Walk:
-    """Heads and tails by definition, in units of 1 / _SCALE seconds."""
+    """Release times and tails by definition, in units of 1 / _SCALE seconds."""
 
     scale = _SCALE
 
@@ -260,10 +260,10 @@ class _Walk:
     def compute(self) -> int:
         if self.compute_setting == "one":
             return sum(self.duration)
-        through = [self.head(t) + self.tail(t) for t in range(len(self.workload.tensors))]
+        through = [self.release(t) + self.tail(t) for t in range(len(self.workload.tensors))]
         return max([*through, *(self.path(i, self.before.__getitem__, False) for i in range(len(self.duration)))])
 
-    def head(self, t: int) -> int:
+    def release(self, t: int) -> int:
         producer = self.workload.tensors[t].ready_after
         if self.compute_setting == "unlimited":
             return self.path(producer, self.before.__getitem__, False)
@@ -296,7 +296,7 @@ class _Walk:
         return found
 
     def path(self, op: int, neighbours: Callable[[int], list[int]], later: bool) -> int:
-        """The longest path that starts at an op and goes along `neighbours`, without recursion."""
+        """The longest path from an op along `neighbours`, without recursion."""
         todo = [op]
         while todo:
             i = todo[-1]

@@ -1,10 +1,9 @@
-"""Checks a bound of the case "sequences": that no sequence of messages takes so little time.
+"""Checks a bound of the case "sequences": proves that no sequence of messages takes so little time.
 
-The states of `sequences.py`, in whole numbers: of 2**-48 of the seconds that are
-claimed, with everything that a schedule has to wait for rounded down, so that
-rounding can only let more schedules pass. Shares nothing with the search: what
-must have been computed is found by going through sets of ops, and states are
-followed for all bytes handed out at a time.
+It follows the states of `sequences.py` in whole numbers of 2**-48 of the claimed seconds.
+Everything that a schedule has to wait for is rounded down, so rounding can only let more
+schedules pass. It shares nothing with the search: it finds what must have been computed
+by going through sets of ops, and follows the states for all delivered bytes at a time.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from legato.schedule.bound.lower_bound import Certificate
 
 __all__ = ["Walk", "check_sequences"]
 
-#: What is claimed, in units; far above it, and still a number that can be added to others.
+#: The claimed time in units; and a number far above it that can still be added to others.
 _CLAIMED, _NEVER = 2**48, 2**60
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Walk(Protocol):
-    """What is known of ops and tensors, in whole numbers of `1 / scale` seconds."""
+    """Durations of ops, and release times and tails of tensors, in whole numbers of `1 / scale` seconds."""
 
     duration: list[int]
     scale: int
     reorders: bool
 
-    def head(self, t: int) -> int: ...
+    def release(self, t: int) -> int: ...
     def tail(self, t: int) -> int: ...
     def needs(self, t: int) -> set[int]: ...
 
@@ -45,14 +44,14 @@ class Walk(Protocol):
 def check_sequences(
     workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, all_reduce_only: bool
 ) -> Fraction:
-    """The seconds that are claimed. Raises `InputError` if a sequence of messages may take no longer."""
+    """The claimed seconds. Raises `InputError` if some sequence of messages may take no longer."""
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
     total = sum(tensor.nbytes for tensor in workload.tensors) - workload.tensors[certificate.tensors[0]].nbytes
     for levels in certificate.levels:
         if levels[:2] != (0, 1) or levels[-1] != total or any(b <= a for a, b in pairwise(levels)):
-            raise InputError(f"certificate: levels of bytes (expected 0, 1, and more of them up to {total})")
+            raise InputError(f"certificate: levels of bytes (expected 0, 1 and rising numbers up to {total})")
     if all_reduce_only and certificate.levels[0] != certificate.levels[1]:
-        raise InputError("certificate: bytes collected and handed out at different levels by all-reduces")
+        raise InputError("certificate: bytes collected and delivered at different levels by all-reduces")
     if any(walk.tail(b) >= walk.tail(a) for a, b in pairwise(certificate.tensors)):
         raise InputError("certificate: tensors (expected falling tails)")
     if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, all_reduce_only).fits():
@@ -61,7 +60,7 @@ def check_sequences(
 
 
 class _Relaxed:
-    """All that a schedule has to wait for, in units, and the states that it passes through.
+    """Everything that a schedule has to wait for, in units, and the states that it passes through.
 
     Coverage, as in `sequences.py`: 0, nothing of the first tensor is collected; 1, some of it; c, L(c - 1).
     """
@@ -81,7 +80,7 @@ class _Relaxed:
         self.duration = [self.down(seconds) for seconds in walk.duration]
         self.producer = [tensor.ready_after for tensor in workload.tensors]
         self.needs = {op: walk.needs(t) for t, op in enumerate(self.producer)} if walk.reorders else {}
-        self.head = {op: sum(walk.duration[i] for i in needs) for op, needs in self.needs.items()}
+        self.release_s = {op: sum(walk.duration[i] for i in needs) for op, needs in self.needs.items()}
         first, own = certificate.tensors[0], self.nbytes[certificate.tensors[0]]
         others = [t for t in range(len(self.nbytes)) if t != first]
         tail = [walk.tail(t) for t in range(len(self.nbytes))]
@@ -110,9 +109,9 @@ class _Relaxed:
         return int(value // self.unit)
 
     def _price(self, cluster: Cluster, levels: Sequence[Sequence[int]], own: int, scale: int) -> None:
-        """What messages pay first, the work for the first tensor, and of the least and most bytes of every level.
+        """Set alpha, the work for the first tensor, and the work of the least and most bytes of every level.
 
-        Where it is the most, rounded up.
+        The work of the most bytes is rounded up.
         """
         total = sum(self.nbytes)
         costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
@@ -124,15 +123,15 @@ class _Relaxed:
         self.x, self.y = (least_x, most_x + (most_x > 0)), (least_y, most_y + (most_y > 0))
 
     def ready(self, required: Sequence[int], tensors: Sequence[int], amounts: Sequence[int]) -> Array:
-        """The least time until the required tensors and so many bytes of some are computed, by amount."""
+        """For each amount, the least time until the required tensors and this many bytes of `tensors` are computed."""
         if not self.walk.reorders:
-            heads = [self.down(self.walk.head(t)) for t in tensors]
-            least = max((self.down(self.walk.head(t)) for t in required), default=0)
+            heads = [self.down(self.walk.release(t)) for t in tensors]
+            least = max((self.down(self.walk.release(t)) for t in required), default=0)
             return np.maximum(_in_turn(heads, [self.nbytes[t] for t in tensors], amounts), least)
         return self._in_any_order(required, tensors, amounts)
 
     def _in_any_order(self, required: Sequence[int], tensors: Sequence[int], amounts: Sequence[int]) -> Array:
-        """For every op that may need most of all that run, the others that make most bytes for their time."""
+        """The least over the op that needs most of all that run; the others make the most bytes for their time."""
         given = set[int]().union(*(self.needs[self.producer[t]] for t in required))
         made: dict[int, int] = {}
         for t in tensors:
@@ -144,14 +143,14 @@ class _Relaxed:
         for deepest in made:
             run = given | self.needs[deepest]
             bits = _bits(run)
-            others = [op for op in by_price if self.head[op] <= self.head[deepest] and needs[op] & ~bits]
+            others = [op for op in by_price if self.release_s[op] <= self.release_s[deepest] and needs[op] & ~bits]
             least = np.minimum(least, self._filled(run, made, others, needs, asked))
         return np.minimum.accumulate(least[::-1])[::-1][place]
 
     def _filled(
         self, run: set[int], made: dict[int, int], others: Sequence[int], needs: dict[int, int], amounts: Array
     ) -> Array:
-        """Seconds for these ops, and as much of others, in their order, as it takes for so many bytes."""
+        """For each amount, the time of these ops, and of as much of the others, in order, as the bytes need."""
         bits = _bits(run)
         done = sum(of for op, of in made.items() if not needs[op] & ~bits)
         until = [*accumulate((made[op] for op in others), initial=done)]
@@ -167,9 +166,9 @@ class _Relaxed:
         return least
 
     def fits(self) -> bool:
-        """Whether everything can be handed out in time."""
-        handed, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.limit))
-        least = np.full((len(self.x[0]), handed, len(self.release), limits), _NEVER)
+        """Whether everything can be delivered in time."""
+        delivered, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.limit))
+        least = np.full((len(self.x[0]), delivered, len(self.release), limits), _NEVER)
         least[0, 0, 0, 0] = 0
         for i in range(len(least)):
             for c, release in enumerate(self.release[:, i]):
@@ -178,12 +177,12 @@ class _Relaxed:
         return bool(least[-1, -1, -1, -1] < _NEVER)
 
     def _collected(self, least: Array, i: int, c: int, done: Array) -> Array:
-        """The least times after a message to level i and coverage c, by all that states before it are told apart by.
+        """The least times after a message to level i and coverage c, for every state before it.
 
-        `done`: the most work that may have been done, in the same way.
+        `done` is the most work that may have been done, also by state.
         """
         spent = least[: i + 1].copy()
-        spent[i, :, c:] = _NEVER  # it would change nothing
+        spent[i, :, c:] = _NEVER  # such a message would change nothing
         spent[:i, :, c + 1 :] = _NEVER
         if c:
             spent[:, :, 0] = np.maximum(spent[:, :, 0], self.release[1, : i + 1, None, None] - done[:, :, 0])
@@ -194,7 +193,7 @@ class _Relaxed:
         return released + self.alpha
 
     def _halves(self, least: Array, i: int, c: int) -> None:
-        """All states with level i collected and coverage c, from those before."""
+        """Find all states with level i collected and coverage c from the states before them."""
         (least_x, most_x), (least_y, most_y) = self.x, self.y
         kinds = range(len(self.limit))
         own = np.array([[(self.first + 1) * ((before > 0) + (last > 0)) for last in kinds] for before in kinds])
@@ -210,12 +209,12 @@ class _Relaxed:
                     earlier[j, a] = _NEVER
                     end = earlier + self.alpha + least_x[i] + least_y[j] + self.first * ((c > 1) + (a > 1))
                     late = end > _CLAIMED - np.maximum(self.left[: j + 1, None], self.limit[: a + 1])
-                    handed = np.where(late, _NEVER, earlier + self.alpha).min()
-                    least[i, j, c, a] = min(least[i, j, c, a], handed)
+                    delivered = np.where(late, _NEVER, earlier + self.alpha).min()
+                    least[i, j, c, a] = min(least[i, j, c, a], delivered)
         least[i, :, c] = np.minimum(least[i, :, c], _NEVER)
 
     def _all_reduces(self, least: Array, i: int, c: int) -> None:
-        """The same where what is collected is handed out."""
+        """The same for all-reduces, where everything that is collected is delivered."""
         least_x, most_x = self.x
         own = np.where(np.arange(len(self.release)) > 0, self.first + 1, 0)[None, None, :, None]
         spent = self._collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
@@ -225,7 +224,7 @@ class _Relaxed:
 
 
 def _in_turn(near: Sequence[int], nbytes: Sequence[int], amounts: Sequence[int]) -> Array:
-    """When so many bytes are there, each tensor of them at a moment of its own, by amount."""
+    """For each amount, when this many bytes are ready, with a fixed time for each tensor."""
     order = sorted(range(len(near)), key=near.__getitem__)
     until = np.cumsum(np.array([nbytes[t] for t in order]))
     moments = np.array([*(near[t] for t in order), _NEVER])

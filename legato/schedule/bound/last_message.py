@@ -1,27 +1,27 @@
-"""What is not computed before a message that the forward pass waits for needs messages of its own after it.
+"""The bound "last": what is computed after a message that the forward pass waits for needs messages of its own.
 
-Where the order of computation is free, the first layers' gradients can be made
-before the others, which then do not delay them. But where the others come
-later, so do their messages, and the forward pass reads those, too.
+Where the order of computation is free, the gradients of the first layers can be made
+before the others, which then do not delay them. But then the others come later, and so
+do their messages, and the forward pass reads those, too.
 
-Take any tensor t with the tail q, and the message that hands out the last of it,
-which ends at e. Let s be the start of the last message not after it that
-aggregates anything (itself, if it is an all-reduce), and tau = T - e.
+Take any tensor t with the tail q, and the message that delivers the last of it, which
+ends at e. Let s be the start of the last message, up to this one, that aggregates
+anything (this one itself, if it is an all-reduce), and tau = T - e.
 
-- Between s and e there is the time of an all-reduce or of two halves: alpha, and
-  the work. Let U(s) be the most work that can be done by s, and V(tau) by the
-  messages after e (`capacity.py`; all of it is beta * B). Then
+- Between s and e there is the time of an all-reduce or of two halves: alpha, and the
+  work. Let U(s) be the most work that can be done by s, and V(tau) by the messages
+  after e (`capacity.py`; the work in all is beta * B). Then
 
       e - s >= alpha + max(0, beta * B - U(s) - V(tau)).
 
-- All of t is computed by s. What is not is sent after e, both halves of it. So a
-  tensor of n bytes with the tail q' is computed by s as well, unless alpha + beta
-  * n + q' <= tau. Let K(tau) be the ops that t and all such tensors need.
-- Of the other ops that produce gradients, one of d seconds whose gradients take w
-  of work runs before s, or these w are part of V(tau). U and V grow no faster
-  than time; so from the least tau with the same K on, s + tau is at least tau +
-  sum of d(K) + what the cheapest choice costs: V(tau) of work for nothing, for
-  the rest of each op d or w (`Detours.least_s`).
+- All of t is computed by s. Whatever is not computed by s is sent after e, both halves
+  of it. So a tensor of n bytes with the tail q' is computed by s as well, unless
+  alpha + beta * n + q' <= tau. Let K(tau) be the ops that t and all such tensors need.
+- Of the other ops that produce gradients, one that takes d seconds and whose gradients
+  take w of work either runs before s, or its w are part of V(tau). U and V grow no
+  faster than time. So, from the least tau with the same K on, s + tau is at least tau +
+  sum of d(K) + the cost of the cheapest choice: V(tau) of work for nothing, and for the
+  rest of each op d or w (`Detours.least_s`).
 
 Together, for the least value over the tau >= q at which K changes,
 
@@ -37,16 +37,16 @@ from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import Detours, HeadsTails
 from legato.schedule.bound.capacity import capacities
 
-__all__ = ["Last", "last_message"]
+__all__ = ["LastMessage", "last_message"]
 
-#: How many tensors to try.
+#: The number of tensors to try.
 _TRIES = 4
-#: Far more than the rounding of some thousand float additions, relative to their sum.
+#: More than the relative rounding error of thousands of float additions.
 _ROUNDING = 1e-9
 
 
-class Last(NamedTuple):
-    """No schedule takes less than `seconds`; a tensor that proves it, the computation before and the time after."""
+class LastMessage(NamedTuple):
+    """No schedule takes less than `seconds`; the tensor that proves it, the computation before and the time after."""
 
     seconds: float
     tensor: int
@@ -62,7 +62,7 @@ def last_message(
     detours: Detours,
     *,
     beat_s: float,
-) -> Last | None:
+) -> LastMessage | None:
     """The best of these bounds, or None if none found is above `beat_s`."""
     prover = _Prover(times, nbytes, line, all_reduce_only, detours)
     best = None
@@ -74,7 +74,7 @@ def last_message(
 
 
 class _Prover:
-    """What a tensor proves: the least over all times after its arrival, where what they leave room for changes."""
+    """Computes what a tensor proves: the least over all times tau after its arrival at which the ops K change."""
 
     def __init__(
         self, times: HeadsTails, nbytes: Sequence[int], line: LinearCost, all_reduce_only: bool, detours: Detours
@@ -88,8 +88,8 @@ class _Prover:
     def alone_s(self, t: int) -> float:
         return self.times.release_s[t] + self.send_s[t] + self.times.tail_s[t]
 
-    def __call__(self, t: int, beat_s: float) -> Last | None:
-        """What tensor t proves, or None if no more than `beat_s`."""
+    def __call__(self, t: int, beat_s: float) -> LastMessage | None:
+        """What tensor t proves, or None if that is not above `beat_s`."""
         least = None
         choices = [(after + self.detours.weigh.of(ops), after, ops) for after, ops in self._choices(t)]
         for computed_s, after, ops in sorted(choices):
@@ -102,11 +102,11 @@ class _Prover:
             if seconds <= beat_s:
                 return None
             if least is None or seconds < least.seconds:
-                least = Last(seconds, t, begin, after)
+                least = LastMessage(seconds, t, begin, after)
         return least
 
     def _choices(self, t: int) -> Iterator[tuple[float, int]]:
-        """Seconds after the arrival of t at the least, and the ops (as bits) that are run before its message then."""
+        """The least seconds after the arrival of t, each with the ops (as bits) that then run before its message."""
         ops, tail = self.detours.needs[t], self.times.tail_s[t]
         wide = sorted((other for other, room in enumerate(self.room_s) if room > tail), key=self.room_s.__getitem__)
         while wide:

@@ -1,9 +1,9 @@
 """A time that no schedule can beat, and the set of tensors that proves it.
 
-Take any schedule: any merging, cutting and order of messages, all-reduces or
-the two halves of which they can be made, any of the cluster's collectives in
-any mixture, with forward overlap. Let S be any set of tensors, B their bytes,
-r the head and q the tail of a tensor (`heads_tails.py`).
+Take any schedule: any merging, partitioning and order of messages, all-reduces or
+their two halves, any mixture of the cluster's collectives, with forward overlap. Let
+S be any set of tensors, B their bytes, r the release time (Carlier's head) and q the
+tail of a tensor (`heads_tails.py`).
 
 *Cost.* Let alpha be the least of the collectives' alphas and beta the slope at
 which alpha + beta * B is the cost of the cheapest collective for B bytes. The
@@ -12,22 +12,22 @@ S costs at least alpha + beta * b, whichever its collective (with one
 collective, this is its own cost); a half costs at least half of that.
 
 *Release.* List the messages that aggregate bytes of S (all-reduces and first
-halves) in time order; the j-th starts no earlier than R(j), the largest head in
-it or before it. From then until the last byte of S arrives, the network carries
-the messages l >= j, each at least alpha/2 + beta/2 * b(l), and hands these
-bytes out again (the other half of each all-reduce, or later second halves, at
+halves) in time order; the j-th starts no earlier than R(j), the largest release time
+in it or before it. From then until the last byte of S arrives, the network carries
+the messages l >= j, each at least alpha/2 + beta/2 * b(l), and delivers these
+bytes (the other half of each all-reduce, or later second halves, at
 least one), for at least alpha/2 + beta/2 * (sum of b(l)). So S arrives after
 
     alpha/2 + max over j of  R(j) + sum over l >= j of (alpha/2 + beta * b(l)).
 
-Moving each byte into the first message with R >= its head only lowers this, and
-then every message carries neighbours in order of head: it is at least alpha/2 +
-f, with f from `merge_optimal.py` for alpha/2 and beta. The tensor that arrives
+Moving each byte into the first message with R >= its release time only lowers
+this, and then every message carries neighbours in order of release: it is at least
+alpha/2 + f, with f from `merge_optimal.py` for alpha/2 and beta. The tensor that arrives
 last still has a tail of at least min q(S):
 
-    T >= f(heads of S) + alpha/2 + min q(S).
+    T >= f(release times of S) + alpha/2 + min q(S).
 
-*Tail.* The same backwards in time, with the messages that hand out bytes of S:
+*Tail.* The same backwards in time, with the messages that deliver bytes of S:
 
     T >= min r(S) + alpha/2 + f(tails of S).
 
@@ -45,10 +45,10 @@ V(T - m + alpha/2); if not, w1 = 0 does the same. (No message at m: even less.) 
 
 and T is at least m - alpha/2 plus the time that V needs for the rest. This
 counts what the network loses at both ends of the period: the small messages
-that it begins with to have anything to do, and those that it ends with so as
-not to keep the forward pass waiting.
+with which it has to begin, and those with which it has to end so that the forward
+pass does not wait.
 
-*Between.* Let h be the least head of S and q its least tail. All messages with
+*Between.* Let h be the least release time of S and q its least tail. All messages with
 bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
 the work for the other tensors, beta * b for b bytes, and U and V as above, but
 for the others only, and sharper where there are halves (`HalvesCapacity`). The
@@ -58,15 +58,15 @@ than time. The same at the other end. What neither has done is done between, so
 
     T >= h + alpha + beta * B + max(0, W - U(h) - V(q)) + q.
 
-This is what the others lose: sets that are small but late (the first layers)
-wait for all that could go neither before them nor after.
+Sets that are small but late (the first layers) wait for everything that could go
+neither before them nor after.
 
 *Detours.* Where ops may run in any order on one stream, "between" proves more.
 Let K be the ops that every gradient of S depends on, and g >= sum of d(K) the
 moment at which the first gradient of S is ready. An op outside of K that
 produces gradients of other tensors, with w seconds of network work, either runs
-before g, which puts g off by its duration d, or what it produces is not sent by
-messages that start before g. With V as above,
+before g and delays g by its duration d, or what it produces is not sent by messages
+that start before g. With V as above,
 
     T >= sum of d(K) + sum of d of those before g + alpha + beta * B
          + max(0, sum of w of the others - V(q)) + q.
@@ -75,13 +75,13 @@ The least of this over all choices of ops, or of parts of ops, is a linear
 program that a greedy choice solves: V(q) goes to those with the largest d/w, and
 of each of the rest the smaller of d and w counts.
 
-*Last.* There, too, what is not computed before the message that a tensor waits
-for needs a message of its own after it (`last_message.py`).
+*Last.* In any order of ops, what is not computed before the message that a tensor
+waits for needs a message of its own after it (`last_message.py`).
 
-*Sequences.* Where messages are dear, all sequences of them are followed at once,
-with the least that each state needs (`sequences.py`).
+*Sequences.* Where messages are expensive, all sequences of them are followed at once,
+with the least time that each state needs (`sequences.py`).
 
-*Whole.* If every message is an all-reduce, alpha stands where alpha/2 stands
+*All-reduces only.* If every message is an all-reduce, alpha stands where alpha/2 stands
 above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
 b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
 alpha) with messages that pay alpha first.
@@ -91,9 +91,9 @@ preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
 faster than its computation alone.
 
-Every S gives a valid bound. We try a few dozen promising ones, so the bound may
-miss the best S; it never claims too much.
-`check.py` checks a bound from its S alone, in exact arithmetic.
+Every S gives a valid bound. A few dozen promising ones are tried, so the bound may
+miss the best S, but it never claims too much. `check.py` proves a bound again from
+its certificate alone, in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ from legato.simulator.period import Compute
 
 __all__ = ["Bound", "Certificate", "cheapest_line", "kind_of", "lower_bound"]
 
-#: How many late deliveries of Jackson's schedule to look into.
+#: How many late deliveries of Jackson's schedule to examine.
 _TRIES = 6
-#: How many of the best sets to look at from both ends.
+#: How many of the best sets to examine from both ends.
 _BOTH = 4
-#: How many moments to try for both ends, and how often to look closer around the best.
-_MOMENTS, _ZOOMS = 16, 3
-#: Far more than the rounding of some thousand float additions, relative to their sum.
+#: How many moments to try for "both", and how often to refine around the best one.
+_MOMENTS, _REFINEMENTS = 16, 3
+#: More than the relative rounding error of thousands of float additions.
 _ROUNDING = 1e-9
 
 
@@ -134,15 +134,15 @@ Case = Literal["compute", "release", "tail", "both", "between", "last", "sequenc
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why no schedule is faster: the indices S of the critical tensors, and what they take.
+    """Why no schedule is faster: the indices S of the critical tensors, and the time that they take.
 
-    `case` says which of the arguments above holds: "release", "tail", "both",
-    "between", "last", "sequences", or "compute", where S is empty and communication does not
-    matter; `moment_s` is the m of "both", `levels` are the bytes to which "sequences" rounds, with S in
-    the order of its limits. The
-    computation before the first tensor of S is ready (`before_s`; before its
-    message, where that is "last"), the network with its unavoidable waits
-    (`network_s`), and the time after (`after_s`) follow one another and add up to the bound, in seconds.
+    `case` names the argument above that gives the bound; with "compute", S is empty
+    and computation alone takes as long. Three times follow one another and add up to
+    the bound, in seconds: `before_s`, the computation before the first tensor of S is
+    ready (with "last", before its message); `network_s`, the network with its
+    unavoidable waits; and `after_s`, the time after. `moment_s` is the m of "both".
+    `levels` are the bytes to which "sequences" rounds; its S is in the order of its
+    limits.
     """
 
     case: Case
@@ -173,23 +173,24 @@ def lower_bound(
     all_reduce_only: bool = False,
     thorough: bool = True,
 ) -> Bound:
-    """The largest of the bounds above over the sets tried; without "sequences", which takes longest, if not `thorough`.
+    """The largest of the bounds above over the sets tried.
 
-    It holds for every plan that `legato.simulator.collective` accepts under the
-    same `compute` and an `op_order` that `order` allows; with `all_reduce_only`, for
-    those of them that send all-reduces only, and is sharper then. Raises
+    It holds for every plan that `legato.simulator.collective` accepts under the same
+    `compute` and with an `op_order` that `order` allows. With `all_reduce_only`, it
+    holds only for plans that send nothing but all-reduces, and is sharper. Without
+    `thorough`, it leaves out "sequences", which takes longest to find. Raises
     `InputError` on an unknown setting.
     """
     times = heads_tails(workload, compute, order)
-    fees = 1.0 if all_reduce_only else 0.5
+    alpha_share = 1.0 if all_reduce_only else 0.5
     line = cheapest_line(cluster, workload.nbytes)
     nothing = Bound(times.compute_s, Certificate("compute", (), times.compute_s, 0.0, 0.0))
     sets = dict.fromkeys(_promising_sets(workload, cluster, times))  # in order, each once
-    bounds = [_bound(case, tensors, workload, cluster, times, fees) for case, tensors in sets]
+    bounds = [_one_end(case, tensors, workload, cluster, times, alpha_share) for case, tensors in sets]
     bounds.sort(key=lambda bound: bound.seconds, reverse=True)
     best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
-        bounds.append(_both(tensors, workload, cluster, times, fees))
+        bounds.append(_both_ends(tensors, workload, cluster, times, alpha_share))
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
     detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
     nbytes = [tensor.nbytes for tensor in workload.tensors]
@@ -214,10 +215,12 @@ def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: f
     return Bound(seconds, Certificate(case, tensors, before_s, seconds - before_s - after_s, after_s))
 
 
-def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails, fees: float) -> Bound:
-    """What S proves when time is looked at from both ends, for the best of some moments."""
+def _both_ends(
+    tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails, alpha_share: float
+) -> Bound:
+    """What S proves with the argument "both", for the best of some moments."""
     line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
-    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+    half = LinearCost(line.alpha_s * alpha_share, line.beta_s_per_byte)
     capacities = []
     for near in (times.release_s, times.tail_s):
         inward = sorted(tensors, key=near.__getitem__)
@@ -226,11 +229,11 @@ def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times:
     work, first, last = released.work_s[-1], released.release_s[0], needed.release_s[0]
 
     def proves(moment: float) -> float:
-        # Rounded down by more than floats can be off: a trace of one more tensor would ask for all of its delay.
+        # Rounded down by more than the error of floats: a trace of one more tensor would count its whole delay.
         return moment - half.alpha_s + needed.needed(work - released.carried(moment) - _ROUNDING * work)
 
     low, high = first, max(released.finish_s[-1], first)
-    for _ in range(_ZOOMS):
+    for _ in range(_REFINEMENTS):
         moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
         k = max(range(len(moments)), key=lambda i: proves(moments[i]))
         low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
@@ -238,29 +241,29 @@ def _both(tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times:
     return Bound(seconds, Certificate("both", tuple(sorted(tensors)), first, seconds - first - last, last, moments[k]))
 
 
-def _bound(
+def _one_end(
     case: Literal["release", "tail"],
     tensors: tuple[int, ...],
     workload: Workload,
     cluster: Cluster,
     times: HeadsTails,
-    fees: float,
+    alpha_share: float,
 ) -> Bound:
-    """What S proves; the tail case is the release case with time turned round."""
+    """What S proves with the argument "release", or with "tail", which is the same backwards in time."""
     near, far = (times.release_s, times.tail_s) if case == "release" else (times.tail_s, times.release_s)
     inward = sorted(tensors, key=lambda t: near[t])
     sizes = [workload.tensors[t].nbytes for t in inward]
     line = cheapest_line(cluster, sum(sizes))
-    half = LinearCost(line.alpha_s * fees, line.beta_s_per_byte)
+    half = LinearCost(line.alpha_s * alpha_share, line.beta_s_per_byte)
     arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
     first, last = near[inward[0]], min(far[t] for t in tensors)
-    network = arrival + line.alpha_s * (1 - fees) - first
+    network = arrival + line.alpha_s * (1 - alpha_share) - first
     before, after = (first, last) if case == "release" else (last, first)
     return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
 
 
 def cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
-    """The line below the cost of every collective for 0 to `nbytes` bytes that touches the least at both ends."""
+    """The highest line below the costs of all collectives from 0 to `nbytes` bytes: it meets the least at both ends."""
     costs = cluster.least_costs()
     alpha = min(cost.alpha_s for cost in costs)
     return LinearCost(alpha, (min(cost.cost(nbytes) for cost in costs) - alpha) / nbytes)
@@ -269,36 +272,37 @@ def cheapest_line(cluster: Cluster, nbytes: int) -> LinearCost:
 def _promising_sets(
     workload: Workload, cluster: Cluster, times: HeadsTails
 ) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
-    """(case, S) worth trying: one family for when bytes are dear, one for when startup times are.
+    """Pairs (case, S) worth trying: one family for expensive bytes, one for expensive startup times.
 
-    First, the latest deliveries of Jackson's schedule. A tensor delivered at
-    C + q, after a stretch of time from `begin` to C in which the network was
-    never idle and did nothing of a shorter tail, is late because of the tensors
-    with head >= begin and tail >= q. Then, the tensors with the longest tails or
-    heads: 1, 2, 3, 4, 6, 8, 11, 16 and so on of them.
+    The first family comes from the latest deliveries of Jackson's schedule. Take a
+    tensor delivered at C + q, after a stretch of time from `begin` to C in which the
+    network was never idle and sent nothing with a shorter tail. It is late because of
+    the tensors with release time >= begin and tail >= q. The second family is the
+    tensors with the longest tails, or the latest release times: 1, 2, 3, 4, 6, 8, 11,
+    16 and so on of them.
     """
-    head, tail = times.release_s, times.tail_s
-    everything = range(len(head))
+    release, tail = times.release_s, times.tail_s
+    everything = range(len(release))
     slope = cheapest_line(cluster, workload.nbytes).beta_s_per_byte
-    pieces = jackson(head, [slope * tensor.nbytes for tensor in workload.tensors], tail)
+    pieces = jackson(release, [slope * tensor.nbytes for tensor in workload.tensors], tail)
     last = {job: k for k, (job, _, _) in enumerate(pieces)}
     for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):
         begin, least = _stretch(pieces, last[late], tail), tail[late]
-        both = tuple(t for t in everything if head[t] >= begin and tail[t] >= least)
+        both = tuple(t for t in everything if release[t] >= begin and tail[t] >= least)
         yield "release", both
         yield "release", tuple(t for t in everything if tail[t] >= least)
         yield "tail", both
-        yield "tail", tuple(t for t in everything if head[t] >= begin)
-    by_tail, by_head = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, head))
+        yield "tail", tuple(t for t in everything if release[t] >= begin)
+    by_tail, by_release = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, release))
     count = 1.0
-    while count < 2**0.5 * len(head):
+    while count < 2**0.5 * len(release):
         yield "release", tuple(sorted(by_tail[: int(count)]))
-        yield "tail", tuple(sorted(by_head[: int(count)]))
+        yield "tail", tuple(sorted(by_release[: int(count)]))
         count *= 2**0.5
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
-    """When the stretch began that ends with piece k."""
+    """When the stretch that ends with piece k began."""
     shortest = tail[pieces[k][0]]
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1
@@ -306,7 +310,7 @@ def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[
 
 
 def kind_of(plan: Plan, workload: Workload) -> tuple[Order, bool]:
-    """Which bound holds for a plan: whether it keeps the captured order, and whether it sends all-reduces only."""
+    """Which bound holds for a plan: its `order`, and whether it sends all-reduces only."""
     ops = [op for op in plan.op_order or workload.iteration_order() if workload.ops[op].phase != "optimizer"]
     kept = ops == workload.phase_ops("backward") + workload.phase_ops("forward")
     return "captured" if kept else "any", all(message.kind == "all_reduce" for message in plan.messages)

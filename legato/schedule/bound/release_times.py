@@ -1,14 +1,14 @@
-"""The least time in which given gradients, and so many bytes in all, can have been computed.
+"""The least time in which given gradients, and a given number of bytes in all, can have been computed.
 
-Where ops run in any order on one stream, what has been computed is a set of ops
-that holds all that its members depend on. Take the gradient in it that depends
-on most: everything that it depends on has run, and of every other gradient that
-was not among that at least the op that produces it. Those that make most bytes
-for their time are taken first, the last one in part (a fractional knapsack); the
-least over all gradients that may be the first one is never too much.
+Where ops run in any order on one stream, what has been computed is a set of ops that
+contains everything its members depend on. Take the gradient in it that depends on most:
+everything that it depends on has run, and so has, for every other gradient, at least the
+op that produces it. Those that make most bytes for their time are taken first, the last
+one in part (a fractional knapsack). The least over all gradients that may be the first
+one taken is never too much.
 
-In the captured order, and with unlimited compute, each gradient has its own
-moment, whatever else is computed. Units: seconds and bytes.
+In the captured order, and with unlimited compute, each gradient has its own fixed
+release time, whatever else is computed. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Amounts = npt.NDArray[np.int64]
 
 
 class ReleaseTimes(Protocol):
-    """When gradients can be ready."""
+    """When gradients can be ready at the earliest."""
 
     def least_s(self, required: Sequence[int], amounts: Amounts) -> Floats:
-        """The least time for the required tensors and at least so many bytes, these included; by amount."""
+        """For each amount, the least time for the required tensors and at least this many bytes in all."""
         ...
 
     def part_s(self, tensors: Sequence[int], amounts: Amounts) -> Floats:
-        """The least time for so many bytes of some tensors, infinite where they have fewer; by amount."""
+        """For each amount, the least time for this many bytes of some tensors; infinite if they have fewer."""
         ...
 
 
 class FixedReleaseTimes:
-    """Each gradient is ready at a moment of its own. Looked at backwards in time, each is needed at one."""
+    """Each gradient has a fixed release time (or, backwards in time, a fixed tail)."""
 
     def __init__(self, release_s: Sequence[float], nbytes: Sequence[int]) -> None:
         self.release_s, self.nbytes = np.array(release_s), np.array(nbytes, dtype=np.int64)
@@ -59,7 +59,7 @@ class FixedReleaseTimes:
 
 
 class AnyOrderReleaseTimes:
-    """Ops run in any order on one stream."""
+    """Release times where ops run in any order on one stream."""
 
     def __init__(self, detours: Detours, nbytes: Sequence[int]) -> None:
         self.detours = detours
@@ -86,9 +86,9 @@ class AnyOrderReleaseTimes:
         chosen = set(tensors)
         return np.array([sum(self.nbytes[t] for t in of if t in chosen) for of in self.tensors], dtype=np.float64)
 
-    def _least_s(self, needed: int, made: Floats, asked: Amounts) -> Floats:
-        """With the ops `needed` in any case."""
-        amounts, place = np.unique(asked, return_inverse=True)
+    def _least_s(self, needed: int, made: Floats, amounts: Amounts) -> Floats:
+        """The least time by amount, with the ops `needed` in any case."""
+        amounts, place = np.unique(amounts, return_inverse=True)
         with np.errstate(divide="ignore", invalid="ignore"):
             dear = np.argsort(np.where(made > 0, self.duration_s / made, np.inf), kind="stable")
         begun = self.detours.weigh.of(needed)
@@ -103,5 +103,5 @@ class AnyOrderReleaseTimes:
         return np.minimum.accumulate(least[::-1])[::-1][place]
 
     def _inside(self, ops: int) -> npt.NDArray[np.bool_]:
-        """Whether all that an op needs is among these, by op that produces gradients."""
+        """For each op that produces gradients, whether these ops include all that it needs."""
         return np.array([not needs & ~ops for needs in self.needs])

@@ -1,4 +1,4 @@
-"""Whether a relaxed schedule of some seconds exists: the states of `sequences.py`, one after another, compiled."""
+"""Whether a relaxed schedule of a given length exists: goes through the states of `sequences.py`; compiled by numba."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ __all__ = ["Relaxed", "fits_all_reduces", "fits_halves"]
 Floats = npt.NDArray[np.float64]
 
 _NEVER = 1e300
-#: Far more than the rounding of some dozen float additions, relative to the seconds that are tried.
+#: More than the rounding error of dozens of float additions, relative to the length that is tried.
 _ROUNDING = 1e-12
 
 
 class Relaxed(NamedTuple):
-    """What every sequence of messages has to wait for, in seconds; `sequences.py` says what coverage is."""
+    """What every sequence of messages has to wait for, in seconds; `sequences.py` defines coverage."""
 
     alpha_s: float  # what a message (or half) pays first
     first_s: float  # its work for the first tensor
-    collected_s: Floats  # by level: the work of its least and of its most bytes, [2, levels]
-    handed_s: Floats  # the same of bytes handed out
-    release_s: Floats  # by coverage and level: when the gradients for it are ready
-    before_s: Floats  # by coverage, level and level before: when what earlier messages carried of it was ready
-    left_s: Floats  # by level handed out: the tail of what is left
-    limit_s: Floats  # by coverage: the tail of something that is not collected, from coverage 1 on
+    collected_s: Floats  # by level: the work of the least and the most bytes at it, [2, levels]
+    delivered_s: Floats  # the same for bytes delivered
+    release_s: Floats  # by coverage and level: when its gradients are ready
+    before_s: Floats  # by coverage, level and previous level: when what earlier messages carried was ready
+    left_s: Floats  # by level delivered: the tail of what is left
+    limit_s: Floats  # by coverage, from 1 on: the tail of a tensor that is not collected
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _begun(release_s: float, level: int, alpha_s: float) -> float:
-    """When the message before has paid, if it carries what is ready then; nothing is before level 0."""
+    """When the previous message has paid alpha, if it carries what is ready then; level 0 has no previous message."""
     return release_s + alpha_s if level > 0 and release_s > 0.0 else 0.0
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
-    """Messages are halves of all-reduces. States: both levels, the coverage, and that at the last second half."""
+    """Messages are halves. A state is both levels, the coverage, and the coverage at the last all-gather."""
     alpha_s, first_s, x, y, release_s, before_s, left_s, limit_s = relaxed
-    count, handed, coverages = x.shape[1], y.shape[1], len(release_s)
+    count, delivered, coverages = x.shape[1], y.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
     most = seconds - x[0, -1] - y[0, -1] - 2 * first_s
-    least = np.full((count, handed, coverages, coverages), _NEVER)
-    covered = np.full((count, handed, coverages, coverages), _NEVER)  # the least of lower coverages but 0
+    least = np.full((count, delivered, coverages, coverages), _NEVER)
+    covered = np.full((count, delivered, coverages, coverages), _NEVER)  # the least of all lower coverages except 0
     for i in range(count):
-        for j in range(handed):
+        for j in range(delivered):
             if y[0, j] > x[1, i]:
                 break
             for c in range(coverages):
@@ -86,7 +86,7 @@ def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_all_reduces(seconds: float, relaxed: Relaxed) -> bool:
-    """Messages are all-reduces. States: the level, of bytes collected and handed out, and the coverage."""
+    """Messages are all-reduces. A state is the level (of bytes collected and delivered) and the coverage."""
     alpha_s, first_s, x, _, release_s, before_s, left_s, limit_s = relaxed
     count, coverages = x.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING

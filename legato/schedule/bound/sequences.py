@@ -1,38 +1,37 @@
-"""What any sequence of messages needs: the least time of a relaxed schedule, found exactly.
+"""The bound "sequences": the least time that any sequence of messages needs, found exactly for a relaxed schedule.
 
-Where a message costs about as much as the computation between two of them, how
-many messages there are, and of which kind, decides everything. This bound follows
-all sequences of them at once.
+Where a message costs about as much as the computation between two messages, the number
+of messages and their kinds decide everything. This bound follows all sequences of them
+at once.
 
-A schedule is a sequence of halves of all-reduces: first ones collect, second
-ones hand out, and each takes at least alpha/2 + beta/2 * bytes. After each, let
-x bytes be collected and y <= x handed out, and u be the time that was not spent on
-bytes: u grows by alpha/2 with every message, and by the time the network waits.
+A schedule is a sequence of halves of all-reduces: reduce-scatters collect bytes,
+all-gathers deliver them, and each takes at least alpha/2 + beta/2 * bytes. After each,
+let x bytes be collected and y <= x delivered, and let u be the time that was not spent
+on bytes: u grows by alpha/2 with every message, and by the time that the network waits.
 
-- *Release.* When a first half starts, everything that it or an earlier one
-  collects has been computed. `release_times.py` has the least time R for x bytes.
-- *Deadline.* When a second half ends at e, what has not been handed out before
-  it has a tail of at most T - e. If that is r bytes, one of them has a tail of at
-  least Q(r), the least for which r bytes have no larger one.
-- *Coverage.* Let L(1), L(2), ... be the tensors with a tail of at least so much,
-  for falling limits. Let k be the last for which all of L(k) is collected: the
-  message that made it so started after the least time for L(k) and x bytes. While
-  it is k, second halves leave a tensor of L(k + 1) behind, which is not collected;
-  so the second half after them ends at T minus the limit of L(k + 1) at the latest.
-- *Before.* The message that completes L(k) carries all of it that earlier ones
-  did not. What earlier ones carried was computed before the last of these began.
-- *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no
-  other bytes can be taken for it. When the first message with bytes of it starts,
-  it has been computed, besides the x bytes that were collected. The work for it
-  counts when L(1) is collected, and once more when it is handed out, which it is
-  by the last second half after which nothing waits for L(1).
+- *Release.* When a reduce-scatter starts, everything that it or an earlier one collects
+  has been computed. `release_times.py` has the least time R for x bytes.
+- *Deadline.* When an all-gather ends at e, whatever has not been delivered before it has
+  a tail of at most T - e. If that is r bytes, one of them has a tail of at least Q(r),
+  the least limit that r bytes can keep.
+- *Coverage.* Let L(1), L(2), ... be the tensors with a tail of at least a limit, for
+  falling limits. Let k be the last one for which all of L(k) is collected: the message
+  that completed it started after the least time for L(k) and x bytes. As long as this is
+  k, all-gathers leave a tensor of L(k + 1) behind that is not collected. So the next
+  all-gather after them ends at T minus the limit of L(k + 1) at the latest.
+- *Before.* The message that completes L(k) carries everything of it that earlier ones did
+  not. What earlier ones carried was computed before the last of these began.
+- *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no other
+  bytes can take its place. When the first message with bytes of it starts, it has been
+  computed, in addition to the x bytes that were collected. The work for it counts when
+  L(1) is collected, and again when it is delivered, which is by the last all-gather after
+  which nothing waits for L(1).
 
-Amounts of bytes are rounded to levels: down, where more of them would need more
-time, and up, where time is counted from the work that has been done. A schedule
-of T seconds then passes through states with the levels of x and y, with k, and
-with the k of the last second half; with a u that is at least the least one found
-for the state from those before it. If T is too short for any sequence to hand
-out everything, no schedule takes T.
+Amounts of bytes are rounded to levels: down where more bytes would need more time, and
+up where time is counted from the work that has been done. A schedule of T seconds then
+passes through states with the levels of x and y, with k, and with the k of the last
+all-gather, and its u is at least the least one found for the state from the states
+before it. If T is too short for any sequence to deliver everything, no schedule takes T.
 
 Where every message is an all-reduce, x and y are the same, and a message takes
 alpha + beta * bytes.
@@ -49,23 +48,23 @@ from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.release_times import Amounts, FixedReleaseTimes, Floats, ReleaseTimes
 
-__all__ = ["Levels", "Sequences", "sequences"]
+__all__ = ["Levels", "SequencesBound", "sequences"]
 
-#: Below this part of the bound, a message is too cheap for their number to matter.
+#: Below this fraction of the bound, a message is too cheap for the number of messages to matter.
 _DEAR = 0.002
-#: Up to here floats count bytes exactly.
+#: Floats count bytes exactly up to here.
 _MOST_BYTES = 2**53
-#: Levels of bytes, and limits of tails: at first, and around what these prove.
+#: Levels of bytes and limits of tails: a coarse pass first, then a fine one.
 _COARSE, _FINE = (24, 6), (72, 12)
-#: How exactly the bound is found, relative; and how far floats may be off.
+#: The relative precision of the bound, and the allowance for rounding errors.
 _EXACT, _ROUNDING = 5e-4, 1e-9
 
-#: Bytes collected and bytes handed out: 0, 1, and so on to all. A level reaches up to the next.
+#: Levels of bytes collected and of bytes delivered: from 0 and 1 to all. A level reaches up to the next one.
 Levels = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Sequences(NamedTuple):
-    """No schedule takes `seconds`; the tensors whose tails are the limits, the first of them looked at alone."""
+class SequencesBound(NamedTuple):
+    """No schedule takes `seconds`; the tensors whose tails are the limits, where the first one is followed alone."""
 
     seconds: float
     tensors: tuple[int, ...]
@@ -80,7 +79,7 @@ def sequences(
     ready: ReleaseTimes,
     *,
     beat_s: float,
-) -> Sequences | None:
+) -> SequencesBound | None:
     """The best bound found, or None if that is not above `beat_s` seconds."""
     if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2 or sum(nbytes) > _MOST_BYTES:
         return None
@@ -90,12 +89,12 @@ def sequences(
         short = _longest_too_short(problem, beat_s)
         if short is not None:
             beat_s = short * (1 - _ROUNDING)
-            best = Sequences(beat_s, problem.tensors, problem.levels)
+            best = SequencesBound(beat_s, problem.tensors, problem.levels)
     return best
 
 
 def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
-    """The longest time found that is too short for every sequence, if there is one above `at_least_s`."""
+    """The longest time found that is too short for every sequence, or None if none above `at_least_s` is."""
     short, step = at_least_s * (1 + _EXACT), 4 * _EXACT * at_least_s
     if problem.fits(short):
         return None
@@ -109,9 +108,9 @@ def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
 
 
 class _Problem:
-    """The relaxed problem for some levels of bytes and limits of tails: all but the time that is tried.
+    """The relaxed problem for some levels of bytes and limits of tails, without the time to try.
 
-    States of coverage: 0, nothing of the first tensor is collected; 1, something of it is; c, all of L(c - 1) is.
+    States of coverage: 0, nothing of the first tensor is collected; 1, some of it is; c, all of L(c - 1) is.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class _Problem:
             before.append(ready.part_s(covered, earlier.ravel()).reshape(earlier.shape))
         share = 1.0 if all_reduce_only else 0.5
         s_per_byte = share * line.beta_s_per_byte
-        self.arrays = (  # of a `Relaxed`
+        self.arrays = (  # the fields of a `Relaxed`
             share * line.alpha_s,
             s_per_byte * own,
             s_per_byte * np.array([x, x_most]),
@@ -153,7 +152,7 @@ class _Problem:
         )
 
     def fits(self, seconds: float) -> bool:
-        """Whether some sequence of messages takes so long at most."""
+        """Whether some sequence of messages takes at most this long."""
         from legato.schedule.bound.sequence_states import (  # compiled when needed first
             Relaxed,
             fits_all_reduces,
@@ -164,9 +163,9 @@ class _Problem:
 
 
 def _marks(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
-    """Tensors with falling tails: first the one that would take longest alone, then some that divide the time left."""
-    head, tail = times.release_s, times.tail_s
-    marks = [max(range(len(nbytes)), key=lambda t: head[t] + line.beta_s_per_byte * nbytes[t] + tail[t])]
+    """Tensors with falling tails: first the one that would take longest alone, then some that divide the rest."""
+    release, tail = times.release_s, times.tail_s
+    marks = [max(range(len(nbytes)), key=lambda t: release[t] + line.beta_s_per_byte * nbytes[t] + tail[t])]
     for limit in np.linspace(tail[marks[0]], min(tail), limits)[1:]:
         lower = [t for t in range(len(nbytes)) if limit <= tail[t] < tail[marks[-1]]]
         if lower:
@@ -183,23 +182,23 @@ def _levels(
     all_reduce_only: bool,
     count: int,
 ) -> Levels:
-    """Half of the levels divide the bytes evenly, half of them the time in which these become ready, or are needed."""
+    """Half of the levels divide the bytes evenly, half the time in which these become ready or are needed."""
     total = sum(nbytes[t] for t in others)
     edges = [_jumps([(near[t], nbytes[t]) for t in others]) for near in times[:2]]
     collected = _chosen(np.minimum(edges[0] + 1, total), lambda amounts: ready.part_s(others, amounts), total, count)
-    handed = _chosen(total - edges[1], lambda amounts: needed.part_s(others, total - amounts), total, count)
+    delivered = _chosen(total - edges[1], lambda amounts: needed.part_s(others, total - amounts), total, count)
     if all_reduce_only:
-        collected = handed = collected | handed
-    return tuple(sorted(collected)), tuple(sorted(handed))
+        collected = delivered = collected | delivered
+    return tuple(sorted(collected)), tuple(sorted(delivered))
 
 
 def _jumps(near: Sequence[tuple[float, int]]) -> Amounts:
-    """Bytes before each tensor, by how near these are, and all."""
+    """The bytes before each tensor in the order of these times, and all bytes."""
     return np.cumsum([0, *(nbytes for _, nbytes in sorted(near))], dtype=np.int64)
 
 
 def _chosen(jumps: Amounts, moments: Callable[[Amounts], Floats], total: int, count: int) -> set[int]:
-    """Amounts that divide all bytes evenly, and amounts that divide the time of which `moments` tells."""
+    """Amounts that divide all bytes evenly, and amounts that divide the times `moments` evenly."""
     tried = np.unique(np.append(np.linspace(0, total, 16 * count).astype(np.int64), jumps))
     at = moments(tried)
     crossed = np.linspace(at.min(), at.max(), count - count // 2)

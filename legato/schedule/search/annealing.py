@@ -1,14 +1,14 @@
-"""Few messages, where each is dear: compute some gradients, send them, compute the next.
+"""Simulated annealing of schedules with few messages, for clusters on which each message is expensive.
 
-Where a message costs about as much as the computation between two of them, what
-goes with what decides everything, the order of computation included. A schedule
-is a sequence of halves of all-reduces here, each of whole gradients. It takes as
-long as it does to compute what the first halves need, in their order, and to
-send all; a half handed out is followed by its tail. Simulated annealing moves
-gradients between halves, moves halves, merges and divides them, from several
-starts (`annealing_kernel.py`).
+Where a message costs about as much as the computation between two messages, it matters
+most which gradients travel together, and with it the order of computation. Here a
+schedule is a sequence of halves of all-reduces, each of whole gradients. It takes as
+long as it takes to compute what the reduce-scatters need, in their order, and to send
+everything; every all-gather is followed by its tail. The annealing moves gradients
+between halves, moves halves, and merges and divides them, from several starts
+(`annealing_kernel.py`).
 
-A first half and the second half of the same gradients after it are an all-reduce.
+A reduce-scatter followed by the all-gather of the same gradients is an all-reduce.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from legato.simulator.period import Period
 
 __all__ = ["annealing", "load_kernel"]
 
-#: How many messages to start from.
+#: The numbers of messages to start from.
 _STARTS = (2, 4, 8)
-#: The lateness that is accepted at first and at last, in startup times of a message.
+#: The lateness that is accepted at the start and at the end, in startup times of a message.
 _HOT, _COLD = 0.35, 1e-4
-#: Tries between two looks at the clock.
+#: The number of tries between two looks at the clock.
 _TRIES = 256
 
 
 def annealing(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, stop_at: float, seed: int) -> Plan:
-    """The best plan found in `rounds` tries from each start, or until it is `stop_at` (`perf_counter`).
+    """The best plan found in `rounds` tries from each start, or until `perf_counter` reaches `stop_at`.
 
-    The same seed gives the same plan unless the time is up. The first call in a
-    process also takes what `load_kernel` takes.
+    The same seed gives the same plan unless time runs out. The first call in a
+    process also takes the time of `load_kernel`.
     """
     problem, rng = _Problem(workload, cluster, collective), np.random.default_rng(seed)
     heats = cluster.cost(collective).startup_s * np.geomspace(_HOT, _COLD, rounds)
@@ -62,7 +62,7 @@ def annealing(workload: Workload, cluster: Cluster, collective: str, *, rounds: 
 
 
 def load_kernel() -> float:
-    """Load the compiled loop, or compile it where that has never been done; the seconds that this took."""
+    """Load the compiled loop, or compile it on first use; returns the seconds that this took."""
     began = time.perf_counter()
     workload = Workload("tiny", (Op("b", "backward", 1.0),), (Tensor("t", 1, 0),))
     cluster = Cluster(1, {"c": LinearCost(0.0, 0.0)})
@@ -82,7 +82,7 @@ def _annealed(
 
 
 class _Problem:
-    """What there is to send, by update: a backward op that produces gradients."""
+    """What has to be sent, by update (a backward op that produces gradients)."""
 
     def __init__(self, workload: Workload, cluster: Cluster, collective: str) -> None:
         self.workload, self.cluster, self.collective = workload, cluster, collective
@@ -94,7 +94,7 @@ class _Problem:
         self.instance = _instance(self.updates, self.tensors, workload, cluster.cost(collective))
 
     def starts(self) -> Iterator[Halves]:
-        """Messages of about equal size, of what is ready or needed first: all-reduces, or first halves first."""
+        """Schedules of messages of about equal size: all-reduces, or all reduce-scatters first."""
         for count in _STARTS:
             for order in self.instance.orders[:2]:
                 nbytes = self.instance.nbytes[order]
@@ -106,7 +106,7 @@ class _Problem:
                 yield _halves(message, 2 * number - 1 - message)
 
     def plan(self, halves: Halves) -> Plan:
-        """These messages, all-reduces where both halves follow one another, and the order of ops that they need."""
+        """The plan of a schedule with the order of ops that it needs; adjacent halves become all-reduces."""
         messages: list[Message] = []
         order: list[int] = []
         for k in range(halves.number[0]):
@@ -127,7 +127,7 @@ class _Problem:
 def _instance(
     updates: Sequence[int], tensors: Sequence[Sequence[int]], workload: Workload, cost: LinearCost
 ) -> AnnealingInstance:
-    """The updates, and the ops that they need. An op that only one other needs is part of that one."""
+    """The updates and the ops that they need. An op that only one other op needs becomes part of that one."""
     period = Period.of(workload)
     part_of = {update: update for update in updates}
     needed_by: defaultdict[int, set[int]] = defaultdict(set)
@@ -160,8 +160,8 @@ def _instance(
     )
 
 
-def _halves(collects: np.ndarray, hands_out: np.ndarray) -> Halves:
-    """A schedule of these places, by gradient."""
+def _halves(collects: np.ndarray, delivers: np.ndarray) -> Halves:
+    """The schedule with these positions of the two halves, by gradient."""
     first = np.zeros(MOST, np.bool_)
     first[collects] = True
-    return Halves(np.array([collects, hands_out]), first, np.array([hands_out.max() + 1]))
+    return Halves(np.array([collects, delivers]), first, np.array([delivers.max() + 1]))

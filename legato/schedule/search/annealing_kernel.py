@@ -1,12 +1,13 @@
-"""The hot loop of `annealing.py`: halves of all-reduces changed at random, and what they take.
+"""The inner loop of `annealing.py`: random changes to a schedule of halves, and the time that it takes.
 
-A schedule says for every gradient which half collects it and which one hands it
-out, by their places in the sequence. It is valued from scratch, in one pass over
-the gradients, one over the ops, and one over the halves. A change is made to a
-copy. Where it leaves a gradient handed out before it is collected, its other
-half follows to the nearest place where it can be; a half without gradients is gone.
+A schedule says for every gradient which half collects it (a reduce-scatter) and which
+one delivers it (an all-gather), by their positions in the sequence. Its time is computed
+from scratch, in one pass over the gradients, one over the ops, and one over the halves. A
+change is made to a copy. Where it leaves a gradient delivered before it is collected, the
+gradient's other half follows to the nearest place where it can be. A half without
+gradients is removed.
 
-Compiled by numba on first use and kept on disk.
+numba compiles it on first use and keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from numpy.typing import NDArray
 
 __all__ = ["MOST", "AnnealingInstance", "Halves", "anneal", "iteration_s"]
 
-#: The most halves of a schedule.
+#: The most halves that a schedule can have.
 MOST = 64
-#: What a change does, and how often: up to here, of 1.
+#: The kinds of change, as cumulative probabilities.
 _MOVES_HALF, _DIVIDES, _MERGES, _MOVES_RUN, _MOVES_BORDER = 0.12, 0.24, 0.32, 0.43, 0.76
-#: How often a half that is moved goes anywhere, not just past its neighbour; how often a try makes two changes.
+#: The probability that a moved half goes anywhere, not just past its neighbour, and that a try makes two changes.
 _FAR, _TWICE = 0.2, 0.2
-#: How often both halves of the same gradients are moved.
+#: The probabilities that both halves of the same gradients are moved.
 _BOTH_OF_RUN, _BOTH_AT_BORDER, _BOTH_OF_STRETCH = 0.2, 0.4, 0.65
 
 
 class AnnealingInstance(NamedTuple):
-    """What there is to send, and what it costs. Gradients stand in an order in which they can be made."""
+    """What has to be sent and what it costs. Gradients stand in an order in which they can be made."""
 
     nbytes: NDArray[np.float64]  # by gradient
     tail_s: NDArray[np.float64]  # by gradient: the computation from its first reader on
-    orders: NDArray[np.int64]  # gradients as they stand, by falling tail, and both the other way round: [4, gradients]
-    op: NDArray[np.int64]  # by gradient: what makes it
-    duration_s: NDArray[np.float64]  # by op; each stands after those that it waits for
-    waits_from: NDArray[np.int64]  # by op, and the end: where those that it waits for begin in `waits`
+    orders: NDArray[np.int64]  # as they stand, by falling tail, and both reversed: [4, gradients]
+    op: NDArray[np.int64]  # by gradient: the op that makes it
+    duration_s: NDArray[np.float64]  # by op; each op stands after those that it waits for
+    waits_from: NDArray[np.int64]  # by op, and the end: where its part of `waits` begins
     waits: NDArray[np.int64]
     compute_s: float  # of the iteration
     alpha_s: float  # of a half
@@ -48,14 +49,14 @@ class AnnealingInstance(NamedTuple):
 class Halves(NamedTuple):
     """A schedule: a sequence of halves of all-reduces."""
 
-    place: NDArray[np.int64]  # of the half that collects a gradient, and of the one that hands it out: [2, gradients]
-    first: NDArray[np.bool_]  # by place: whether this half collects
-    number: NDArray[np.int64]  # how many there are, in an array of one
+    place: NDArray[np.int64]  # positions of the halves that collect and deliver a gradient: [2, gradients]
+    first: NDArray[np.bool_]  # by position: whether this half collects
+    number: NDArray[np.int64]  # the number of halves, in an array of one
 
 
 @numba.njit(cache=True)
 def iteration_s(instance, halves):  # type: ignore[no-untyped-def]
-    """Seconds of an iteration; infinite if something is handed out before it is collected."""
+    """Seconds of an iteration; infinite if a gradient is delivered before it is collected."""
     count = halves.number[0]
     nbytes, tail, computed = np.zeros(count), np.zeros(count), np.zeros(count)
     needed = np.full(len(instance.duration_s), count)  # by op: the first half that needs it
@@ -86,7 +87,7 @@ def iteration_s(instance, halves):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def anneal(instance, now, best, heats, rng):  # type: ignore[no-untyped-def]
-    """One try for each of the `heats`, the lateness in seconds that is accepted about every third time.
+    """Try one change for each of the `heats`: the lateness in seconds that is accepted about every third time.
 
     `now` becomes the schedule that was accepted last, `best` the best one seen.
     """
@@ -114,7 +115,7 @@ def _copy(halves, into):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _change(instance, halves, rng):  # type: ignore[no-untyped-def]
-    """Change something; whether a schedule came of it."""
+    """Make a random change; returns whether the result is a schedule."""
     count, chance = halves.number[0], rng.random()
     half = int(rng.random() * count)
     side = 0 if halves.first[half] else 1
@@ -151,7 +152,7 @@ def _change(instance, halves, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _move_half(halves, half, to):  # type: ignore[no-untyped-def]
-    """Put a half at another place; those between make room."""
+    """Move a half to another position; those in between make room."""
     step = 1 if to > half else -1
     moved = halves.first[half]
     for k in range(half, to, step):
@@ -169,7 +170,7 @@ def _move_half(halves, half, to):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _insert(halves, at, first):  # type: ignore[no-untyped-def]
-    """A new half, without gradients."""
+    """Insert a half without gradients."""
     for k in range(halves.number[0], at, -1):
         halves.first[k] = halves.first[k - 1]
     halves.first[at] = first
@@ -181,7 +182,7 @@ def _insert(halves, at, first):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _any(halves, first, without, rng):  # type: ignore[no-untyped-def]
-    """Some first, or second, half, but for one; -1 if there is none."""
+    """A random half of this kind, other than `without`; -1 if there is none."""
     found, seen = -1, 0
     for k in range(halves.number[0]):
         if halves.first[k] == first and k != without:
@@ -193,7 +194,7 @@ def _any(halves, first, without, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _alike(halves, half, rng):  # type: ignore[no-untyped-def]
-    """Another half of the same kind, as often one of the nearest as any; -1 if there is none."""
+    """Another half of the same kind, either one of the nearest or any; -1 if there is none."""
     if rng.random() < 0.5:
         return _any(halves, halves.first[half], half, rng)
     step = 1 if rng.random() < 0.5 else -1
@@ -208,7 +209,7 @@ def _alike(halves, half, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _move_run(instance, halves, side, half, to, share, rng):  # type: ignore[no-untyped-def]
-    """Move the first share of a half in some order; at times the same gradients' other halves, too."""
+    """Move the first share of a half, in some order, to another; sometimes move the other halves, too."""
     left = 1 + int(np.sum(halves.place[side] == half) * share)
     other = _any(halves, side == 1, -1, rng) if rng.random() < _BOTH_OF_RUN else -1
     for i in instance.orders[int(rng.random() * 4)]:
@@ -221,7 +222,7 @@ def _move_run(instance, halves, side, half, to, share, rng):  # type: ignore[no-
 
 @numba.njit(cache=True)
 def _move_border(instance, halves, side, rng):  # type: ignore[no-untyped-def]
-    """Where neighbours in some order go with different halves, let some more go with the first one's."""
+    """Where neighbours in some order go with different halves, let more of them go with the first one's half."""
     order, both = instance.orders[int(rng.random() * 4)], rng.random() < _BOTH_AT_BORDER
     mine, other = halves.place[side], halves.place[1 - side]
     border = _run_end(order, mine, other, both, int(rng.random() * len(order)))
@@ -236,7 +237,7 @@ def _move_border(instance, halves, side, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _run_end(order, mine, other, both, start):  # type: ignore[no-untyped-def]
-    """Up to where in an order gradients go with the same half, or with both, as the one at the start."""
+    """The end of the run of gradients in an order that go with the same half, or both halves, as the first one."""
     i = order[start]
     for k in range(start + 1, len(order)):
         j = order[k]
@@ -247,7 +248,7 @@ def _run_end(order, mine, other, both, start):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _move_stretch(instance, halves, side, rng):  # type: ignore[no-untyped-def]
-    """Let some neighbours in ready order, or by tail, go with some half, or some two, whatever they went with."""
+    """Let some neighbours, in ready order or by tail, go with one random half, or with two."""
     order, both = instance.orders[int(rng.random() * 2)], rng.random() < _BOTH_OF_STRETCH
     to, other = _any(halves, side == 0, -1, rng), _any(halves, side == 1, -1, rng)
     start = int(rng.random() * len(order))
@@ -259,7 +260,7 @@ def _move_stretch(instance, halves, side, rng):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _follow(halves, side):  # type: ignore[no-untyped-def]
-    """Put gradients in order that `side` has moved past their other half: whether there is a half for them."""
+    """Move the other halves of gradients that `side` moved past them; returns whether that is possible."""
     for i in range(halves.place.shape[1]):
         if halves.place[0, i] > halves.place[1, i]:
             k, step = halves.place[side, i], 1 if side == 0 else -1
@@ -273,7 +274,7 @@ def _follow(halves, side):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _drop_empty(halves):  # type: ignore[no-untyped-def]
-    """Close the gaps that halves without gradients leave."""
+    """Remove halves without gradients."""
     used = np.zeros(halves.number[0], np.int64)
     for place in halves.place.flat:
         used[place] = 1

@@ -1,11 +1,10 @@
-"""For messages of given sizes, what to put into them: whatever is ready and needed first.
+"""The best contents for messages of given sizes: whatever is ready and needed first.
 
-With sizes and order of messages fixed, a message can start as soon as the one
-before has ended and enough bytes are ready; that moment does not depend on
-*which* bytes went out earlier. What remains is to deal ready bytes out to the
-messages so that none arrives too late, and there the earliest deadline is
-always a best choice (exchange argument, as for Jackson's preemptive schedule):
-of the ready bytes, those with the longest tail go first.
+With sizes and order of messages fixed, a message can start as soon as the one before has
+ended and enough bytes are ready. This moment does not depend on *which* bytes went out
+earlier. It remains to fill the messages with ready bytes so that none arrives too late,
+and for this the earliest deadline first is optimal (by an exchange argument, as for
+Jackson's preemptive schedule): of the ready bytes, those with the longest tail go first.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import NamedTuple
 
 __all__ = ["ALIGNMENT", "Filled", "Piece", "fill"]
 
-#: Tensors are cut at multiples of so many bytes, so that no element of any dtype is cut in two.
+#: Tensors are partitioned at multiples of this many bytes, so that no element of any dtype is divided.
 ALIGNMENT = 16
 
 
 class Piece(NamedTuple):
-    """`nbytes` bytes of a tensor (by index), from `start` on."""
+    """The `nbytes` bytes of a tensor (by index) from `start` on."""
 
     tensor: int
     start: int
@@ -45,16 +44,17 @@ def fill(
     first_come: int = 0,
     whole_below: int | None = None,
 ) -> Filled:
-    """Fill messages of these sizes, which are kept but for the alignment of cuts.
+    """Fill messages of these sizes, which change only by the alignment of partitions.
 
-    `sizes` (bytes of the messages, in order) add up to those of all tensors;
-    `release_s`, `tail_s` and `nbytes` are by tensor, `cost` is the seconds of a
-    message by its bytes. The first `first_come` messages take what became ready
-    first instead, which completes more tensors early, if it costs lateness.
-    With `whole_below` every tensor lies in one piece of memory in the end
-    (`legato.core.layout`): those of fewer bytes are not cut, so a message ends at
-    the nearest border of one, and cuts make further messages where one would
-    hold two that were begun before it, or two that are left unfinished.
+    `sizes` (the bytes of the messages, in order) add up to those of all tensors.
+    `release_s`, `tail_s` and `nbytes` are by tensor; `cost` gives the seconds of a
+    message from its bytes. The first `first_come` messages take what became ready
+    first instead, which completes more tensors early, at the cost of some lateness.
+
+    With `whole_below`, every tensor lies in one piece of memory in the end
+    (`legato.core.layout`). Tensors of fewer bytes are not partitioned, so a message ends
+    at the nearest border between tensors. Where a message would hold two tensors that
+    were begun before it, or two that it leaves unfinished, it is divided.
     """
     arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
     urgent: list[tuple[float, int]] = []
@@ -89,14 +89,14 @@ def fill(
             if sent[t] == nbytes[t]:
                 heapq.heappop(urgent)
         out.close()
-    for _, t in sorted(urgent):  # what is left of cuts that were moved to their alignment
+    for _, t in sorted(urgent):  # the rest, where partitions were aligned
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
     return Filled(out.late, out.messages)
 
 
 class _Outbox:
-    """Messages as they are filled, when the network is free after them, and how late what they hold is."""
+    """The messages filled so far, when the network is free after them, and their latest arrival plus tail."""
 
     def __init__(
         self, tail_s: Sequence[float], nbytes: Sequence[int], cost: Callable[[int], float], *, one_piece: bool

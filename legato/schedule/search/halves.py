@@ -1,10 +1,9 @@
-"""The best plan that sends all first halves of its all-reduces before the second ones.
+"""The best plan that sends the reduce-scatters of all its all-reduces before the all-gathers.
 
-DeAR's idea, with the sizes that the cost model asks for: reduce-scatters are
-merged as `merge_optimal.py` does for when the gradients are ready, all-gathers
-the same backwards in time, for when the forward pass reads them. Each is the
-exact optimum for its end of the period (of messages of whole tensors), and so is
-the sum of both.
+This is DeAR's idea, with the sizes that the cost model asks for. `merge_optimal.py`
+merges the reduce-scatters, for when the gradients are ready, and the all-gathers, backwards
+in time, for when the forward pass reads them. Each is the exact optimum for its end of the
+period (with messages of whole tensors), and so is the sum of both.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["halves"]
 def halves(
     workload: Workload, cluster: Cluster, release_s: Sequence[float], tail_s: Sequence[float], collective: str
 ) -> Plan:
-    """A plan for gradients that are ready, and followed by computation, at these seconds; by tensor."""
+    """The plan for gradients with these release times and tails, by tensor."""
     cost = cluster.cost(collective)
     half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
 

@@ -1,30 +1,30 @@
-"""legato: merging, cutting, order and collective planned together, for the real cost of messages.
+"""legato: merging, partitioning, order and collective planned together, for the real cost of messages.
 
-Idea: the published schedulers each decide one thing. MG-WFBP merges and ignores
-the forward pass; PACE and P3 order and cut, and pay nothing for a message that
-in fact costs an alpha. Here the sizes of the messages and what goes into them
-are improved in turn, each step exact for what the other one fixed:
+Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward
+pass; PACE and P3 order and partition, and do not count the alpha that a message costs.
+Here the sizes of the messages and their contents are improved in turns, each step exact
+for what the other one has fixed:
 
 - for an order of pieces, the best way to merge neighbours into messages
   (`merge_deadlines.py`: a dynamic program with deadlines, and bisection over the
   iteration time);
-- for sizes of messages, the best contents (`fill.py`: of what is ready, what
-  is needed first).
+- for sizes of messages, the best contents (`fill.py`: of what is ready, what is needed
+  first).
 
-The turns start from several orders: ready order, Jackson's preemptive order
-(PACE's), and messages of equal sizes (P3's). Then single messages are merged,
-halved and shifted at random, and contents dealt anew, until the iteration is
-within `gap` of the proven lower bound or the budget is spent (`local_search.py`).
-A tensor whose pieces are scattered over messages has to be put together by a
-worker; where that is known to take time, all this is done without cuts first,
-then with cuts that leave every tensor in one piece of memory.
-Every message takes the collective, and the depth, that is cheapest for its size.
-All this for the captured order of computation; where plans need not be run, also
-for others (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
-messages are dear, for both at once (`annealing.py`). What any other scheduler plans
-is a candidate too, so that none is better.
+The turns start from several orders: ready order, Jackson's preemptive order (PACE's), and
+messages of equal sizes (P3's). Then single messages are merged, divided and shifted at
+random and filled again, until the iteration is within `gap` of the proven lower bound or
+the budget is spent (`local_search.py`). A worker has to put a tensor together whose pieces
+are scattered over messages. Where this is known to take time, everything is done first
+without partitioning, then with partitions that leave every tensor in one piece of memory.
+Every message takes the collective and the depth that are cheapest for its size.
 
-Deviation from nobody: this one is ours. Units: seconds and bytes.
+All this is for the captured order of computation. Where plans need not be run, it is also
+done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
+messages are expensive, for both at once (`annealing.py`). The plans of all other schedulers
+are candidates too, so none of them is faster.
+
+Source: ours. Units: seconds and bytes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from legato.simulator.pipelining import message_s
 
 __all__ = ["legato"]
 
-#: Moves of updates, and tries with few messages from each start, for every change of messages: they cost less.
+#: For every round of the local search: moves of updates, and tries of the annealing from each start. They cost less.
 _MOVES, _ANNEALING_TRIES = 0.25, 64
-#: Tensors are cut if they have so much of all bytes, where cuts have their price: nothing, large ones, all.
+#: Where partitioning has a price, only tensors of at least this fraction of all bytes are partitioned, in three passes.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
-#: The part of the budget for few messages, at the most.
+#: The largest fraction of the budget for the annealing.
 _ANNEALING_SHARE = 0.8
 
 
@@ -73,14 +73,13 @@ def legato(
     seed: int = 0,
     any_order: bool = False,
 ) -> Plan:
-    """The best plan found within `rounds` changes or `budget_s` seconds, or when within `gap` of the bound.
+    """The best plan found within `rounds` changes or `budget_s` seconds, or until within `gap` of the bound.
 
-    `collective` restricts it to one; by default every message takes the
-    cheapest. The same seed gives the same plan unless the budget runs out.
-    With `any_order`, plans count too that can only be simulated: that reorder
-    the computation, or hand halves of all-reduces out in other messages than
-    they were collected in. Raises `InputError` on a
-    collective the cluster lacks.
+    By default every message takes the cheapest collective; `collective` restricts the
+    choice to one. The same seed gives the same plan unless the budget runs out. With
+    `any_order`, plans count too that can only be simulated: those that reorder the
+    computation, or that gather other messages than they scattered. Raises
+    `InputError` on a collective the cluster lacks.
     """
     stop_at = time.perf_counter() + budget_s
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
@@ -98,14 +97,14 @@ def legato(
             # imported here because it compiles: other planning does without numba
             from legato.schedule.search.annealing import annealing, load_kernel
 
-            stop_at += load_kernel()  # takes seconds when it is first used on a machine
+            stop_at += load_kernel()  # takes seconds on its first use on a machine
             stop, tries = min(stop_at, time.perf_counter() + _ANNEALING_SHARE * budget_s), _ANNEALING_TRIES * rounds
             fastest.consider([annealing(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
         if k and time.perf_counter() > stop_at:
             break
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
-        for tails, part in itertools.product(_tails(workload, in_order, order), _cuts(cluster)):
+        for tails, part in itertools.product(_tails(workload, in_order, order), _whole_fractions(cluster)):
             if fastest.seconds > bound_s * (1 + gap):
                 whole_below = None if part is None else int(part * workload.nbytes) + 1
                 instance = Instance(ready, tails, nbytes, collectives, bound_s, whole_below)
@@ -116,7 +115,7 @@ def legato(
 
 
 class _Fastest:
-    """The fastest plan seen so far; of equals, the one with the fewest messages."""
+    """The fastest plan seen so far; of equally fast ones, the one with the fewest messages."""
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
@@ -124,6 +123,7 @@ class _Fastest:
         self.seconds = math.inf
 
     def consider(self, plans: Sequence[Plan]) -> None:
+        """Keep the best of these plans if it is better than the one so far."""
         for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
@@ -131,7 +131,7 @@ class _Fastest:
 
 
 def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
-    """Whether halves of all-reduces, too, can take hardly less; `all_reduces_s` is what whole ones take at least."""
+    """Whether no plan can be much faster, even with halves; all-reduces take at least `all_reduces_s`."""
     if fastest.seconds > all_reduces_s * (1 + gap):
         return False
     bound = lower_bound(fastest.workload, fastest.cluster, order="any", thorough=False)
@@ -139,7 +139,7 @@ def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
 
 
 def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
-    """The ways to send a message, but for those that another one beats at every size, whatever their depth."""
+    """The collectives and depths for a message, without those that another one beats at every size."""
     ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
     terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
 
@@ -154,7 +154,7 @@ def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
 
 
 def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
-    """What all other schedulers make of it; only what the runtime carries out as predicted, unless `any_order`."""
+    """The plans of all other schedulers; without `any_order`, only those that the runtime carries out as predicted."""
     plans = [scheduler(workload, cluster, collective=collective) for scheduler in PUBLISHED.values()]
     return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and is_runnable(plan))]
 
@@ -162,9 +162,9 @@ def _published(workload: Workload, cluster: Cluster, collective: str, any_order:
 def _orders(
     workload: Workload, cluster: Cluster, any_order: bool, rounds: int, gap: float, stop_at: float, seed: int
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Orders of computation to plan for (empty for the captured one), and what all-reduces take in each at least.
+    """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
 
-    What takes least comes first.
+    The order with the least bound comes first.
     """
     captured = ((), lower_bound(workload, cluster, all_reduce_only=True, thorough=False).seconds)
     if not any_order:
@@ -178,7 +178,7 @@ def _orders(
 
 
 def _in_halves(workload: Workload, cluster: Cluster, collective: str, orders: Iterable[tuple[int, ...]]) -> list[Plan]:
-    """The best plans that send all first halves first, one for each order of computation."""
+    """The best plans that send all reduce-scatters first, one for each order of computation."""
     plans = []
     for order in orders:
         ready, tails = times_in_order(workload, order or workload.iteration_order())
@@ -188,20 +188,20 @@ def _in_halves(workload: Workload, cluster: Cluster, collective: str, orders: It
 
 
 def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) -> list[list[float]]:
-    """How long the iteration still takes after a tensor's arrival, by tensor.
+    """One or two choices of tails, by tensor.
 
-    Once with every optimizer op in its place; in the captured order, once more
-    with all of them out of the way but the tensor's own.
+    The first has every optimizer op in its place. In the captured order there is a
+    second, which counts only the tensor's own optimizer ops.
     """
     if order or not workload.phase_ops("optimizer"):
         return [in_order]
     return [in_order, heads_tails(workload, "one", "captured").tail_s]
 
 
-def _cuts(cluster: Cluster) -> tuple[float | None, ...]:
-    """Below which part of all bytes a tensor is not to be cut; None where it does not matter what is cut and how.
+def _whole_fractions(cluster: Cluster) -> tuple[float | None, ...]:
+    """The fractions of all bytes below which a tensor stays whole; None where partitioning has no price.
 
-    It matters where a gradient that does not lie in one piece of memory has to be put together.
+    It has one where a gradient that does not lie in one piece of memory has to be put together.
     """
     return _WHOLE_BELOW if cluster.unpack_s_per_byte else (None,)
 
@@ -209,11 +209,11 @@ def _cuts(cluster: Cluster) -> tuple[float | None, ...]:
 def _plans(
     best: Filled, instance: Instance, workload: Workload, cluster: Cluster, order: tuple[int, ...]
 ) -> list[Plan]:
-    """Plans of these messages in this order of ops.
+    """The plans of these messages in this order of ops.
 
-    With optimizer ops in the captured order, also with these in idle time, and
-    with messages of the backward pass that complete whole tensors: an update
-    has to wait for the last byte of its gradient.
+    If there are optimizer ops, in the captured order, there are also plans that run
+    them in idle time, and plans whose first messages complete tensors early, since an
+    update has to wait for the last byte of its gradient.
     """
     plan, arrival_s = _plan(best, instance, workload, cluster)
     if order or not workload.phase_ops("optimizer"):
@@ -227,7 +227,7 @@ def _plans(
 
 
 def _plan(best: Filled, instance: Instance, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
-    """The plan of these messages, and when each tensor has arrived."""
+    """The plan of these messages, and when each tensor arrives."""
     messages = []
     arrival_s = [0.0] * len(workload.tensors)
     now = 0.0
@@ -243,7 +243,7 @@ def _plan(best: Filled, instance: Instance, workload: Workload, cluster: Cluster
 
 
 def _way(instance: Instance, cluster: Cluster, nbytes: int) -> tuple[str, int]:
-    """The cheapest collective for a message, and its depth, also where that is priced by a formula."""
+    """The cheapest collective and depth for a message, also where a formula gives the cost of chunks."""
     if not _priced_by_depth(cluster):
         return instance.collectives.choose(nbytes)
     ways = ((name, depth) for name, _ in instance.collectives.choices for depth in range(1, MAX_DEPTH + 1))
@@ -251,5 +251,5 @@ def _way(instance: Instance, cluster: Cluster, nbytes: int) -> tuple[str, int]:
 
 
 def _priced_by_depth(cluster: Cluster) -> bool:
-    """Whether a formula says what chunks cost, rather than a measurement."""
+    """Whether a formula gives the cost of chunks, and not a measurement."""
     return cluster.reduce_s_per_byte > 0 and not cluster.depths

@@ -1,8 +1,7 @@
-"""The messages of `legato`: sizes and contents improved in turn, for given moments and deadlines.
+"""The local search of `legato`: sizes and contents of messages improved in turns.
 
-What is to be sent is a list of tensors, each with the moment its gradient is
-ready, the computation that follows its arrival (tail), and its bytes. Nothing
-here knows about ops.
+An instance is a list of tensors, each with its release time, its tail and its bytes.
+Nothing here knows about ops.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from legato.schedule.search.merge_deadlines import merge_with_deadlines
 
 __all__ = ["CheapestCollective", "Instance", "local_search"]
 
-#: Pieces that tensors are cut into before they are merged, about so many in all.
+#: About how many pieces the tensors are partitioned into before these are merged.
 _PIECES = 256
 
 
 class CheapestCollective(NamedTuple):
-    """The ways a message can take, each a collective and a depth, and what it costs there."""
+    """The collectives and depths that a message can use, and the cost of each."""
 
     choices: tuple[tuple[str, int], ...]
     costs: tuple[LinearCost, ...]
 
     def cost(self, nbytes: Any) -> Any:
-        """Seconds of messages by their bytes, whatever the shape: the cheapest way for each."""
+        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice."""
         best: Any = np.inf
         for cost in self.costs:
             seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
@@ -46,7 +45,7 @@ class CheapestCollective(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """What is to be sent, by tensor; `whole_below` as in `fill`."""
+    """What has to be sent, by tensor; `whole_below` is as in `fill`."""
 
     release_s: list[float]
     tail_s: list[float]
@@ -71,13 +70,13 @@ class Instance(NamedTuple):
 
 
 def local_search(instance: Instance, *, gap: float, rounds: int, stop_at: float, seed: int) -> Filled:
-    """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) are up."""
+    """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) run out."""
     enough_s = instance.bound_s * (1 + gap)
     return _improve(_best_start(instance, enough_s, stop_at), instance, enough_s, rounds, stop_at, random.Random(seed))
 
 
 def _best_start(instance: Instance, enough_s: float, stop_at: float) -> Filled:
-    """The best of several starts, each brought to where the two steps change nothing any more, or the first enough."""
+    """The best of several starts, improved in turns; stops at the first one that is good enough."""
     total = sum(instance.nbytes)
     starts = []
     for count in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -90,7 +89,7 @@ def _best_start(instance: Instance, enough_s: float, stop_at: float) -> Filled:
     ]
     for pieces in (_jackson_pieces(instance), in_ready_order):
         if time.perf_counter() < stop_at and min(starts, key=_rank).seconds > enough_s:
-            starts.append(_in_turns(_cut(pieces, instance), instance, stop_at))
+            starts.append(_in_turns(_partition(pieces, instance), instance, stop_at))
     best = min(starts, key=_rank)
     if best.seconds <= enough_s:
         return best
@@ -102,7 +101,7 @@ def _rank(plan: Filled) -> tuple[float, int]:
 
 
 def _in_turns(pieces: Sequence[Piece], instance: Instance, stop_at: float, best: Filled | None = None) -> Filled:
-    """Merge, deal, merge, ... until it does not get better, or time is up."""
+    """Merge, fill, merge again, until nothing improves or time runs out."""
     while best is None or time.perf_counter() < stop_at:
         found = merge_with_deadlines(
             [instance.release_s[p.tensor] for p in pieces],
@@ -116,16 +115,16 @@ def _in_turns(pieces: Sequence[Piece], instance: Instance, stop_at: float, best:
         if found is None:
             assert best is not None
             return best
-        dealt = instance.fill([sum(p.nbytes for p in pieces[start:stop]) for start, stop in found.messages])
-        if best is not None and _rank(dealt) >= _rank(best):
+        filled = instance.fill([sum(p.nbytes for p in pieces[start:stop]) for start, stop in found.messages])
+        if best is not None and _rank(filled) >= _rank(best):
             return best
-        best = dealt
-        pieces = _cut([piece for message in dealt.messages for piece in message], instance)
+        best = filled
+        pieces = _partition([piece for message in filled.messages for piece in message], instance)
     return best
 
 
-def _cut(pieces: Sequence[Piece], instance: Instance) -> list[Piece]:
-    """Pieces of a length that leaves a choice where to divide, and none that an alpha makes pointless."""
+def _partition(pieces: Sequence[Piece], instance: Instance) -> list[Piece]:
+    """Partition pieces: short enough to leave a choice of borders, and not so short that alpha outweighs them."""
     alpha = min(cost.startup_s for cost in instance.collectives.costs)
     beta = max(cost.beta_s_per_byte for cost in instance.collectives.costs)
     least = alpha / beta / 2 if beta > 0 else np.inf
@@ -140,7 +139,7 @@ def _cut(pieces: Sequence[Piece], instance: Instance) -> list[Piece]:
 
 
 def _jackson_pieces(instance: Instance) -> list[Piece]:
-    """What goes out when, were messages free: at every moment what is needed first."""
+    """The pieces in the order of Jackson's schedule, which is optimal if messages cost no alpha."""
     slope = instance.cost(sum(instance.nbytes)) / sum(instance.nbytes)
     if slope == 0:
         return [Piece(t, 0, n) for t, n in enumerate(instance.nbytes)]
@@ -160,19 +159,19 @@ def _jackson_pieces(instance: Instance) -> list[Piece]:
 def _improve(
     best: Filled, instance: Instance, enough_s: float, rounds: int, stop_at: float, rng: random.Random
 ) -> Filled:
-    """Change one or two sizes at random and deal anew, as long as there is something to win."""
+    """Change one or two sizes at random and fill again, until the result is good enough."""
     for _ in range(rounds):
         if best.seconds <= enough_s or time.perf_counter() > stop_at:
             break
         sizes = _changed([sum(piece.nbytes for piece in message) for message in best.messages], rng)
-        dealt = instance.fill(sizes)
-        if _rank(dealt) < _rank(best):
-            best = dealt
+        filled = instance.fill(sizes)
+        if _rank(filled) < _rank(best):
+            best = filled
     return best
 
 
 def _changed(sizes: list[int], rng: random.Random) -> list[int]:
-    """Merge two neighbours, halve one, or move some bytes across a border."""
+    """Merge two neighbours, divide a message, or move some bytes across a border."""
     k = rng.randrange(len(sizes))
     choice = rng.random()
     if choice < 0.35 and k + 1 < len(sizes):

@@ -1,21 +1,20 @@
-"""Which neighbours of a sequence of pieces to merge into messages, so that nothing is late.
+"""Merges neighbours of a sequence of pieces into messages so that nothing is late.
 
-Given: pieces in the order in which they are to be sent; when each is ready,
-how long the iteration still takes after it has arrived (its tail), and what a
-message costs. Wanted: messages of neighbouring pieces such that the iteration,
-the latest arrival plus tail, is as short as possible.
+Given are pieces in the order in which they are sent, their release times and tails, and
+the cost of a message. Wanted are messages of neighbouring pieces that make the iteration,
+the latest arrival plus tail, as short as possible.
 
-For a time T that it may take, the earliest moment at which the first j pieces
-can have arrived with nothing late is
+For an iteration time T, the earliest moment at which the first j pieces can have arrived
+with nothing late is
 
     f(j) = min over i < j, if at most T - tail(i..j), of
                max(f(i), ready(i..j)) + cost(bytes(i..j)),            f(0) = 0
 
-with ready(i..j) and tail(i..j) the largest among the pieces of the message:
-arriving earlier never hurts what follows, so one number per j is enough. It is
-`merge_optimal.py`'s recurrence with deadlines, exact for a given order. The
-least T comes from bisection; each feasible answer lowers T to what its messages
-really take. O(n^2) a try, a row of it at a time in numpy.
+where ready(i..j) and tail(i..j) are the largest release time and tail among the pieces of
+the message. An earlier arrival never delays what follows, so one number per j is enough.
+This is the recurrence of `merge_optimal.py` with deadlines, and exact for a given order.
+The least T comes from bisection; each feasible answer lowers T to what its messages really
+take. A try takes O(n^2), one row at a time in numpy.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ def merge_with_deadlines(
 ) -> Grouping | None:
     """The best messages for this order of pieces, or None if none takes less than `at_most_s`.
 
-    `at_least_s` is a lower bound of the answer; the answer is within the
-    relative `precision` of the best there is, unless `stop_at` (`perf_counter`)
-    comes first.
+    `at_least_s` is a lower bound of the answer. The answer is within the relative
+    `precision` of the best one, unless `perf_counter` reaches `stop_at` first.
     """
     ready, tail = np.asarray(release_s, dtype=float), np.asarray(tail_s, dtype=float)
     sent = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     low, high, best = at_least_s, at_most_s, None
-    limit = at_most_s  # first, whether it is worth anything at all
+    limit = at_most_s  # first try whether anything better exists
     while True:
         messages = _within(limit, ready, tail, sent, cost)
         if messages is None:
@@ -81,13 +79,13 @@ def merge_with_deadlines(
 def _within(
     limit: float, ready: Floats, tail: Floats, sent: Floats, cost: Callable[[Floats], Floats]
 ) -> list[tuple[int, int]] | None:
-    """Messages with which nothing arrives later than `limit` minus its tail, the last one as early as possible."""
+    """Messages of which none arrives after `limit` minus its tail, the last one as early as possible."""
     n = len(ready)
     finish = np.full(n + 1, np.inf)
     finish[0] = 0.0
     split = np.zeros(n + 1, dtype=np.intp)
     latest_ready, longest_tail = np.zeros(n), np.zeros(n)
-    first = 0  # a message from an earlier piece to here is late, and so is any longer one
+    first = 0  # messages from earlier pieces to here are late
     for j in range(1, n + 1):
         at = slice(first, j)
         np.maximum(latest_ready[at], ready[j - 1], out=latest_ready[at])

@@ -1,16 +1,16 @@
-"""Orders of computation worth planning messages for, where it may be reordered.
+"""Orders of computation that are worth planning for, where the computation may be reordered.
 
-What is computed early can be sent early. Caramel's order makes bytes ready as
-early as possible, which suits a busy network; where the network has time to
-spare, rather what is needed first should come first. The best is often between
-the two: what is needed late, and would only delay the gradients that the forward
-pass waits for, is computed behind them, while those go out.
+What is computed early can be sent early. Caramel's order makes bytes ready as early as
+possible, which suits a busy network. Where the network has time to spare, what is needed
+first should come first instead. The best order is often between the two: what is needed
+late, and would only delay the gradients that the forward pass waits for, is computed after
+them, while they travel.
 
-So, besides these two: of all updates, first those with a tail of at least so
-much in Caramel's order, then the others by falling tail, for the best such
-limit; and then updates moved one at a time, as long as it helps. An order is
-valued by Jackson's preemptive schedule for the moments at which it makes the
-gradients ready: its optimum, were messages free to cut (`jackson.py`).
+So a third order puts all updates with a tail of at least some limit first, in Caramel's
+order, and the others after them by falling tail, for the best such limit. Then updates move
+one at a time, as long as this helps. The value of an order comes from Jackson's preemptive
+schedule for the release times that the order gives: its optimum if messages could be
+partitioned for free (`jackson.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from legato.schedule.basics.op_order import serialized_order, update_order
 
 __all__ = ["OrderValue", "promising_orders", "times_in_order"]
 
-#: How many limits to try before looking closer around the best.
+#: How many limits to try before refining around the best one.
 _LIMITS = 8
 
 
@@ -43,15 +43,15 @@ def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float
 
 
 class OrderValue:
-    """The least seconds of an iteration that computes in some order."""
+    """A lower bound on the seconds of an iteration that computes in some order."""
 
     def __init__(self, workload: Workload, line: LinearCost) -> None:
-        """`line`: what a message costs at least."""
+        """`line` is the least cost of a message."""
         self.workload, self.alpha_s = workload, line.alpha_s
         self.send_s = [line.beta_s_per_byte * tensor.nbytes for tensor in workload.tensors]
 
     def __call__(self, order: Sequence[int]) -> float:
-        """With all computation after the last arrival free: also tells orders apart that computation alone limits."""
+        """The latest arrival plus tail, also where computation alone takes longer, so that orders can be compared."""
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
@@ -60,9 +60,9 @@ class OrderValue:
 def promising_orders(
     workload: Workload, value: OrderValue, *, rounds: int, enough_s: float, stop_at: float, seed: int
 ) -> list[tuple[int, ...]]:
-    """Orders of all ops of a period, each once and none the captured one.
+    """Distinct orders of all ops of a period, without the captured one.
 
-    Moves updates `rounds` times, or until the value is `enough_s` seconds or it is `stop_at` (`perf_counter`).
+    Moves updates `rounds` times, or until the value is `enough_s` seconds or `perf_counter` reaches `stop_at`.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}

@@ -1,10 +1,10 @@
 """When to run the optimizer ops: in the time in which the forward pass would wait.
 
-An optimizer op can run as soon as its gradients have arrived, and must before
-the first forward op that reads what it updates. Putting each just before that
-op (`Workload.iteration_order`) makes the stream wait with work at hand. Here the
-stream runs the next forward op if it can, and else, of the updates that can be
-made by then, the one that is needed first.
+An optimizer op can run as soon as its gradients have arrived, and must run before the first
+forward op that reads what it updates. If each runs just before that forward op
+(`Workload.iteration_order`), the stream waits although it has work to do. Here the stream
+runs the next forward op if it can, and otherwise the update that is needed first among
+those that can run: it is never idle while an op is ready (a work-conserving schedule).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["work_conserving_order"]
 
 
 def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[int, ...]:
-    """An `op_order` for gradients that have arrived at these seconds of the period, by tensor. O(n log n)."""
+    """An `op_order` for gradients that arrive at these seconds of the period, by tensor, in O(n log n)."""
     ops = workload.ops
-    arrives = [0.0] * len(ops)  # when all that an op reads is there
+    arrives = [0.0] * len(ops)  # when everything that an op reads has arrived
     updates_of: dict[int, set[int]] = {op: set() for op in workload.phase_ops("forward")}
     for tensor, arrival in zip(workload.tensors, arrival_s, strict=True):
         mine = {r for r in tensor.readers if ops[r].phase == "optimizer"}
@@ -31,7 +31,7 @@ def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tup
             if ops[reader].phase == "forward":
                 updates_of[reader] |= mine
     by_use = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
-    for op in by_use:  # stands after the updates it depends on
+    for op in by_use:  # each stands after the updates that it depends on
         arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps)))
     coming = [(arrives[op], use, op) for use, op in enumerate(by_use)]
     heapq.heapify(coming)
