@@ -155,7 +155,7 @@ def test_a_workload_a_worker(capsys, workload):
         (("--jitter", "-1"), "jitter"),
         (("--iterations", "0"), "iterations: 0"),
         (("--message-bytes", "0"), "message_bytes"),
-        (("--fabric", "hierarchical", "--group", "5"), "divides 8"),
+        (("--fabric", "hierarchical", "--group", "5"), "a divisor of 8"),
         (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
         (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
         (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "makes more than"),
