@@ -146,4 +146,4 @@ if not TYPE_CHECKING:  # else every misspelt name would have a type
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

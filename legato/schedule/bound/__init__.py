@@ -1,0 +1,1 @@
+"""Lower bounds on the iteration time, their arguments, and their exact check."""

@@ -1,0 +1,1 @@
+"""The scheduler `legato`, and what it searches with."""
