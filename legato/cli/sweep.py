@@ -284,7 +284,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
     ]
     words = {"workload": "{}", "workers": "{} workers", "link": "{}", "latency": "latency {}", "fabric": "{}"}
     same = [(name, texts.pop()) for name, text in cells if len(texts := {text(row) for row in rows}) == 1]
-    title = ("" if cluster is None else f"{cluster}: ") + f"{len(rows):,} cells"
+    title = ("" if cluster is None else f"{cluster}: ") + f"{len(rows):,} cell{'s' * (len(rows) != 1)}"
     title += "".join(f", {words[name].format(text)}" for name, text in same if name in words)
     if len(rows) > _MOST_SHOWN:
         shown = _fastest(rows)
