@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint docs linkcheck clean
+.PHONY: install demo test coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -23,6 +23,13 @@ test: install
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
 	$(BIN)/ruff check --fix legato tests examples benchmarks
+
+# Lines and branches of legato/ that the tests reach, in their worker processes too.
+coverage: install
+	$(BIN)/coverage erase
+	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run -m pytest -n 2 --dist loadgroup
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 # The site, in docs/_build; a warning is an error.
 docs: install

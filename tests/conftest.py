@@ -58,6 +58,7 @@ def four_ranks(quartet):
     return quartet
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items):
     """With `-n`, tests that start processes run one after another; those of a file share its fixtures."""
     for item in items:
