@@ -117,7 +117,7 @@ def show(cell: dict[str, Any]) -> None:
         agent = "" if row["agent_s"] is None else f"  agent {format_seconds(row['agent_s'])}"
         print(
             f"  {row['scheduler']:13} {measured:>8}  predicted {predicted:>8} ({row['error']:+.1%})"
-            f"  {row['speedup_over_random']:.2f}x of random  {row['iterations_per_s']:.2f} a second  waited {waited:>8}"
+            f"  {row['speedup_over_random']:.2f}x of random  {row['iterations_per_s']:.2f} per s  waited {waited:>8}"
             f"  overlap {row['overlap']:.2f}  straggler {row['straggler']:.1%}  variation {row['variation']:.1%}"
             f"  out of order {row['out_of_order']:.2%}{agent}  of {row['iterations']}",
             flush=True,

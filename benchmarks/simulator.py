@@ -99,7 +99,7 @@ def main() -> None:
         found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print(json.dumps(found))
         return
-    print(f"{MODEL}, a message a tensor, 25 Gbit/s")
+    print(f"{MODEL}, one message per tensor, 25 Gbit/s")
     print(f"{'case':<46} {'seconds':>8} {'events':>12} {'M events/s':>10} {'peak GB':>8}  wanted")
     for name, (_, wanted) in CASES.items():
         if arguments.quick and name in SLOW:

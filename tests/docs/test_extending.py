@@ -68,7 +68,19 @@ def test_the_fabric_simulates(copy):
     plan = "import legato; from legato.schedule import schedule; w = legato.read('one.json', legato.Workload); "
     plan += "legato.write('single.json', schedule('single', w, legato.Cluster.derive(8, 1e10, 0.0)))"
     subprocess.run([sys.executable, "-c", plan], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=True)
-    options = ("--workers", "8", "--bandwidth", "10Gbit", "--plan", "single.json", "--fabric", "star,tree", "--json")
+    options = (
+        "--workers",
+        "8",
+        "--bandwidth",
+        "10Gbit",
+        "--latency",
+        "0",
+        "--plan",
+        "single.json",
+        "--fabric",
+        "star,tree",
+        "--json",
+    )
     star, _ = json.loads(legato(copy, "simulate", "one.json", *options))
     assert star["fabric"] == "star"
     job = json.loads((copy / "one.json").read_text())
