@@ -1,4 +1,4 @@
-"""One rank of `legato demo --parameter-server`, started by torchrun.
+"""One rank of `legato demo --servers`, started by torchrun.
 
 Workers and servers capture and calibrate together. Then each order of pulls
 trains the same model from the same start, in alternating blocks, and its weights
