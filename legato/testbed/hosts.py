@@ -82,7 +82,7 @@ class Hosts:
 
     def __init__(self, count: int, bandwidth_bps: float) -> None:
         if not 1 <= count <= 250:
-            raise InputError(f"{count} hosts (expected 1 to 250)")
+            raise InputError(f"workers: {count} (expected 1 to 250, each in a host of its own)")
         if not (math.isfinite(bandwidth_bps) and bandwidth_bps >= 1e6):
             raise InputError(f"links of {bandwidth_bps:g} bit/s (expected at least 1Mbit)")
         self.count = count
