@@ -3,7 +3,7 @@
 Idea: the backward pass is a graph, and any order of ops that respects the graph
 computes the same gradients. The order that makes gradients ready early leaves the
 network the most time.
-Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020), section 4.1.
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020), section 4.1.
 
 Stage 1 chooses the order of the parameter updates: it repeatedly takes the update
 that needs the least computation beyond what the updates before it have computed.

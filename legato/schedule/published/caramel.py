@@ -28,7 +28,7 @@ whichever lengthens the iteration less (the backward pass if they are equal).
 
 *Depth* (4.4) divides a message into chunks that are sent and added up in turn.
 
-Paper: Caramel (Hashemi, Jyothi, Campbell, MLSys 2020). The flags are those of its
+Paper: Caramel (Hashemi, Abdu Jyothi, Godfrey, Campbell, 2020). The flags are those of its
 `ARModel` (section 5). Its time oracle, the minimum of several runs of each op, is
 what a captured `Workload` holds.
 Units: seconds and bytes.
