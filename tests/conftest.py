@@ -63,4 +63,4 @@ def pytest_collection_modifyitems(items):
     """With `-n`, tests that start processes run one after another; those of a file share its fixtures."""
     for item in items:
         processes = item.get_closest_marker("processes") or "testbed" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("processes" if processes else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("processes" if processes else item.nodeid.partition("::")[0]))

@@ -206,7 +206,7 @@ def nodes(tree):
         yield from nodes(child)
 
 
-@examples(600)
+@examples(300)
 @given(st.sampled_from(ALL), st.data())
 def test_mutated_nodes(noun, data):
     tree = json.loads(encode(noun))

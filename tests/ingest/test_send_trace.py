@@ -127,7 +127,7 @@ def test_wrong_options_and_bytes(tmp_path, trace):
         import_send_trace([tmp_path / "none.csv"])
 
 
-@examples(100)
+@examples(50)
 @given(st.text(max_size=200))
 def test_any_text_is_refused_or_read(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("t") / "t.csv"

@@ -230,7 +230,7 @@ def event_loop(workload, plan, cluster, compute):
     return op_start, message_start, now
 
 
-@examples(300)
+@examples(150)
 @given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))

@@ -187,7 +187,7 @@ def test_hostile_files_get_one_line(tmp_path):
         import_chakra([trace(path, node(1, "fwd"), node(2, "bwd", data=[1]))])
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_a_changed_file_is_imported_or_refused(tmp_path_factory, data):
     path = trace(tmp_path_factory.mktemp("t") / "t.et", *iteration())

@@ -230,7 +230,7 @@ def test_the_same_rank_twice_and_steps_that_are_not_there(tmp_path, trace):
         import_kineto([trace, other])
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
     """Any value of any event replaced by anything: a workload, or one clear line, never anything else."""
@@ -259,7 +259,7 @@ def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
         assert found.workload.nbytes > 0
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_a_cut_or_flipped_trace_is_imported_or_refused(tmp_path_factory, data):
     text = bytearray(samples.record().text().encode())

@@ -60,7 +60,7 @@ def ancestors(waits, op):
     return {op}.union(*(ancestors(waits, dep) for dep in waits[op]))
 
 
-@examples(300)
+@examples(150)
 @given(workloads(max_ops=8, max_tensors=8))
 def test_stage_1_is_what_the_paper_says(workload):
     """In each step, the update that needs the least of what is not completed; its ops are then completed."""
@@ -87,7 +87,7 @@ def feasible(ops, waits):
             yield from ((op, *rest) for rest in feasible(ops - {op}, waits))
 
 
-@examples(200)
+@examples(100)
 @given(workloads(max_ops=6, max_tensors=5), st.booleans())
 def test_stage_2_leaves_one_order_of_updates_and_adds_nothing_in_vain(workload, greedy):
     period = Period.of(workload)

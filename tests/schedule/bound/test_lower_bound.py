@@ -101,7 +101,7 @@ def test_unknown_settings():
         lower_bound(DIAMOND, cluster, compute="two")
 
 
-@examples(400)
+@examples(200)
 @given(st.data(), workloads(), clusters(), settings_of_bound, st.booleans())
 def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
     compute, order = setting
@@ -167,7 +167,7 @@ def test_a_certificate_that_makes_no_sense(certificate, error):
         verify_bound(Bound(1.0, certificate), DIAMOND, Cluster(2, {"c": LinearCost(1.0, 1.0)}))
 
 
-@examples(200)
+@examples(100)
 @given(workloads(max_ops=6, max_tensors=8), st.sampled_from(["one", "unlimited"]))
 def test_without_startup_time_preemptive_priority_attains_it(workload, compute):
     """PACE's problem: Jackson's schedule, cut as often as it likes, is the optimum, and the bound is its value."""

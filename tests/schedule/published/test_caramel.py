@@ -97,7 +97,7 @@ thresholds = st.sampled_from([None, 0.0, 2.0, 10.0])
 switches = st.fixed_dictionaries({part: st.booleans() for part in PARTS})
 
 
-@examples(300)
+@examples(150)
 @given(workloads(max_tensors=8), clusters(), switches, thresholds, st.sampled_from(["one", "unlimited"]))
 def test_every_part_leaves_its_mark_and_nothing_else(workload, cluster, parts, threshold, compute):
     plan = schedule("caramel", workload, cluster, threshold=threshold, **parts)

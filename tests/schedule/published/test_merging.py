@@ -58,7 +58,7 @@ def algorithm_1(a, b, t_b, p):
     return merged
 
 
-@examples(300)
+@examples(150)
 @given(layers, costs)
 def test_mg_wfbp_is_its_pseudo_code(rows, cost):
     count = len(rows)
@@ -100,7 +100,7 @@ def partitions(n):
         yield [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
-@examples(100)
+@examples(50)
 @given(layers, costs)
 @example([(1.0, 1)] * 10, LinearCost(0.0, 0.0))
 @example([(0.0, 1)] * 10, LinearCost(1.0, 1.0))

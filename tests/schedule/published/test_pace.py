@@ -112,7 +112,7 @@ def linear_program(release, processing, length):
 jobs = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.integers(0, 3)), min_size=1, max_size=3)
 
 
-@examples(100)
+@examples(50)
 @given(jobs)
 def test_jacksons_schedule_is_as_good_as_the_papers_linear_program(rows):
     release, processing, length = ([row[k] for row in rows] for k in range(3))
@@ -144,7 +144,7 @@ def groups_of(ends, values):
 sizes_of_tensors = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
 
-@examples(200)
+@examples(100)
 @given(sizes_of_tensors)
 def test_the_groups_are_those_of_the_recursion(sizes):
     found = list(balanced(sizes))
@@ -155,7 +155,7 @@ def test_the_groups_are_those_of_the_recursion(sizes):
         assert min(map(sum, expected)) == size
 
 
-@examples(200)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=9),
     costs,
@@ -189,7 +189,7 @@ def in_units(workload):
     return msgspec.structs.replace(workload, tensors=tuple(tensors))
 
 
-@examples(200)
+@examples(100)
 @given(workloads(max_ops=6, max_tensors=6), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_without_startup_times_it_is_optimal(workload, compute, fusion):
     workload, cluster = in_units(workload), Cluster(2, {"c": LinearCost(0.0, 1 / 128)})  # cuts fall between units

@@ -68,7 +68,7 @@ def naive(services):
 
 @given(graphs())
 @example([(NO_LINK, 0.0, 0.0, 1, []), (0, 0.0, 0.0, 0, []), (0, 1 / 8, 0.0, 0, [(0, False)]), (0, 0.0, 0.0, 0, [])])
-@examples(300)
+@examples(150)
 def test_the_engine_does_what_the_naive_one_does(services):
     graph = built(services)
     assert run_services(*graph) == len(services)
@@ -105,7 +105,7 @@ def test_two_flows_share_a_link_and_the_one_left_takes_it_all():
 
 
 @given(graphs())
-@examples(100)
+@examples(50)
 def test_shared_fairly_no_link_carries_more_than_it_can(services):
     """A cut-through group is one flow; alone on its links, every order of service is the fair one."""
     graph = built([(i if i < LINKS else NO_LINK, *rest) for i, (_, *rest) in enumerate(services)])
