@@ -18,7 +18,7 @@ test: install
 	$(BIN)/ruff check legato tests examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
@@ -27,7 +27,7 @@ lint: install
 # Lines and branches of legato/ that the tests reach, in their worker processes too.
 coverage: install
 	$(BIN)/coverage erase
-	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run -m pytest -n 2 --dist loadgroup
+	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

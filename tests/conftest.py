@@ -58,9 +58,20 @@ def four_ranks(quartet):
     return quartet
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items):
-    """With `-n`, tests that start processes run one after another; those of a file share its fixtures."""
-    for item in items:
-        processes = item.get_closest_marker("processes") or "testbed" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("processes" if processes else item.nodeid.partition("::")[0]))
+    """Files whose tests start processes come first: the others fill what time processors have left."""
+    slow = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n 2` a file is run by one of two workers; network namespaces are a matter of one alone."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "tests/testbed" if file.startswith("tests/testbed/") else file
+
+    return Files(config, log)
