@@ -10,32 +10,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import app, main
+from legato.cli import app
 from legato.cli.options import SEVERAL
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def workload(tmp_path):
-    path = tmp_path / "w.json"
-    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
-    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
-    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
-    return path
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
 
 
 def fails(capsys, *arguments):

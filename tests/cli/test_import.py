@@ -4,17 +4,9 @@ import json
 
 import pytest
 from support import kineto_samples as samples
+from support.command import run
 
 import legato
-from legato.cli import main
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
 
 
 @pytest.fixture

@@ -4,19 +4,11 @@ import json
 import os
 
 import pytest
+from support.command import run
 
 import legato
-from legato.cli import main
 from legato.schedule import schedule
 from legato.simulator.collective import simulate
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
 
 
 @pytest.fixture

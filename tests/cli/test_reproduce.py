@@ -3,17 +3,9 @@
 import json
 
 import pytest
+from support.command import run
 
-from legato.cli import main
 from legato.papers import PAPERS
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
 
 
 def test_json_has_a_row_a_cell(capsys):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.command import run
 from typer.main import get_command
 
 import legato
@@ -12,30 +13,8 @@ from legato.simulator.flow import FABRICS
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
 
 
-@pytest.fixture
-def workload(tmp_path):
-    """Forward 10 ms, backward 20 ms, 5 MB."""
-    path = tmp_path / "w.json"
-    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
-    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
-    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
-    return path
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of `legato simulate`."""
-    return run_verb(capsys, "simulate", *arguments)
-
-
-def run_verb(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        main([*map(str, arguments)])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
-
-
 def rows(capsys, *arguments):
-    status, out, err = run(capsys, *arguments, "--json")
+    status, out, err = run(capsys, "simulate", *arguments, "--json")
     assert status == 0, err
     return json.loads(out)
 
@@ -67,7 +46,7 @@ def test_at_collective_fidelity_all_is_what_has_a_cost(capsys, workload):
 
 def test_the_table_and_the_timeline(capsys, workload, tmp_path):
     timeline, report = tmp_path / "t.json", tmp_path / "r.html"
-    status, out, _ = run(capsys, workload, "--workers", 4, "--servers", 2, "--no-barrier", "-o", timeline)
+    status, out, _ = run(capsys, "simulate", workload, "--workers", 4, "--servers", 2, "--no-barrier", "-o", timeline)
     assert status == 0 and "multicast+aggregation" in out and "speedup" in out
     assert legato.read(timeline, legato.Timeline).iteration_s > 0
     with pytest.raises(SystemExit) as end:
@@ -108,14 +87,12 @@ def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
     for verb, fabric in (("simulate", "ring,tree"), ("sweep", "ring,tree,parameter-server")):
         for more in ((), ("--fidelity", "collective")):
             shared = (verb, workload, "--fabric", fabric, "--json", *more)
-            found = [
-                run_verb(capsys, *shared, *by) for by in (options, ("--cluster", derived), ("--cluster", measured))
-            ]
+            found = [run(capsys, *shared, *by) for by in (options, ("--cluster", derived), ("--cluster", measured))]
             seconds = [[row["iteration_s"] for row in json.loads(out)] for _, out, _ in found]
             assert seconds[0] == seconds[1] == pytest.approx(seconds[2])
-        status, _, err = run_verb(capsys, verb, workload, "--cluster", derived, "--latency", "1ms")
+        status, _, err = run(capsys, verb, workload, "--cluster", derived, "--latency", "1ms")
         assert status == 2 and "--cluster and --latency: give one or the other" in err
-        status, out, err = run_verb(capsys, verb, workload, "--cluster", measured, "--fabric", "ring")
+        status, out, err = run(capsys, verb, workload, "--cluster", measured, "--fabric", "ring")
         assert status == 0 and "4 workers, 1 Gbit/s, latency 1 ms" in out and str(measured) in out
 
 
@@ -167,7 +144,7 @@ def test_a_workload_a_worker(capsys, workload):
     ],
 )
 def test_wrong_input_is_one_line(capsys, workload, arguments, says):
-    status, out, err = run(capsys, workload, *arguments)
+    status, out, err = run(capsys, "simulate", workload, *arguments)
     lines = [line for line in err.splitlines() if line.strip()]
     assert status == 2 and out == "" and len(lines) == 1, err
     assert lines[0].startswith("legato: ") and says in lines[0]
@@ -177,7 +154,7 @@ def test_workloads_that_differ_are_refused(capsys, workload, tmp_path):
     other = tmp_path / "other.json"
     job = legato.read(workload, legato.Workload)
     legato.write(other, legato.Workload("other", job.ops, job.tensors[:1]))
-    status, _, err = run(capsys, workload, other, "--workers", 2)
+    status, _, err = run(capsys, "simulate", workload, other, "--workers", 2)
     assert status == 2 and "worker 1" in err
-    status, _, err = run(capsys, workload, other, "--workers", 3)
+    status, _, err = run(capsys, "simulate", workload, other, "--workers", 3)
     assert status == 2 and "2 workloads for 3 workers" in err

@@ -12,27 +12,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.command import run
 
 import legato
-from legato.cli import main
-
-
-def run(capsys, *arguments):
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
-
-
-@pytest.fixture
-def workload(tmp_path):
-    path = tmp_path / "w.json"
-    ops = [legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02, (0,))]
-    tensors = [legato.Tensor("w", 4_000_000, 1, (0,)), legato.Tensor("v", 1_000_000, 1, (0,))]
-    legato.write(path, legato.Workload("toy", tuple(ops), tuple(tensors)))
-    return path
-
 
 GRID = ("--bandwidth", "500Mbit,1,10Gbit", "--workers", "2,4", "--fabric", "ring,parameter-server", "--jobs", 1)
 
