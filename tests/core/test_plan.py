@@ -92,7 +92,7 @@ def test_plans_that_carry_out_the_workload(groups):
             [("reduce_scatter", X), ("pull", X), ("all_reduce", Y)],
             "'x': reduce_scatter and all_gather messages carry different bytes",
         ),
-        ([("push", X), ("all_gather", X), ("all_reduce", Y)], "is not what"),
+        ([("push", X), ("all_gather", X), ("all_reduce", Y)], "carry different bytes"),
         ([("all_reduce", X, Y), ("pull", X)], "'x': push and pull messages carry different bytes"),
         ([("all_gather", X), ("all_reduce", Y)], "'x': byte 0 is never sent"),
     ],

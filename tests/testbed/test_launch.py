@@ -22,6 +22,7 @@ WORKER = """
 import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
 def tell(done): rank or print(json.dumps({"stage": "work", "done": done, "total": 2}), flush=True)
+def log(line): sys.stderr.write(line + "\\n")  # whole: workers share the file, and print() writes in parts
 """
 LIVE_ON = WORKER + "tell(1)\nif rank != 1: time.sleep(600)\n"
 
@@ -42,7 +43,7 @@ def run(tmp_path, bandwidth_bps, workers=3):
 @pytest.mark.processes
 @pytest.mark.parametrize("bandwidth_bps", [None, pytest.param(1e9, marks=needs_hosts)])
 def test_progress_is_passed_on_and_the_rest_logged(tmp_path, worker, bandwidth_bps):
-    worker(WORKER + "tell(1)\nprint('to the log', rank, sys.argv[1:], file=sys.stderr)\n")
+    worker(WORKER + "tell(1)\nlog(f'to the log {rank} {sys.argv[1:]}')\n")
     assert run(tmp_path, bandwidth_bps) == [("work", 1, 2)]
     log = (tmp_path / "log").read_text()
     assert all(f"to the log {rank} ['a']" in log for rank in range(3))
@@ -51,7 +52,7 @@ def test_progress_is_passed_on_and_the_rest_logged(tmp_path, worker, bandwidth_b
 @needs_hosts
 def test_workers_know_one_another(tmp_path, worker):
     names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
-    worker(WORKER + f"print(rank, [os.environ[n] for n in {names}], file=sys.stderr)\n")
+    worker(WORKER + f"log(str(rank) + ' ' + str([os.environ[n] for n in {names}]))\n")
     run(tmp_path, 1e9, workers=2)
     lines = sorted((tmp_path / "log").read_text().splitlines())
     assert lines == [f"{rank} ['2', '0', '10.77.0.1', 'eth0', '1']" for rank in (0, 1)]

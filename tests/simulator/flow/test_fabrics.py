@@ -236,7 +236,7 @@ def test_store_and_forward_switches_cost_a_transfer_more():
         (lambda: Network(workers=2, bandwidth_bps=math.nan), "bandwidth_bps"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, racks=3), "racks: 3"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, compute_scale=(1.0,)), "compute_scale"),
-        (lambda: simulate_flow(job(), None, "hierarchical", network(9)), "divides 9"),
+        (lambda: simulate_flow(job(), None, "hierarchical", network(9)), "a divisor of 9"),
         (lambda: simulate_flow([job()], None, "ring", network(2)), "1 workloads for 2 workers"),
         (lambda: simulate_flow([job(), MANY], None, "ring", network(2)), "worker 1"),
         (lambda: simulate_flow(job(), None, "ring", network(2), iterations=0), "iterations: 0"),
