@@ -57,7 +57,8 @@ def main():
             for start_s, end_s in rectangles(timeline.spans, kind):
                 x, width = LEFT + SCALE * start_s, SCALE * (end_s - start_s)
                 shapes.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{HEIGHT}" rx="2" fill="{color}"/>'
+                    f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{HEIGHT}" '
+                    f'rx="2" fill="{color}"/>'
                 )
                 if kind != "message" and width > 60:
                     text(x + width / 2, y + 17, kind, "middle", fill="#fff")
@@ -69,9 +70,12 @@ def main():
         text(end + 6, top + 34, measured, weight="600")
     Path(__file__).with_name("idle.svg").write_text(
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 222" width="780" height="222" role="img" '
-        'font-family="system-ui, sans-serif">\n<title>One iteration under DistributedDataParallel and under legato</title>\n'
-        "<desc>Under DistributedDataParallel the worker computes its backward pass, is idle while the network sends the "
-        "remaining gradients, and then computes the forward pass. Under legato the forward pass begins while gradients are "
+        'font-family="system-ui, sans-serif">\n<title>One iteration under DistributedDataParallel '
+        "and under legato</title>\n"
+        "<desc>Under DistributedDataParallel the worker computes its backward pass, is idle while "
+        "the network sends the "
+        "remaining gradients, and then computes the forward pass. Under legato the forward pass "
+        "begins while gradients are "
         "still being sent, and the network is busy nearly all the time.</desc>\n" + "\n".join(shapes) + "\n</svg>\n",
         encoding="utf-8",
     )
