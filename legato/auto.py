@@ -24,7 +24,7 @@ from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, to_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
@@ -225,7 +225,8 @@ class _Observer:
         for hook in self._hooks:
             hook.remove()
         group = self._model.process_group
-        cluster = calibrate(group).cluster
+        nbytes = sum(p.nbytes for p in trained_parameters(self._model.module).values())
+        cluster = calibrate(group, sizes=sizes_up_to(nbytes)).cluster
         chosen = self._fallback
         if group.rank() == 0:
             try:

@@ -11,7 +11,7 @@ from legato.cli.options import Json
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
-from legato.core.units import format_bytes, format_seconds
+from legato.core.units import format_bytes, format_seconds, parse_bytes
 
 
 def calibrate(
@@ -25,6 +25,9 @@ def calibrate(
         ),
     ] = "",
     depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4",
+    max_message: Annotated[
+        str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
+    ] = "64MiB",
     json: Json = False,
 ) -> None:
     """Measure the cost of an all-reduce between the processes of this job.
@@ -39,17 +42,19 @@ def calibrate(
     import torch.distributed as dist
 
     from legato.pytorch.network.calibrate import calibrate as run
+    from legato.pytorch.network.calibrate import sizes_up_to
 
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
     names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
+    sizes = sizes_up_to(parse_bytes(max_message))
     dist.init_process_group(backend)
     try:
         if dist.get_rank() == 0:
             with progress("measuring all-reduce") as advance:
-                found = run(collectives=names, depths=chunks, progress=advance)
+                found = run(sizes=sizes, collectives=names, depths=chunks, progress=advance)
         else:
-            found = run(collectives=names, depths=chunks)
+            found = run(sizes=sizes, collectives=names, depths=chunks)
         if dist.get_rank() == 0:
             files.write(output, found.cluster)
             _show(found, output, json)

@@ -24,7 +24,7 @@ from legato.core.workload import Workload
 from legato.demo.models import MODELS
 from legato.demo.result import SERVER_STAGES, ServerResult, ServerRow
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.servers import Iteration, ServedModel, parameter_servers
 from legato.schedule.compare import compare
@@ -82,7 +82,8 @@ def _measured(name: str, servers: int, advance: Advance) -> tuple[Workload, Clus
         batch_size=training.batch_size,
         progress=functools.partial(advance, SERVER_STAGES[0]),
     )
-    cluster = calibrate(progress=functools.partial(advance, SERVER_STAGES[1])).cluster
+    sizes = sizes_up_to(workload.nbytes)
+    cluster = calibrate(sizes=sizes, progress=functools.partial(advance, SERVER_STAGES[1])).cluster
     workers = dist.get_world_size() - servers
     return workload, msgspec.structs.replace(cluster, workers=workers, servers=servers)
 

@@ -25,7 +25,7 @@ from legato.core.timeline import Timeline
 from legato.demo.models import MODELS, Training
 from legato.demo.result import STAGES, ModelResult
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
@@ -89,7 +89,7 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
         progress=functools.partial(advance, STAGES[0]),
     )
     del training
-    calibration = calibrate(progress=functools.partial(advance, STAGES[1]))
+    calibration = calibrate(sizes=sizes_up_to(workload.nbytes), progress=functools.partial(advance, STAGES[1]))
     candidates: list[Candidate] = []
     chosen = b""
     if dist.get_rank() == 0:

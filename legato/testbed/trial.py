@@ -28,7 +28,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.network.calibrate import calibrate
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
@@ -138,7 +138,8 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
     `advance(stage, done, total)` reports progress. All ranks return the same
     plans and predictions, and each its own measurements.
     """
-    calibration = calibrate(progress=lambda done, total: advance(STAGES[0], done, total))
+    sizes = sizes_up_to(task.workload.nbytes)
+    calibration = calibrate(sizes=sizes, progress=lambda done, total: advance(STAGES[0], done, total))
     cluster = calibration.cluster if task.cluster is None else task.cluster
     workload = task.workload
     if task.ratio is not None:

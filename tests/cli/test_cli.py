@@ -183,7 +183,8 @@ def test_calibrate_under_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     legato_command = str(Path(sys.executable).with_name("legato"))
     out = subprocess.run(
-        [*torchrun, legato_command, "calibrate", "-o", path, "--collectives", "ring", "--depths", "1,2", "--json"],
+        [*torchrun, legato_command, "calibrate", "-o", path, "--collectives", "ring", "--depths", "1,2",
+         "--max-message", "1MiB", "--json"],
         capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ).stdout  # fmt: skip
     said, cluster = json.loads(out), legato.read(path, legato.Cluster)
@@ -192,6 +193,7 @@ def test_calibrate_under_torchrun(tmp_path):
     assert list(cluster.collectives) == ["gloo", "ring"] and list(cluster.depths["ring"]) == [2]
     assert said["cluster"]["depths"]["ring"]["2"]["alpha_s"] == cluster.cost("ring", 2).alpha_s
     sizes = {sample["nbytes"] for sample in said["samples"]}
+    assert max(sizes) == 2**20
     assert len(said["samples"]) == 3 * len(sizes) and said["worst_error"] >= said["median_error"] >= 0
 
 

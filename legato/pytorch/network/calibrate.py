@@ -32,7 +32,7 @@ from legato.pytorch._private import group_timeout
 from legato.pytorch.network.agreement import group_device
 from legato.pytorch.network.channel import Channel, channel_for
 
-__all__ = ["Calibration", "Sample", "calibrate"]
+__all__ = ["Calibration", "Sample", "calibrate", "sizes_up_to"]
 
 #: Sizes of the measured messages, in bytes: from 1 KiB to 1 MiB in steps of four, then to 64 MiB in steps of two.
 SIZES = (*(2**k for k in range(10, 20, 2)), *(2**k for k in range(20, 27)))
@@ -45,6 +45,11 @@ _LONG_S = 1.0
 _UNPACKED = 25 * 2**20
 #: Alpha is at least this fraction of the floor (see [Note: what a floor hides]).
 _UNHIDDEN = 1 / 8
+
+
+def sizes_up_to(nbytes: int) -> tuple[int, ...]:
+    """The default sizes up to this one, and at least up to 1 MiB."""
+    return tuple(size for size in SIZES if size <= max(nbytes, 2**20))
 
 
 class Sample(msgspec.Struct, frozen=True):
