@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
+from legato.pytorch._private import not_compiled
 from legato.pytorch.network.channel import Channel
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
@@ -197,6 +198,7 @@ class Reducer:
 
     # ---- afterwards: receiving ---------------------------------------------------
 
+    @not_compiled  # type: ignore[untyped-decorator]
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 
