@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test coverage lint docs linkcheck clean
+.PHONY: install demo test check pytest coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -14,11 +14,22 @@ install: .venv/installed
 demo: install
 	$(BIN)/legato demo
 
+# Commands that tests start need not compile legato again and again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Many tests wait for processes and links, so more of them run at a time than there are cores.
+PYTEST := $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder
+
 test: install
+	$(MAKE) --no-print-directory --jobs 2 check pytest
+
+check: install
 	$(BIN)/ruff check legato tests examples benchmarks
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/mypy
+
+pytest: install
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
@@ -27,7 +38,7 @@ lint: install
 # Lines and branches of legato/ that the tests reach, in their worker processes too.
 coverage: install
 	$(BIN)/coverage erase
-	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

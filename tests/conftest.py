@@ -1,15 +1,15 @@
-"""Profiles of hypothesis, ranks that tests share, and which tests run beside which on several processors."""
+"""Profiles of hypothesis, ranks that tests of a file share, and the order of files on several processors."""
 
 import importlib.util
 
 import pytest
 from hypothesis import settings
 from support.ranks import Ranks
-from support.strategies import QUICK
+from support.strategies import QUICK, THOROUGH
 
-# `--hypothesis-profile=thorough` looks ten times as long; what a test asks for in `examples(n)` scales with it.
+# `--hypothesis-profile=thorough` looks 25 times as long; what a test asks for in `examples(n)` scales with it.
 settings.register_profile("quick", deadline=None, max_examples=QUICK)
-settings.register_profile("thorough", deadline=None, max_examples=10 * QUICK)
+settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
 settings.load_profile("quick")
 
 # The planner's tests run without PyTorch; these need it.
@@ -19,21 +19,21 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["pytorch", "test_
 TASKS = 25
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pair():
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trio():
     ranks = Ranks(3)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def quartet():
     ranks = Ranks(4)
     yield ranks
@@ -72,6 +72,6 @@ def pytest_xdist_make_scheduler(config, log):
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
-            return "tests/testbed" if file.startswith("tests/testbed/") else file
+            return "hosts" if file.startswith(("tests/testbed/", "tests/demo/")) else file
 
     return Files(config, log)

@@ -1,4 +1,4 @@
-"""The main job, through the real command line, on the smaller model."""
+"""The main job, through the real command line, on the smaller model, over shaped links where they can be had."""
 
 import json
 import os
@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 import legato
 from legato import demo
-from legato.core.errors import InputError, RankError
+from legato.core.errors import InputError
+from legato.testbed.hosts import why_unavailable
 
 pytestmark = pytest.mark.processes
 
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.processes
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
+    shaped = [] if why_unavailable() else ["--bandwidth", "2Gbit"]
     done = subprocess.run(
-        [*command, "-o", folder, "--json"], capture_output=True, text=True, timeout=400, env={**os.environ}
+        [*command, *shaped, "-o", folder, "--json"], capture_output=True, text=True, timeout=400, env={**os.environ}
     )
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
@@ -53,6 +55,14 @@ def test_what_it_leaves(job):
     assert len(processes) == (4 if result["scheduler"] != "ddp" else 3)  # predicted and measured
 
 
+@pytest.mark.skipif(why_unavailable() != "", reason=why_unavailable())
+def test_the_links_are_as_fast_as_was_asked_for(job):
+    """On two workers an all-reduce of n bytes takes n bytes over each link in each direction: 8 n / bandwidth."""
+    folder, _ = job
+    cluster = legato.read(folder / "gpt2-small" / "cluster.json", legato.Cluster)
+    assert cluster.cost().beta_s_per_byte == pytest.approx(8 / 2e9, rel=0.25)
+
+
 def test_what_was_captured(job):
     """GPT-2 ties its output layer to its embedding: one tensor, read by two forward ops."""
     folder, _ = job
@@ -60,11 +70,6 @@ def test_what_was_captured(job):
     (embedding,) = [t for t in workload.tensors if t.name == "transformer.wte.weight"]
     assert sum(workload.ops[r].phase == "forward" for r in embedding.readers) == 2
     assert workload.compute_s == pytest.approx(workload.untraced_s)
-
-
-def test_workers_that_fail_are_quoted(tmp_path):
-    with pytest.raises(RankError, match="KeyError: 'no-such-model'"):
-        demo.run("no-such-model", 2, 4, tmp_path, lambda *_: None)
 
 
 def test_one_worker_has_nobody_to_talk_to(tmp_path):

@@ -25,6 +25,7 @@ import pytest
 import typer
 from markdown_it import MarkdownIt
 from support.kineto_samples import record
+from support.ranks import run_script
 
 import legato
 from legato.cli import app
@@ -115,7 +116,10 @@ def test_python_blocks_run(page, tmp_path):
         pytest.importorskip("torch")
     for block in blocks(page):
         if block.language == "python" and block.runs:
-            run([sys.executable, "-c", before + block.text], tmp_path)
+            if before:
+                run_script(["-c", before + block.text], tmp_path)
+            else:
+                run([sys.executable, "-c", block.text], tmp_path)
 
 
 @pytest.mark.processes

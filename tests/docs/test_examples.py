@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say."""
+"""The examples: one under torchrun itself, the others on ranks that torch need not be imported for again."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.processes
@@ -24,15 +25,20 @@ def torchrun(script, *arguments, ranks=2, options=()):
 
 
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
-def test_frameworks(framework):
+def test_frameworks(framework, tmp_path):
     pytest.importorskip(framework)
-    said = torchrun(f"with_{framework}.py")
+    said = run_script([str(EXAMPLES / f"with_{framework}.py")], tmp_path, ranks=2)
     assert re.search(r"on 2 ranks, weights add up to -?\d+\.\d+", said)
     assert "staying with the plan" not in said
 
 
+def test_the_first_example(tmp_path):
+    said = run_script([str(EXAMPLES / "train.py")], tmp_path, ranks=2)
+    assert re.findall(r"step (\d+): loss \d+\.\d+, plan \w", said) == ["10", "20", "30", "40"]
+
+
 def test_after_a_death_the_run_goes_on_from_its_checkpoint(tmp_path):
-    undisturbed = torchrun("elastic.py", "--checkpoint", str(tmp_path / "a.pt"))
+    undisturbed = run_script([str(EXAMPLES / "elastic.py"), "--checkpoint", "a.pt"], tmp_path, ranks=2)
     with_a_death = torchrun(
         "elastic.py", "--checkpoint", str(tmp_path / "b.pt"), "--die-at", "7", options=("--max-restarts", "2")
     )

@@ -4,13 +4,12 @@ import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 from support import kineto_samples as samples
+from support.ranks import run_script
 
 from legato.core.errors import FileError, InputError
 from legato.ingest.execution_trace import _arguments, import_execution_traces
@@ -19,11 +18,11 @@ from legato.ingest.kineto.importer import import_kineto
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
 
 TRAINING = """
-import os, sys
+import os
 import torch, torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder = int(os.environ["RANK"]), os.getcwd()
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 torch.manual_seed(0)
@@ -56,14 +55,7 @@ def traced(tmp_path_factory):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     folder = tmp_path_factory.mktemp("traced")
-    command = [sys.executable, "-c", TRAINING]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([*command, str(r), str(folder)], env=environment, stdout=-3, stderr=-3) for r in range(2)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_script(["-c", TRAINING], folder, ranks=2, GLOO_SOCKET_IFNAME="lo")
     return folder
 
 

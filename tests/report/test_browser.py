@@ -62,13 +62,19 @@ def report(tmp_path_factory):
     return path
 
 
-def test_the_console_would_tell(tmp_path):
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The browser's own folder; with a new one for each page it would set itself up each time."""
+    return tmp_path_factory.mktemp("profile")
+
+
+def test_the_console_would_tell(tmp_path, profile):
     (tmp_path / "bad.html").write_text("<script>console.error('seen')</script>")
-    assert "seen" in browse(tmp_path / "bad.html", tmp_path / "profile")[1][0]
+    assert "seen" in browse(tmp_path / "bad.html", profile)[1][0]
 
 
-def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, tmp_path):
-    document, console = browse(report, tmp_path / "profile")
+def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, tmp_path, profile):
+    document, console = browse(report, profile)
     assert console == []
     assert document.count("js-plotly-plot") >= 8
     assert document.count("barlayer") >= 4
@@ -130,7 +136,7 @@ SEARCH = """(() => {
 @pytest.fixture(scope="module")
 def answers(report, tmp_path_factory):
     script = f"({{sort: {SORT}, layout: {LAYOUT}, zoom: {ZOOM}, search: {SEARCH}}})"
-    return ask(report, script, tmp_path_factory.mktemp("profile"))
+    return ask(report, script, profile)
 
 
 def test_a_click_sorts_the_table_by_number(answers):
@@ -156,9 +162,9 @@ def test_it_fits_a_wide_window_and_is_light(answers):
     check_layout(answers["layout"], 1280, "rgb(255, 255, 255)")
 
 
-def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, tmp_path):
+def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, tmp_path, profile):
     dark = "--blink-settings=preferredColorScheme=0"
-    check_layout(ask(report, LAYOUT, tmp_path / "profile", 800, dark), 800, "rgb(26, 32, 41)")
+    check_layout(ask(report, LAYOUT, profile, 800, dark), 800, "rgb(26, 32, 41)")
 
 
 def test_zooming_one_timeline_zooms_all(answers):
@@ -167,7 +173,7 @@ def test_zooming_one_timeline_zooms_all(answers):
     assert {"backward", "forward", "optimizer", "messages", "idle", "proven lower bound"} <= set(zoom["names"])
 
 
-def test_names_stay_text_in_the_browser(tmp_path):
+def test_names_stay_text_in_the_browser(tmp_path, profile):
     write_report(tmp_path / "evil.html", evil_report())
     script = """(() => {
       const div = document.querySelector(".plot");
@@ -176,7 +182,7 @@ def test_names_stay_text_in_the_browser(tmp_path):
               scripts: document.scripts.length, injected: document.querySelectorAll("td b, h2 b, li b").length,
               drawn: [...div.querySelectorAll("text")].map((t) => t.textContent)};
     })()"""
-    answer = ask(tmp_path / "evil.html", script, tmp_path / "profile")
+    answer = ask(tmp_path / "evil.html", script, profile)
     assert answer["title"] == f"legato: {EVIL}" and answer["heading"] == EVIL
     assert answer["scripts"] == 4 and answer["injected"] == 0
     assert any("waits for </script><script>alert(1)</script>" in text for text in answer["drawn"])
@@ -214,10 +220,10 @@ SWEEP = """(() => {
 
 
 @pytest.mark.parametrize("width", [1280, 600])
-def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width):
+def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width, profile):
     write_report(tmp_path / "sweep.html", Report(sweep=tuple(sweep_rows())))
-    assert browse(tmp_path / "sweep.html", tmp_path / "profile", width)[1] == []
-    seen = ask(tmp_path / "sweep.html", SWEEP, tmp_path / "profile", width)
+    assert browse(tmp_path / "sweep.html", profile, width)[1] == []
+    seen = ask(tmp_path / "sweep.html", SWEEP, profile, width)
     assert seen["all"] == 8 and seen["some"] == ["ring", "ring"] and seen["said"] == "2 of 8"
     assert seen["sorted"] == [8, 4] and seen["zoomed"] == [0.7, 0.8] and seen["lines"] == 4
     assert seen["wide"] <= 0

@@ -1,9 +1,10 @@
-"""Trains on one rank of a gloo group under the profiler: `python -m support.profiled RANK WORKERS FOLDER KIND...`.
+"""Trains on one rank of a gloo group under the profiler: `profiled.py KIND...`, started by torchrun.
 
-Writes FOLDER/KIND.RANK.json for each method of `Training` that is named.
+Writes KIND.RANK.json for each method of `Training` that is named.
 """
 
 import itertools
+import os
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
@@ -102,4 +103,4 @@ def main(rank, workers, folder, kinds):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(), sys.argv[1:])

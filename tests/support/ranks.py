@@ -8,9 +8,12 @@ import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import socket
+import sys
 import traceback
+from pathlib import Path
 
 from support import environment
 
@@ -51,12 +54,60 @@ def _context():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.preloaded"])
-    before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", ""), environment()["PYTHONPATH"]
+    before = dict(os.environ)
+    os.environ.update(environment(OMP_NUM_THREADS="1"))
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        os.environ["PYTHONPATH"] = before
+        os.environ.clear()
+        os.environ.update(before)
     return context
+
+
+def _script(arguments, folder, output, variables):
+    with open(output, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(folder)
+    os.environ.update(variables)
+    first, *sys.argv[1:] = arguments
+    if first == "-c":
+        code = sys.argv.pop(1)
+        sys.argv[0] = first
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv[0] = first
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def run_script(arguments, folder, ranks=1, **variables):
+    """What `python ARGUMENTS` (a file, or `-c CODE`) prints on all ranks, started as torchrun starts them.
+
+    Fails the test if a rank fails.
+    """
+    import torch.distributed as dist
+
+    context, port = _context(), free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    outputs = [Path(folder, f"output of rank {rank}") for rank in range(ranks)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+        place |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True, **variables}
+        place = {name: str(value) for name, value in place.items()}
+        processes.append(context.Process(target=_script, args=(arguments, str(folder), output, place)))
+        processes[-1].start()
+    for process in processes:
+        process.join(2 * PATIENCE_S)
+        process.kill()
+    said = "".join(output.read_text() for output in outputs if output.exists())
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0, said
+    del store  # as torchrun does, it outlives the ranks
+    return said
 
 
 class Ranks:

@@ -1,6 +1,5 @@
-"""How workers are started, heard and ended; and the main job over shaped links."""
+"""How workers are started, heard and ended."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import legato
 from legato.core.errors import RankError
 from legato.testbed.hosts import why_unavailable
 from legato.testbed.launch import run_workers
@@ -97,20 +95,3 @@ def test_ctrl_c_ends_all(tmp_path, worker):
     assert not any(Path("/proc", pid).exists() for pid in pids)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"legato-{owner.pid}-" not in listed
-
-
-@pytest.mark.processes
-@needs_hosts
-def test_the_main_job_over_shaped_links(tmp_path):
-    """On two workers an all-reduce of n bytes takes n bytes over each link in each direction: 8 n / bandwidth."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
-    done = subprocess.run(
-        [*command, "--bandwidth", "1Gbit", "-o", tmp_path, "--json"], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)
-    assert result["weights_equal"] is True
-    cluster = legato.read(tmp_path / "gpt2-small" / "cluster.json", legato.Cluster)
-    assert cluster.cost().beta_s_per_byte == pytest.approx(8 / 1e9, rel=0.25)

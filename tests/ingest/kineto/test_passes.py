@@ -1,12 +1,11 @@
 """Steps of several backward passes: a made trace, and real ones of two gloo ranks, recorded here."""
 
 import itertools
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from support import environment
 from support import kineto_samples as samples
+from support.ranks import run_script
 
 from legato.ingest.kineto.importer import import_kineto
 
@@ -47,15 +46,7 @@ def test_gradients_that_are_sent_more_than_once_a_step(tmp_path):
 def traces(tmp_path_factory):
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("profiled")
-    command = [sys.executable, "-m", "support.profiled"]
-    options = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), "2", str(folder), *KINDS], **options) for rank in range(2)]
-    try:
-        said = [rank.communicate(timeout=180)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    run_script([str(Path(samples.__file__).with_name("profiled.py")), *KINDS], folder, ranks=2)
     return folder
 
 
