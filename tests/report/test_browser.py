@@ -73,7 +73,7 @@ def test_the_console_would_tell(tmp_path, profile):
     assert "seen" in browse(tmp_path / "bad.html", profile)[1][0]
 
 
-def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, tmp_path, profile):
+def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, profile):
     document, console = browse(report, profile)
     assert console == []
     assert document.count("js-plotly-plot") >= 8
@@ -134,7 +134,7 @@ SEARCH = """(() => {
 
 
 @pytest.fixture(scope="module")
-def answers(report, tmp_path_factory):
+def answers(report, profile):
     script = f"({{sort: {SORT}, layout: {LAYOUT}, zoom: {ZOOM}, search: {SEARCH}}})"
     return ask(report, script, profile)
 
@@ -162,7 +162,7 @@ def test_it_fits_a_wide_window_and_is_light(answers):
     check_layout(answers["layout"], 1280, "rgb(255, 255, 255)")
 
 
-def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, tmp_path, profile):
+def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, profile):
     dark = "--blink-settings=preferredColorScheme=0"
     check_layout(ask(report, LAYOUT, profile, 800, dark), 800, "rgb(26, 32, 41)")
 
