@@ -19,6 +19,8 @@ import logging
 import os
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from legato.core import files
 from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
@@ -47,11 +49,10 @@ def distribute(
     plan: Plan | str | os.PathLike[str] = "auto",
     *,
     process_group: Any = None,
-    broadcast_buffers: bool = True,
-    gradient_as_bucket_view: bool = False,
     replan: str | None = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> tuple[DistributedModel, Any]:
     """Train a model on all ranks as `DistributedDataParallel` does, with its gradients sent as planned.
 
@@ -59,14 +60,11 @@ def distribute(
     `torch.distributed.init_process_group`.
 
     Args:
-        model: a `torch.nn.Module`, with its parameters on their final device and in their final dtype.
+        model: a `torch.nn.Module`, with its parameters on their final device and in their final dtype, or a
+            `DistributedDataParallel`, which becomes the wrapped model.
         optimizer: a `torch.optim.Optimizer` with parameters of the model.
         plan: `"auto"` to make the plan from the first 12 steps of training, a `Plan`, or the path of a plan file.
         process_group: the ranks to train on; None stands for all.
-        broadcast_buffers: as in `DistributedDataParallel`: each forward pass begins with rank 0's buffers.
-        gradient_as_bucket_view: as in `DistributedDataParallel`: `.grad` is a view of the message that carries it,
-            which saves the memory of one copy of the gradients. A `.grad` that is kept from one step to the next is
-            overwritten.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
         debug: checks during training: True, or names separated by commas (`order`, `finite`); None stands for the
@@ -74,6 +72,8 @@ def distribute(
         flight_dir: the directory for the record of the last messages if something fails; None stands for the value
             of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
+        options: arguments of `DistributedDataParallel`, such as `gradient_as_bucket_view`, which mean what they mean
+            there; `find_unused_parameters` is always on and costs nothing.
 
     Returns:
         The wrapped model, to be used like a `DistributedDataParallel` model, and the same optimizer object.
@@ -91,10 +91,9 @@ def distribute(
         optimizer,
         default_buckets(model) if automatic else plan,
         process_group=process_group,
-        broadcast_buffers=broadcast_buffers,
-        gradient_as_bucket_view=gradient_as_bucket_view,
         debug=debug,
         flight_dir=flight_dir,
+        **options,
     )
     if automatic:
         _Observer(wrapped, optimizer, wrapped.plan).attach()
@@ -107,7 +106,7 @@ def _replan(model: DistributedModel, optimizer: Any) -> None:
     """Make a new plan whenever the pace changes."""
 
     def start_again(change: str) -> None:
-        if model.process_group.rank() == 0:
+        if model.message_group.rank() == 0:
             _log.warning("since the first passes under the plan %s, %s; replanning", model.plan.scheduler, change)
         before = model.plan
         model.adopt(default_buckets(model.module))
@@ -118,10 +117,11 @@ def _replan(model: DistributedModel, optimizer: Any) -> None:
 
 def default_buckets(model: Any) -> Plan:
     """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0
-    for name, p in reversed(trained_parameters(model).items()):
+    for name, p in reversed(trained_parameters(module).items()):
         nbytes = p.numel() * p.element_size()
         slices.append(Slice(name, 0, nbytes))
         filled += nbytes
@@ -224,7 +224,7 @@ class _Observer:
         """Calibrate, plan on rank 0, and switch to the plan, on all ranks together."""
         for hook in self._hooks:
             hook.remove()
-        group = self._model.process_group
+        group = self._model.message_group
         nbytes = sum(p.nbytes for p in trained_parameters(self._model.module).values())
         cluster = calibrate(group, sizes=sizes_up_to(nbytes)).cluster
         chosen = self._fallback

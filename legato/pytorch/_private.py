@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.utils import _to_kwargs
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,6 +29,7 @@ __all__ = [
     "DispatchMode",
     "PrefixStore",
     "autograd_node_number",
+    "copy_all",
     "current_node_number",
     "default_store",
     "flatten_tensors",
@@ -39,13 +41,19 @@ __all__ = [
     "is_compiled_in_place",
     "leaves",
     "mark_as_hooked",
+    "memory_uses",
     "module_tables",
+    "moved_inputs",
+    "multiply_all",
     "new_gloo",
     "not_compiled",
     "on_backward_end",
     "operator_schema",
+    "outside_transforms",
     "rebind_step",
+    "remove_reducer",
     "storage_id",
+    "tensor_uses",
     "unflatten_tensors",
     "unhooked_step",
     "version_of",
@@ -72,6 +80,15 @@ leaves: Callable[[Any], list[Any]] = tree_leaves
 def without_dispatch_modes() -> Any:
     """A context in which no dispatch mode of the user sees an operator; free of cost where there is none."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def outside_transforms() -> Any:
+    """A context outside the transforms of `torch.func` that are active; free of cost where there is none."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def operator_schema(func: Any) -> Any:
@@ -120,6 +137,26 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors, of the same shapes, in one call; torch's optimizers are made of such calls."""
+    torch._foreach_copy_(targets, sources)
+
+
+def multiply_all(tensors: list[Tensor], factor: float) -> None:
+    """Multiply many tensors by a number, in place, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def memory_uses(tensor: Tensor) -> int:
+    """How many tensors and storages share the tensor's memory; one of them is made for asking."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def tensor_uses(tensor: Tensor) -> int:
+    """How many owners the C++ object of a tensor has: Python's object, autograd, scripted modules, views of it."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
 def flatten_tensors(tensors: list[Tensor]) -> Tensor:
     """Dense tensors of one dtype, copied into a flat one; DDP and FSDP use this too."""
     return cast(Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
@@ -150,7 +187,8 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks run around the optimizer's `step()`, its own or those of all optimizers."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # not all classes call Optimizer.__init__
+    own = any(getattr(optimizer, table, None) for table in tables)
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
@@ -187,6 +225,25 @@ def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
 
     vars(step).update(_wrapped_by_lr_sched=True, _legato_counts=True)
     vars(optimizer)["step"] = step
+
+
+# ---- DistributedDataParallel -----------------------------------------------------------
+
+
+def remove_reducer(ddp: Any) -> None:
+    """Remove DDP's own reducer, with its hooks on the parameters and its buckets."""
+    ddp.reducer._remove_autograd_hooks()
+    ddp.logger = None  # it holds the reducer too
+    ddp.reducer = None
+
+
+def moved_inputs(ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The inputs of a forward pass on the device of `device_ids`, if DDP has one."""
+    if not ddp.device_ids:
+        return args, kwargs
+    device = torch.device(ddp.device_type, ddp.device_ids[0])
+    moved = _to_kwargs(args, kwargs, device, ddp.use_side_stream_for_tensor_copies)
+    return moved[0][0], moved[1][0]
 
 
 # ---- process groups ---------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch._private import is_compiled, is_compiled_in_place, module_tables
+from legato.pytorch._private import is_compiled, is_compiled_in_place, module_tables, without_overrides
 
 __all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "trained_parameters"]
 
@@ -44,12 +44,13 @@ class ModuleFingerprint:
 
         Raises `RankError` if a parameter was cast or moved.
         """
-        for name, p, dtype, device in self._kinds:
-            if p.dtype is not dtype or p.device != device:
-                raise RankError(
-                    f"{name}: {p.dtype} on {p.device} (expected {dtype} on {device}, as when the model was "
-                    "distributed; move and cast it before)"
-                )
+        with without_overrides():
+            for name, p, dtype, device in self._kinds:
+                if p.dtype is not dtype or p.device != device:
+                    raise RankError(
+                        f"{name}: {p.dtype} on {p.device} (expected {dtype} on {device}, as when the model was "
+                        "distributed; move and cast it before)"
+                    )
         for table, before in self._tables:
             if len(table) != len(before):
                 return True

@@ -103,6 +103,9 @@ class EmulatedModel(nn.Module):
     `InputError` if a gradient has an odd number of bytes.
     """
 
+    #: Tells the runtime that nothing reads the memory that the gradients share with `gradients`.
+    reads_no_gradients = True
+
     def __init__(self, workload: Workload, *, clock: Clock, seed: int = 0, shared: EmulatedModel | None = None) -> None:
         super().__init__()
         self.workload, self.clock = workload, clock

@@ -79,7 +79,7 @@ class Chaos:
             module.register_full_backward_pre_hook(self.sleep)
 
     def delay_messages(self, wrapped):
-        reducer = wrapped._reducer
+        reducer = wrapped.reducer
         channel = reducer._channel
 
         def late(*message):

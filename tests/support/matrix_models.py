@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from legato.pytorch.runtime.gate import GatedParameter
+from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, apart, compared, sgd
 from support.training import build, distance, train, wrap
 
@@ -274,4 +275,4 @@ def closures():
                 assert optimizer.step(closure) > 0
             waits.append(type(model.third.weight) is GatedParameter)
         trained.append(wrapped)
-    return distance(*trained) if waits == [False] * STEPS + [True] * STEPS else waits
+    return distance(*trained) if waits == [False] * (STEPS + WATCHED - 1) + [True] * (STEPS - WATCHED + 1) else waits

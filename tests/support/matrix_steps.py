@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.pytorch.runtime.gate import GatedParameter
+from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import build, distance, train, wrap
 
@@ -149,7 +150,7 @@ def scheduler_per_step(name, early):
         warnings.filterwarnings("error", "Seems like `optimizer.step")
         warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
         worst = compared(Dense, optimizer_of, after=stepping)
-    return worst, waits == [False] * STEPS + [True] * STEPS
+    return worst, waits == [False] * (STEPS + WATCHED - 1) + [True] * (STEPS - WATCHED + 1)
 
 
 def scheduler_per_epoch():

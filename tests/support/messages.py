@@ -111,14 +111,15 @@ def updates_while_waiting():
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
     messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
     wrapped, optimizer = wrap_model(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
+    wrapped._readers.may_wait = lambda _: True  # there is no forward pass to watch
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:
         late.register_hook(lambda _: store.wait(["updated on 0"], datetime.timedelta(seconds=20)))
     (late + early).backward()
     optimizer.step()
     if rank == 0:
-        wrapped._reducer.buckets[0].work.wait()  # `early` is in
-        model["late"](torch.ones(1, 3))
+        wrapped.reducer.buckets[0].work.wait()  # `early` is in
+        model["late"].weight.sum()
     wrapped.flush()
     dist.barrier()
     store.delete_key(f"updated on {rank}")
@@ -132,12 +133,12 @@ def packed_and_sent():
     wrapped, optimizer = wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
     )
-    reducer = wrapped._reducer
+    reducer = wrapped.reducer
     pack, channel = reducer._pack, reducer._channel
 
-    def packing(slot, wire, grad):
-        happened.append(f"packed {wire.index}")
-        pack(slot, wire, grad)
+    def packing(bucket):
+        happened.append(f"packed {bucket.index}")
+        pack(bucket)
 
     def sending(buffer, message):
         happened.append(f"sent {messages.index(message)}")

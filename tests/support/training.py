@@ -448,7 +448,7 @@ def deferral():
     model = build("Convolutional")
     before = model.head.weight.detach().clone()
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
-    train(wrapped, optimizer, 1)
+    train(wrapped, optimizer, 3)
     gated = [type(p) is GatedParameter for p in model.parameters()]
     shape = model.head.weight.shape
     still = type(model.head.weight) is GatedParameter
@@ -470,7 +470,7 @@ def copies():
 
     model = build("Convolutional")
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["adam"](model.parameters()))
-    train(wrapped, optimizer, 1)
+    train(wrapped, optimizer, 3)
     copied = copy.deepcopy(model)
     train(wrapped, optimizer, 1)
     buffer = io.BytesIO()

@@ -126,11 +126,13 @@ def _parts(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in by_kind.values():
         part: list[torch.Tensor] = []
+        nbytes = 0
         for tensor in same:
             part.append(tensor)
-            if sum(t.nbytes for t in part) >= _BROADCAST_BYTES:
+            nbytes += tensor.nbytes
+            if nbytes >= _BROADCAST_BYTES:
                 yield part
-                part = []
+                part, nbytes = [], 0
         if part:
             yield part
 

@@ -21,12 +21,13 @@ from legato.core.layout import BufferLayout, buffer_layout, chains
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch.runtime.update import Update
 
-__all__ = ["IDLE", "PENDING", "SENT", "Bucket", "BucketSlice", "Slot", "make_buckets"]
+__all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "make_buckets"]
 
 #: The stages of a parameter between two backward passes.
 IDLE = "idle"  # parameter and gradient are up to date
 SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
 PENDING = "pending"  # `optimizer.step()` was called; the update is not applied yet
+UPDATING = "updating"  # the update is being applied, and other threads have to wait
 
 
 @dataclass(eq=False, slots=True)
@@ -39,11 +40,16 @@ class Slot:
     name: str
     parameter: nn.Parameter
     plain_class: type
+    nbytes: int
     slices: list[BucketSlice] = field(default_factory=list)  # in the order of their elements
     buckets: list[Bucket] = field(default_factory=list)  # those that hold a slice of it, in the plan's order
+    parts: dict[int, list[BucketSlice]] = field(default_factory=dict)  # its slices, by the index of their bucket
+    to_pack: int = 0  # number of buckets into which its gradient has still to be packed in this backward pass
     whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
     ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
     has_grad: bool = False  # ... and it has arrived
+    was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
+    gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
     update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
 
@@ -54,6 +60,10 @@ class Slot:
     def mark_stepped(self, update: Update | None = None) -> None:
         """Enter PENDING: `optimizer.step()` was called. `update` is None where a server computes the new value."""
         self.stage, self.update = PENDING, update
+
+    def mark_updating(self) -> None:
+        """Enter UPDATING: the update is being applied."""
+        self.stage = UPDATING
 
     def mark_settled(self) -> None:
         """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
@@ -70,11 +80,7 @@ class BucketSlice:
     stop: int
     view: Tensor  # a view of the bucket's buffer: shaped like the parameter if it holds all of it, else flat
     flag: Tensor | None  # one element: the number of ranks that had a gradient (in the parameter's first slice only)
-
-    @property
-    def whole(self) -> bool:
-        """Whether it holds all elements of the parameter."""
-        return self.stop - self.start == self.slot.parameter.numel()
+    whole: bool  # whether it holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of a tensor that is shaped like the parameter."""
@@ -96,7 +102,12 @@ class Bucket:
     scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
     gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
     slots: int = 0  # number of parameters in it
-    missing: int = 0  # number of these whose gradients have not arrived yet
+    last_of: list[Slot] = field(default_factory=list)  # those of which it is the last bucket
+    flags: Tensor | None = None  # the elements that count ranks, in one piece
+    missing: int = 0  # number of parameters whose gradients have not arrived yet
+    arrived: list[Slot] = field(default_factory=list)  # those whose gradients have arrived and are not packed yet
+    waiting_bytes: int = 0  # of these
+    writable: bool = False  # in this backward pass its buffer can be written
     work: Any = None  # the collective in flight
 
     @property
@@ -120,7 +131,7 @@ def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int)
         name = min(unplanned)
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
     check_messages(plan, sizes)
-    slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
+    slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
     parts = [(i, part) for i, message in enumerate(plan.messages) for part in _uniform(message, i, parameters)]
     placed = iter(_placed([part for _, part in parts if part.kind != "all_gather"], parameters, sizes, ranks))
     buckets: list[Bucket] = []
@@ -135,6 +146,9 @@ def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int)
     for slot in slots.values():
         slot.slices.sort(key=lambda piece: piece.start)
         slot.whole = _whole(slot)
+        slot.buckets[-1].last_of.append(slot)
+        for piece in slot.slices:
+            slot.parts.setdefault(piece.bucket.index, []).append(piece)
     return list(slots.values()), buckets
 
 
@@ -190,15 +204,19 @@ def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtyp
 def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
     """The bucket of a message that has its own buffer."""
     bucket = Bucket(index, message, buffer)
+    if layout.flags:
+        first, last = min(layout.flags.values()), max(layout.flags.values())
+        bucket.flags = buffer[first : last + 1]
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
         start, stop = (byte // buffer.element_size() for byte in (piece.start, piece.stop))
         view = buffer[at : at + stop - start]
-        if stop - start == slot.parameter.numel():
+        whole = stop - start == slot.parameter.numel()
+        if whole:
             view = view.view(slot.parameter.shape)
         flag = layout.flags.get(piece.tensor) if start == 0 else None
         bucket.slices.append(
-            BucketSlice(slot, bucket, start, stop, view, None if flag is None else buffer[flag : flag + 1])
+            BucketSlice(slot, bucket, start, stop, view, None if flag is None else buffer[flag : flag + 1], whole)
         )
         slot.slices.append(bucket.slices[-1])
         if bucket not in slot.buckets:

@@ -8,7 +8,9 @@ the message that it is about to launch into the job's store and compares it with
 those of the other ranks before anything is sent: a message that differs is
 reported instead of sent. For this, all ranks must run the same number of
 forward passes in training. With `finite`, a gradient that is not finite is
-reported in the same way, with rank and parameter. Each check costs some round
+reported in the same way, with rank and parameter. With `reads`, an operator that
+reads a parameter before its update, and that no gate has seen, is reported by
+the rank itself (`legato.pytorch.runtime.readers`). Each check costs some round
 trips to the store for every message, and keeps the ranks in step.
 """
 
@@ -26,7 +28,7 @@ from legato.pytorch.runtime.buckets import Bucket
 
 __all__ = ["CHECKS", "DebugChecks", "chosen_checks"]
 
-CHECKS = ("order", "finite")
+CHECKS = ("order", "finite", "reads")
 
 
 def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:

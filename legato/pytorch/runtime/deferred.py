@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from legato.core.errors import RankError
 from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step
+from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, SENT
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
@@ -69,7 +70,7 @@ class _DeferredSteps:
     @property
     def state(self) -> Any:
         self._settle()
-        return vars(self)["state"]
+        return vars(self)["state"] if "state" in vars(self) else getattr(super(), "state")  # noqa: B009
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -119,21 +120,20 @@ def _divisible(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) ->
     listed = f"{base.__module__}.".startswith("torch.optim.") and base.__name__ not in _WHOLE
     known = listed or getattr(base, "steps_parameters_alone", False)
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    return reducer.overlaps_forward and known and not (scaled or differentiable or has_step_hooks(optimizer))
+    return reducer.plan.forward_overlap and known and not (scaled or differentiable or has_step_hooks(optimizer))
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
     update = Update(optimizer, base)
-    now = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            slot = reducer.by_parameter.get(id(p))
-            if slot is not None and slot.stage == PENDING:
-                reducer.resolve(slot)  # a second step() before the first one's result was read
-            if slot is not None and slot.stage == SENT:
-                slot.mark_stepped(update)
-            else:
-                now.append(p)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots = {id(p): slot for p in parameters if (slot := reducer.by_parameter.get(id(p))) is not None}
+    if any(slot.stage == PENDING for slot in slots.values()):
+        reducer.settle()  # a second step() before the first one's result was read
+    with gate.invisible():
+        later = [slot for slot in slots.values() if reducer.may_wait(slot)]
+    reducer.postpone(later, update)
+    now = [p for p in parameters if id(p) not in slots or slots[id(p)].stage != PENDING]
+    reducer.deliver([slots[id(p)] for p in now if id(p) in slots])
     if now:
         update.apply(now)
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from legato.pytorch._private import PRIVATE_METADATA, without_dispatch_modes, without_overrides
-from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
+from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = ["GatedParameter", "install", "invisible", "remove"]
 
@@ -42,7 +41,17 @@ _METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
-class GatedParameter(nn.Parameter):
+class _PlainToAsk(type(nn.Parameter)):  # type: ignore[misc]
+    """`type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers ask; `is` sees the truth."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is nn.Parameter
+
+    def __hash__(cls) -> int:
+        return hash(nn.Parameter)
+
+
+class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
     """A parameter that the first operation that reads it brings up to date."""
 
     @classmethod
@@ -52,9 +61,13 @@ class GatedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _METADATA:
             for parameter in _gated((args, kwargs)):
-                slot, resolve = parameter._legato_gate
-                if slot.stage == PENDING or (slot.stage == SENT and func in _GRAD):
+                found = getattr(parameter, "_legato_gate", None)
+                if found is None:  # another thread has brought it up to date
+                    continue
+                slot, resolve = found
+                if slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and func in _GRAD):
                     resolve(slot)
+                slot.was_read = slot.was_read or func not in _GRAD
         with without_overrides():
             return func(*args, **kwargs)
 
@@ -92,7 +105,9 @@ def install(slot: Slot, resolve: Callable[[Slot], None]) -> None:
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
     if slot.plain_class is nn.Parameter:
-        slot.parameter._legato_gate = (slot, resolve)  # type: ignore[attr-defined]
+        if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
+            slot.gate = (slot, resolve)
+        slot.parameter._legato_gate = slot.gate  # type: ignore[attr-defined]
         slot.parameter.__class__ = GatedParameter
 
 
@@ -103,8 +118,16 @@ def remove(slot: Slot) -> None:
     vars(slot.parameter).pop("_legato_gate", None)
 
 
-@contextmanager
-def invisible() -> Iterator[None]:
+class invisible:
     """Compute without leaving a trace: not in the user's graph, and invisible to gates and dispatch modes."""
-    with torch.no_grad(), without_overrides(), without_dispatch_modes():
-        yield
+
+    __slots__ = ("_contexts",)
+
+    def __enter__(self) -> None:
+        self._contexts = (torch.no_grad(), without_overrides(), without_dispatch_modes())
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)

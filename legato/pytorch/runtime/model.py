@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.pytorch._private import group_is_alive, group_timeout, not_compiled
+from legato.pytorch._private import group_is_alive, group_timeout, moved_inputs, not_compiled, remove_reducer
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
@@ -35,6 +35,7 @@ from legato.pytorch.parameters import ModuleFingerprint, extend_plan, participat
 from legato.pytorch.runtime.debug import DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
+from legato.pytorch.runtime.readers import Readers
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.tracing import Tracer
 
@@ -43,57 +44,72 @@ __all__ = ["DistributedModel", "wrap_model"]
 _log = logging.getLogger("legato")
 
 
-class DistributedModel(nn.Module):
-    """A model whose gradients are averaged over all ranks as a `Plan` says.
+class DistributedModel(nn.parallel.DistributedDataParallel):
+    """A `DistributedDataParallel` whose gradients are averaged as a `Plan` says.
 
-    It behaves like `DistributedDataParallel`: `module` is the user's model,
-    `state_dict()` has the prefix `module.`, `no_sync()` accumulates gradients
-    without sending them, and each forward pass begins with rank 0's buffers.
-    Parameters, gradients and the optimizer's state are up to date whenever they
-    are read.
+    It has DDP's arguments, attributes and keys of `state_dict()`, and what knows
+    DDP knows it. In place of DDP's own reducer it has legato's, which sends the
+    messages of the plan. Parameters, gradients and the optimizer's state are up
+    to date whenever they are read.
 
-    Created by `legato.distribute`, on all ranks of `group` together. Raises
-    `RankError`, on every rank, if they do not have the same model and plan.
+    Created by `legato.distribute`, on all ranks of `process_group` together.
+    Raises `RankError`, on every rank, if they do not have the same model and plan.
     """
 
-    module: nn.Module
+    reducer: Reducer  # type: ignore[assignment]  # legato's, in place of DDP's
 
     def __init__(
         self,
         module: nn.Module,
         plan: Plan,
-        group: Any,
+        process_group: Any = None,
         *,
-        broadcast_buffers: bool = True,
-        gradient_as_bucket_view: bool = False,
+        debug: bool | str | None = None,
+        flight_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        groups = _Groups(process_group)
+        parameters = trained_parameters(module)
+        agree(describe_model(plan, module, parameters), groups.messages)
+        super().__init__(module, process_group=groups.ranks, **options)
+        self._carry_out(plan, groups, debug, flight_dir)
+
+    @classmethod
+    def of(cls, ddp: Any, plan: Plan, **options: Any) -> DistributedModel:
+        """Turn a `DistributedDataParallel` into a `DistributedModel` that carries out a plan; it stays one object."""
+        groups = _Groups(ddp.process_group)
+        agree(describe_model(plan, ddp.module, trained_parameters(ddp.module)), groups.messages)
+        ddp.__class__ = cls
+        ddp._carry_out(plan, groups, **options)
+        return cast(DistributedModel, ddp)
+
+    def _carry_out(
+        self,
+        plan: Plan,
+        groups: _Groups,
         debug: bool | str | None = None,
         flight_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__()
-        self.module = module
-        self.broadcast_buffers = broadcast_buffers
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        ranks = dist.get_process_group_ranks(group)
-        # Separate groups, so that no other collectives come between two messages of the plan.
-        timeout = group_timeout(group, group_device(group))
-        with batch_policy_threads():
-            self._group = dist.new_group(ranks, timeout)
-            self._buffer_group = dist.new_group(ranks, timeout)
-        self._parameters_taking_part = trained_parameters(module)
-        agree(describe_model(plan, module, self._parameters_taking_part), self._group)
+        """Take the place of DDP's reducer."""
+        if self.mixed_precision is not None or self._delay_all_reduce_params:
+            raise InputError("mixed_precision, delay_all_reduce_named_params: not supported (use autocast)")
+        remove_reducer(self)
+        self._group, self._buffer_group = groups.messages, groups.buffers
+        self._parameters_taking_part = trained_parameters(self.module)
         self._watchdog = Watchdog(
             self._group, FlightRecorder(self._group.rank(), flight_dir), _status(weakref.ref(self))
         )
         checks = chosen_checks(debug)
+        timeout = group_timeout(self._group, group_device(self._group))
         self._checks = DebugChecks(checks, self._group, timeout) if checks else None
-        self._broadcast([*module.parameters(), *module.buffers()], self._group)
+        self._readers = Readers(strict="reads" in checks)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
         self._channel = channel_for(self._group)
-        self._reducer = self._make_reducer(plan)
+        self.reducer = self._make_reducer(plan)
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
-        self._fingerprint = ModuleFingerprint(module)
+        self._fingerprint = ModuleFingerprint(self.module)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
         self._failed = False
@@ -101,7 +117,7 @@ class DistributedModel(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan in use."""
-        return self._reducer.plan
+        return self.reducer.plan
 
     def manage(self, optimizer: Optimizer) -> None:
         """Defer this optimizer's updates as the plan says; call it on all ranks for a second optimizer of the model.
@@ -109,7 +125,7 @@ class DistributedModel(nn.Module):
         Raises `RankError`, on every rank, if its settings differ between ranks.
         """
         agree(describe_optimizer(optimizer), self._group)
-        defer_steps(optimizer, self._reducer)
+        defer_steps(optimizer, self.reducer)
         self._optimizers.append(optimizer)
 
     def adopt(self, plan: Plan) -> None:
@@ -121,13 +137,13 @@ class DistributedModel(nn.Module):
         """
         plan = extend_plan(plan, self._parameters_taking_part)
         agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
-        before = self._reducer
+        before = self.reducer
         before.close()
-        self._reducer = self._make_reducer(plan)
-        self._reducer.forwards, self._reducer.enabled = before.forwards, before.enabled
+        self.reducer = self._make_reducer(plan)
+        self.reducer.forwards = before.forwards
         self._drift = DriftMonitor(self._gather_numbers)
         for optimizer in self._optimizers:
-            defer_steps(optimizer, self._reducer)
+            defer_steps(optimizer, self.reducer)
 
     def _make_reducer(self, plan: Plan) -> Reducer:
         return Reducer(
@@ -138,24 +154,35 @@ class DistributedModel(nn.Module):
             self._watchdog,
             self._checks,
             self.gradient_as_bucket_view,
+            self._readers,
+            _sends(weakref.ref(self)),
+            read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_forward()
-        tracer = self._reducer.tracer
+        compiling = torch.compiler.is_compiling()
+        self._begin_forward(compiling)
+        args, kwargs = moved_inputs(self, args, kwargs)
+        tracer = self.reducer.tracer
         if tracer:
             tracer.switch("forward")
         try:
-            output = self.module(*args, **kwargs)
+            if compiling:
+                output = self.module(*args, **kwargs)
+            else:
+                with self.reducer.watch():
+                    output = self.module(*args, **kwargs)
         except BaseException:
-            self._failed = self._reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
+            self._failed = self.reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
             raise
         self._end_forward(output)
         return output
 
     @not_compiled  # type: ignore[untyped-decorator]
-    def _begin_forward(self) -> None:
-        reducer, training = self._reducer, torch.is_grad_enabled()
+    def _begin_forward(self, compiled: bool) -> None:
+        reducer, training = self.reducer, torch.is_grad_enabled()
+        if reducer.closed:
+            raise RankError("the model was distributed again; its former wrapper does not average gradients any more")
         if self._failed:
             raise RankError(
                 "the last forward pass raised an exception, and other ranks may have gone on: "
@@ -166,9 +193,11 @@ class DistributedModel(nn.Module):
         reducer.begin_forward()
         if reducer.enabled and training and (change := self._drift.pass_begins(reducer)):
             self.on_drift(change)
-            reducer = self._reducer
-        if self._fingerprint.compiled():
-            reducer.settle()  # compiled code reads parameters without their gates
+            reducer = self.reducer
+        if compiled or self._fingerprint.compiled():
+            self._readers.never()  # compiled code reads parameters without their gates
+        if not (training and self.module.training):
+            reducer.settle()
         if self.broadcast_buffers and self._buffers_differ:
             self._broadcast(list(self.module.buffers()), self._buffer_group)
         # As in DDP, buffers are broadcast only after a forward pass whose gradients are averaged.
@@ -178,9 +207,9 @@ class DistributedModel(nn.Module):
     @not_compiled  # type: ignore[untyped-decorator]
     def _end_forward(self, output: Any) -> None:
         if self._buffers_differ:
-            self._reducer.backward_scope.expect(output)
-        if self._reducer.tracer:
-            self._reducer.tracer.end_forward(output)
+            self.reducer.backward_scope.expect(output)
+        if self.reducer.tracer:
+            self.reducer.tracer.end_forward(output)
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         try:
@@ -202,7 +231,7 @@ class DistributedModel(nn.Module):
         if len(self._parameters_taking_part) > len(before):
             self.adopt(self.plan)
             self._broadcast([p for n, p in self._parameters_taking_part.items() if n not in before], self._group)
-        return self._reducer
+        return self.reducer
 
     def abandon(self) -> None:
         """Skip a training step whose forward or backward pass raised an exception on some rank.
@@ -217,34 +246,33 @@ class DistributedModel(nn.Module):
             self._watchdog.wait(dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True))
             return int(number.item())
 
-        self._reducer.abandon(furthest)
+        self.reducer.abandon(furthest)
         self._failed = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backward passes inside on this rank, without sending them, as in DDP."""
-        before, self._reducer.enabled = self._reducer.enabled, False
-        try:
-            yield
-        finally:
-            self._reducer.enabled = before
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Raise `InputError`: a plan has messages of its own, which a communication hook would replace."""
+        raise InputError("a communication hook replaces the messages of the plan: use DistributedDataParallel for it")
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Raise `InputError`: a rank without batches would have to send the others' messages."""
+        raise InputError("join() is not supported: give every rank the same number of batches")
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
-        self._reducer.settle()
+        self.reducer.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero gradients as `nn.Module` does; gradients of a deferred step are zeroed after their use."""
-        drop_gradients(self.parameters(), self._reducer, set_to_none)
+        drop_gradients(self.parameters(), self.reducer, set_to_none)
 
     @property
-    def process_group(self) -> Any:
+    def message_group(self) -> Any:
         """The group that carries the messages; while any are in flight, no other collective may run on it."""
         return self._group
 
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Record what happens from now on with this tracer; None ends recording."""
-        self._reducer.tracer = tracer
+        self.reducer.tracer = tracer
 
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
@@ -284,6 +312,20 @@ class Undistributed(nn.Module):
         return self.module(*args, **kwargs)
 
 
+class _Groups:
+    """The ranks that train together, and two groups of theirs that nothing else uses.
+
+    So no other collective comes between two messages of the plan.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.ranks = process_group if process_group is not None else dist.group.WORLD
+        ranks = dist.get_process_group_ranks(self.ranks)
+        timeout = group_timeout(self.ranks, group_device(self.ranks))
+        with batch_policy_threads():
+            self.messages, self.buffers = dist.new_group(ranks, timeout), dist.new_group(ranks, timeout)
+
+
 def _release(groups: list[Any], watchdog: Watchdog) -> None:
     """Destroy the groups of a model that was deleted, unless a collective failed: that could take their timeout."""
     for group in groups:
@@ -293,10 +335,18 @@ def _release(groups: list[Any], watchdog: Watchdog) -> None:
 
 def _status(of: weakref.ref[DistributedModel]) -> Callable[[], str]:
     def status() -> str:
-        reducer: Reducer | None = getattr(of(), "_reducer", None)
+        reducer: Reducer | None = getattr(of(), "reducer", None)
         return reducer.status() if reducer is not None else "is between two models"
 
     return status
+
+
+def _sends(of: weakref.ref[DistributedModel]) -> Callable[[], bool]:
+    def sends() -> bool:
+        model = of()
+        return model is not None and bool(model.require_backward_grad_sync)
+
+    return sends
 
 
 def wrap_model(
@@ -305,10 +355,9 @@ def wrap_model(
     plan: Plan | str | os.PathLike[str],
     *,
     process_group: Any = None,
-    broadcast_buffers: bool = True,
-    gradient_as_bucket_view: bool = False,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> tuple[DistributedModel, Optimizer]:
     """Wrap a model so that its gradients are averaged over all ranks as `plan` says.
 
@@ -323,23 +372,22 @@ def wrap_model(
     """
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
-    if isinstance(model, DistributedModel | nn.parallel.DistributedDataParallel):
-        raise InputError(f"the model is already a {type(model).__name__} (expected the module inside it)")
+    if isinstance(model, DistributedModel):
+        raise InputError("the model is already a DistributedModel (expected the module inside it)")
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"optimizer: {type(optimizer).__name__} (expected a torch.optim.Optimizer)")
-    _check_parameters(trained_parameters(model), optimizer)
+    ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    if ddp and (options or process_group is not None):
+        name = next(iter(options), "process_group")
+        raise InputError(f"{name}: the model is a DistributedDataParallel already, and keeps its own arguments")
+    module: Any = model.module if ddp else model
+    _check_parameters(trained_parameters(module), optimizer)
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
-    group = process_group if process_group is not None else dist.group.WORLD
-    wrapped = DistributedModel(
-        model,
-        plan,
-        group,
-        broadcast_buffers=broadcast_buffers,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        debug=debug,
-        flight_dir=flight_dir,
-    )
+    if ddp:
+        wrapped = DistributedModel.of(model, plan, debug=debug, flight_dir=flight_dir)
+    else:
+        wrapped = DistributedModel(model, plan, process_group, debug=debug, flight_dir=flight_dir, **options)
     wrapped.manage(optimizer)
     return wrapped, optimizer
 

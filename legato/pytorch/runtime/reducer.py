@@ -22,25 +22,47 @@ If the plan partitions it, `.grad` is None until it is assembled again.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch._private import not_compiled
+from legato.pytorch._private import (
+    copy_all,
+    memory_uses,
+    multiply_all,
+    not_compiled,
+    outside_transforms,
+    without_overrides,
+)
 from legato.pytorch.network.channel import Channel
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
 from legato.pytorch.runtime.debug import DebugChecks
+from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
 from legato.pytorch.runtime.tracing import Tracer
+from legato.pytorch.runtime.update import Update
 
 __all__ = ["Reducer"]
+
+#: The reducer of each parameter: a module that is distributed again leaves its former reducer.
+_reducers: Any = WeakIdKeyDictionary()
+
+#: Gradients up to this size, in bytes, are packed by one call for many of them.
+_SMALL_BYTES = 64 * 2**10
+#: A bucket is packed when so many bytes of gradients wait for it, or when it is complete.
+_PACK_BYTES = 2**20
 
 
 class Reducer:
@@ -59,6 +81,9 @@ class Reducer:
         watchdog: Watchdog,
         checks: DebugChecks | None = None,
         gradient_as_bucket_view: bool = False,
+        readers: Readers | None = None,
+        enabled: Callable[[], bool] = lambda: True,
+        read_elsewhere: bool = True,
     ) -> None:
         self.plan = plan
         self.group = group
@@ -71,7 +96,12 @@ class Reducer:
         self.slots, self.buckets = make_buckets(plan, parameters, group.size())
         self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
-        self.enabled = True  # False under no_sync()
+        self._pending: deque[Slot] = deque()  # in the order in which their gradients arrive
+        self._lock = threading.RLock()  # several threads may read parameters
+        self._readers = readers or Readers()
+        self._read_elsewhere = read_elsewhere  # whether who holds a gradient's memory may read it
+        self._enabled = enabled  # False under no_sync()
+        self._module_calls = ModuleCalls(self)
         self.tracer: Tracer | None = None
         self._scale = 1.0 / group.size()
         self.forwards = 0  # forward passes whose gradients will be sent
@@ -79,19 +109,39 @@ class Reducer:
         self.in_backward = False
         self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self.next = 0  # index of the bucket to launch next
+        self.closed = False  # another reducer has its parameters
+        for slot in self.slots:
+            before = _reducers.get(slot.parameter, lambda: None)()
+            if before is not None:
+                before.close()
+            _reducers[slot.parameter] = weakref.ref(self)
         self._accumulators = [self._accumulator(slot) for slot in self.slots]
+        buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
+        self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
+        settle_before_fork(self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes send; not under `no_sync()`, nor when the model is gone."""
+        return self._enabled() and not self.closed
 
     def _accumulator(self, slot: Slot) -> Accumulator:
         return Accumulator(slot.parameter, lambda: self._before_accumulation(slot), lambda: self._gradient_ready(slot))
 
-    @property
-    def overlaps_forward(self) -> bool:
-        """Whether the plan defers updates into the forward pass, and every parameter can have a gate."""
-        return self.plan.forward_overlap and all(slot.plain_class is nn.Parameter for slot in self.slots)
+    def may_wait(self, slot: Slot) -> bool:
+        """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
+        return slot.stage == SENT and self._readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Watch who reads parameters in the forward pass inside."""
+        return self._readers.watch(self.slots, self.resolve)
 
     def close(self) -> None:
         """Bring everything up to date, and remove all hooks from the parameters."""
+        if self.closed:
+            return
         self.settle()
+        self.closed = True
         for accumulator in self._accumulators:
             accumulator.remove()
 
@@ -105,6 +155,7 @@ class Reducer:
                 "the last backward pass did not finish (an exception in it?); the ranks are out of step: "
                 "call abandon() on all of them, or start again from a checkpoint"
             )
+        self._module_calls.end()
         self.backward_scope.forget()
         for slot in self._in_arrival_order:
             if slot.stage == SENT:
@@ -137,8 +188,10 @@ class Reducer:
         self.next = 0
         for slot in self.slots:
             slot.ready = slot.has_grad = False
+            slot.to_pack = len(slot.parts)
         for bucket in self.buckets:
-            bucket.missing = bucket.slots
+            bucket.missing, bucket.writable = bucket.slots, False
+            bucket.arrived, bucket.waiting_bytes = [], 0
 
     def _backward_ended(self) -> None:
         if not self.in_backward:
@@ -148,38 +201,68 @@ class Reducer:
                 self._mark_ready(slot)
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
+        if self._read_elsewhere:
+            self._deliver_held()
         if self.tracer:
             self.tracer.switch(None)
 
+    def _deliver_held(self) -> None:
+        """Wait for averages that somebody could read without a gate: `.grad` or its memory is held elsewhere."""
+        with gate.invisible():
+            if any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
+                held = self.slots
+            else:
+                held = [slot for slot in self.slots if slot.has_grad and gradient_is_held(slot.parameter, slot.whole)]
+        for slot in held:
+            self.resolve(slot)
+
     def _mark_ready(self, slot: Slot) -> None:
-        """Pack a gradient into its buckets, and launch each one that is complete while the others are packed."""
+        """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
         grad = slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
-        for bucket in slot.buckets:
-            self._wait_for_buffer(bucket)
         slot.has_grad, slot.ready = grad is not None, True
         slot.mark_sent()
         gate.install(slot, self.resolve)
         for bucket in slot.buckets:
-            self._pack(slot, bucket, grad)
             bucket.missing -= 1
+            if bucket.index in slot.parts:
+                bucket.arrived.append(slot)
+                bucket.waiting_bytes += slot.nbytes
+                if bucket.missing == 0 or bucket.waiting_bytes > _PACK_BYTES:
+                    self._pack(bucket)
             self._advance()
-        if self._lends and slot.has_grad:
-            with gate.invisible():
-                slot.parameter.grad = slot.whole
 
-    def _pack(self, slot: Slot, bucket: Bucket, grad: Tensor | None) -> None:
+    def _pack(self, bucket: Bucket) -> None:
+        """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
+        if not bucket.writable:
+            self._wait_for_buffer(bucket)
+            bucket.writable = True
+            if bucket.flags is not None:
+                bucket.flags.fill_(1.0)
+        arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
+        views, grads = [], []
         with gate.invisible():
-            for part in slot.slices:
-                if part.bucket is not bucket:
-                    continue
-                if grad is None:
-                    part.view.zero_()
-                else:
-                    torch.mul(part.of(grad), self._scale, out=part.view)
-                if part.flag is not None:
-                    part.flag.fill_(float(slot.has_grad))
+            for slot in arrived:
+                grad = slot.parameter.grad
+                for part in slot.parts[bucket.index]:
+                    if grad is None:
+                        part.view.zero_()
+                        if part.flag is not None:
+                            part.flag.zero_()
+                    elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
+                        torch.mul(part.of(grad), self._scale, out=part.view)
+                    else:
+                        views.append(part.view)
+                        grads.append(grad)
+                slot.to_pack -= 1
+            if views:
+                copy_all(views, grads)
+                multiply_all(views, self._scale)
+            if self._lends:
+                for slot in arrived:
+                    if slot.has_grad and not slot.to_pack:
+                        slot.parameter.grad = slot.whole
 
     def _advance(self) -> None:
         """Launch buckets in the plan's order, up to the first one that lacks a gradient."""
@@ -206,43 +289,70 @@ class Reducer:
         since one call of the optimizer costs less than one call for each. If
         the parameter's own gradient is still in flight, the others are updated
         first. Inside the backward pass, a gradient that was sent stays this rank's
-        own, as user hooks see it under DDP.
+        own, as user hooks see it under DDP. Several threads may call it.
 
         Raises `RankError` inside a backward pass if the gradient was released
         and is partitioned (see [Note: lent gradients]).
         """
-        if slot.stage == SENT and self.in_backward:
-            if self._lends and slot.has_grad and slot.whole is None:
-                raise RankError(
-                    f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
-                    "the backward pass has ended (use gradient_as_bucket_view=False to keep it in place)"
-                )
-        elif slot.stage == SENT:
-            self._deliver(slot)
-            gate.remove(slot)
-        elif slot.stage == PENDING:
-            if not self._arrived(slot) and (others := self._pending_and_arrived()):
-                self._update(others)
-            for bucket in slot.buckets:
-                self._wait(bucket)
-            self._update(self._pending_and_arrived())
+        with self._lock, outside_transforms():
+            if slot.stage == SENT and self.in_backward:
+                self._read_in_backward(slot)
+            elif slot.stage == SENT:
+                self.deliver(slot.buckets[-1].last_of)
+            elif slot.stage == PENDING:
+                if not self._arrived(slot):
+                    self._update(self._take_pending(-1))
+                self._update(self._take_pending(slot.buckets[-1].index))
+
+    def _read_in_backward(self, slot: Slot) -> None:
+        if self._lends and slot.has_grad and slot.whole is None and not slot.to_pack:
+            raise RankError(
+                f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
+                "the backward pass has ended (use gradient_as_bucket_view=False to keep it in place)"
+            )
+        for bucket in slot.buckets:  # what the reader does to it must not be sent
+            if slot in bucket.arrived:
+                self._pack(bucket)
+
+    def deliver(self, slots: list[Slot]) -> None:
+        """Wait for the averages of these gradients."""
+        with self._lock:
+            sent = [slot for slot in slots if slot.stage == SENT]
+            self._deliver(sent)
+            for slot in sent:
+                gate.remove(slot)
 
     def settle(self) -> None:
         """Bring every parameter up to date."""
-        for slot in self._in_arrival_order:
-            if slot.stage == SENT:
-                self.resolve(slot)
-        pending = [slot for slot in self._in_arrival_order if slot.stage == PENDING]
-        if pending:
-            self._update(pending)
+        with self._lock, outside_transforms():
+            self.deliver(self._in_arrival_order)
+            self._update(self._take_pending(-1))
+            self._update(self._take_pending(len(self.buckets)))
+            self._module_calls.end()
 
     def drop(self, slot: Slot) -> None:
         """Ignore a gradient that was sent (`zero_grad()` without a `step()`)."""
         gate.remove(slot)
 
-    def _update(self, slots: list[Slot]) -> None:
+    def postpone(self, slots: list[Slot], update: Update) -> None:
+        """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
         for slot in slots:
-            self._deliver(slot)
+            slot.mark_stepped(update)
+        if slots:
+            self._pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
+            self._module_calls.begin()
+
+    def _take_pending(self, last: int) -> list[Slot]:
+        """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
+        taken = []
+        while self._pending and (self._pending[0].buckets[-1].index <= last or self._arrived(self._pending[0])):
+            taken.append(self._pending.popleft())
+        return [slot for slot in taken if slot.stage == PENDING]
+
+    def _update(self, slots: list[Slot]) -> None:
+        if not slots:
+            return
+        self._deliver(slots)
         by_update: dict[int, list[Slot]] = {}
         for slot in slots:
             by_update.setdefault(id(slot.update), []).append(slot)
@@ -251,31 +361,42 @@ class Reducer:
             update = group[0].update
             assert update is not None
             for slot in group:
+                slot.mark_updating()
+            with without_overrides():  # their gates stay until they are up to date: other threads may read
+                update.apply([slot.parameter for slot in group])
+            for slot in group:
                 gate.remove(slot)
-            update.apply([slot.parameter for slot in group])
         if self.tracer:
             self.tracer.switch(resume)
-
-    def _pending_and_arrived(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.stage == PENDING and self._arrived(slot)]
 
     def _arrived(self, slot: Slot) -> bool:
         return all(bucket.work is None or bucket.work.is_completed() for bucket in slot.buckets)
 
-    def _deliver(self, slot: Slot) -> None:
-        """Wait for the averaged gradient, and make it the parameter's `.grad`."""
-        for bucket in slot.buckets:
-            self._wait(bucket)
+    def _deliver(self, slots: list[Slot]) -> None:
+        """Wait for averaged gradients, and make them the parameters' `.grad`."""
+        for slot in slots:
+            for bucket in slot.buckets:
+                if bucket.work is not None:
+                    self._wait(bucket)
+        grads, views = [], []
         with gate.invisible():
-            if not slot.has_grad and not any(part.flag is not None and part.flag.item() > 0 for part in slot.slices):
-                return
-            optimizer_only = slot.update is not None and slot.update.drops_gradients
-            if slot.whole is not None and (optimizer_only or self._lends):
-                slot.parameter.grad = slot.whole
-                return
-            if slot.parameter.grad is None:
-                slot.parameter.grad = torch.empty_like(slot.parameter)
-            _unpack(slot.slices, slot.parameter.grad)
+            for slot in slots:
+                if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.slices):
+                    continue
+                optimizer_only = slot.update is not None and slot.update.drops_gradients
+                if slot.whole is not None and (optimizer_only or self._lends):
+                    slot.parameter.grad = slot.whole
+                    continue
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.empty_like(slot.parameter)
+                grad = slot.parameter.grad
+                if len(slot.slices) == 1 and grad.dtype == slot.slices[0].view.dtype:
+                    grads.append(grad)
+                    views.append(slot.slices[0].view)
+                else:
+                    _unpack(slot.slices, grad)
+            if grads:
+                copy_all(grads, views)
 
     def _wait_for_buffer(self, bucket: Bucket) -> None:
         """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""
@@ -317,9 +438,7 @@ class Reducer:
         `furthest(n)` returns the largest of all ranks' `n`. A rank that has
         launched fewer messages than another sends zeros for the missing ones.
         """
-        for slot in self.slots:
-            if slot.stage == PENDING:
-                self.resolve(slot)
+        self._update(self._take_pending(len(self.buckets)))
         count = len(self.buckets)
         done = (self.passes - self.in_backward) * count + self.next * self.in_backward
         goal = -(-furthest(done) // count) * count

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_step_hooks
+from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_overrides, without_step_hooks
 
 __all__ = ["Update", "set_to_none_or_zero"]
 
@@ -29,7 +29,8 @@ class Update:
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._zero: Callable[[nn.Parameter], None] | None = None
-        devices = {p.device.type for g in optimizer.param_groups for p in g["params"]} | {"cpu"}
+        with without_overrides():
+            devices = {p.device.type for g in optimizer.param_groups for p in g["params"]} | {"cpu"}
         self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     def zero_after(self, set_to_none: bool) -> None:
@@ -80,6 +81,8 @@ def set_to_none_or_zero(set_to_none: bool) -> Callable[[nn.Parameter], None]:
 
 
 def _snapshot(value: Any) -> Any:
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(_snapshot, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -34,7 +34,7 @@ class Puller:
         self.transport, self.shards = transport, list(shards)
         self.by_index = {shard.index: shard for shard in shards}
         self.pulls = list(pulls)
-        self.slots = {name: Slot(name, p, type(p)) for name, p in parameters.items()}
+        self.slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
         self.shards_of: dict[str, list[Shard]] = {name: [] for name in parameters}
         for shard in shards:
             self.shards_of[shard.name].append(shard)

@@ -1,0 +1,199 @@
+"""Who can read a parameter or a gradient without passing its gate; what can be read so is never late.
+
+[Note: readers] An update outlives `optimizer.step()`, and an average outlives
+`backward()`, only where nobody can read the memory unseen. Three things are
+checked; what fails one of them is up to date at once, as under DDP.
+
+- *Who holds it*, at every step: views, storages and arrays that share the
+  memory, and scripted modules that share the tensor, show in use counts.
+- *Who reads it in the forward pass*, in the first forward passes of training: a
+  parameter may wait only if the first operation on it was seen by its gate.
+  Readers below Python (C++ extensions, other tensor subclasses) call operators
+  that a dispatch mode sees and a gate does not, or no operator at all.
+- *Who else runs*: until the next forward pass of the training begins, a call of
+  any `nn.Module` brings everything up to date first, and so does a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from legato.core.errors import RankError
+from legato.pytorch._private import DispatchMode, leaves, memory_uses, storage_id, tensor_uses
+from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
+
+__all__ = ["ModuleCalls", "Readers", "gradient_is_held", "parameter_is_held", "settle_before_fork"]
+
+#: Forward passes in training that are watched before any update waits.
+WATCHED = 2
+_log = logging.getLogger("legato")
+
+
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    return tensor_uses(tensor), memory_uses(tensor)
+
+
+def _references(parameter: Tensor) -> int:
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+def _alone() -> tuple[tuple[int, int], tuple[int, int], int]:
+    """The use counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
+    parameter = nn.Parameter(torch.zeros(1))
+    accumulator = get_gradient_edge(parameter).node
+    parameter.grad = torch.zeros(1)
+    found = _uses(parameter), _uses(parameter.grad), _references(parameter)
+    del accumulator
+    return found
+
+
+_PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE = _alone()
+
+
+def parameter_is_held(parameter: nn.Parameter) -> bool:
+    """Whether anything but the module and autograd has the parameter's tensor or memory; call it under `invisible`."""
+    return _uses(parameter) != _PARAMETER_ALONE or bool(parameter.is_shared())  # type: ignore[no-untyped-call]
+
+
+def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
+    """Whether anything but the parameter has its gradient; call it under `invisible`.
+
+    `lent` is the runtime's own view of a bucket, whose memory has other uses.
+    """
+    grad = parameter.grad
+    if grad is None:
+        return False
+    if grad is lent:
+        return _references(parameter) > _REFERENCES_ALONE + 2  # `lent` and `grad` here
+    return _references(parameter) > _REFERENCES_ALONE + 1 or _uses(grad) != _GRADIENT_ALONE
+
+
+class Readers:
+    """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
+
+    With `strict` it goes on watching, and raises `RankError` if an operator
+    reads a parameter that waits.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
+        self._forwards = 0
+        self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
+        self._seen: set[int] = set()
+
+    def may_wait(self, parameter: nn.Parameter) -> bool:
+        """Whether all watched reads of the parameter passed its gate."""
+        key = id(parameter)
+        return self._forwards >= WATCHED and key in self._seen and key not in self._unseen
+
+    def never(self) -> None:
+        """Let no parameter wait: compiled code reads them without their gates."""
+        self._forwards = -(2**62)
+
+    @contextmanager
+    def watch(self, slots: Iterable[Slot], resolve: Callable[[Slot], None]) -> Iterator[None]:
+        """Watch the forward pass inside, if it is one of those to be watched."""
+        if not 0 <= self._forwards < WATCHED and not self._strict:
+            yield
+            return
+        gated = [slot for slot in slots if slot.plain_class is nn.Parameter]
+        for slot in gated:
+            slot.was_read = False
+            if slot.stage == IDLE:
+                gate.install(slot, resolve)
+        try:
+            with _Operators(gated, self):
+                yield
+        finally:
+            for slot in gated:
+                if slot.was_read:
+                    self._seen.add(id(slot.parameter))
+                if slot.stage == IDLE:
+                    gate.remove(slot)
+        self._forwards += 1
+        if self._forwards == WATCHED and self._unseen:
+            _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
+
+    def note_operator(self, slot: Slot, func: Any) -> None:
+        """Note that an operator reads a parameter; its gate has seen this if it is its first read."""
+        if slot.was_read:
+            return
+        said = f"{slot.name} is read by {func}, which its gate cannot see"
+        if self._strict and slot.stage == PENDING:
+            raise RankError(f"{said}, while its update waits")
+        self._unseen.setdefault(id(slot.parameter), said)
+
+
+class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator, and the parameters among its arguments."""
+
+    def __init__(self, slots: Iterable[Slot], readers: Readers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        with gate.invisible():
+            self._slots = {storage_id(slot.parameter.untyped_storage()): slot for slot in slots}
+        self._readers = readers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in leaves((args, kwargs)):
+            if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, gate.GatedParameter):
+                try:
+                    slot = self._slots.get(storage_id(value.untyped_storage()))
+                except (NotImplementedError, RuntimeError):  # sparse, or without memory
+                    continue
+                if slot is not None:
+                    self._readers.note_operator(slot, func)
+        return func(*args, **(kwargs or {}))
+
+
+class ModuleCalls:
+    """Calls `settle()` of a reducer before any module runs outside the forward passes of its own model."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+        self._hook: Any = None
+
+    def _module_runs(self, module: nn.Module, _: Any) -> None:
+        if getattr(module, "reducer", None) is not self._reducer:
+            self._reducer.settle()
+
+    def begin(self) -> None:
+        """Watch from now on: updates wait."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._module_runs)
+
+    def end(self) -> None:
+        """Watch no longer: the training's own forward pass begins, or nothing waits."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+_forking: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def settle_before_fork(reducer: Any) -> None:
+    """Let `reducer.settle()` run before this process forks: a child cannot wait for messages."""
+    _forking.add(reducer)
+
+
+def _before_fork() -> None:
+    for reducer in list(_forking):
+        if not reducer.in_backward:
+            reducer.settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
