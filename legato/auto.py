@@ -152,6 +152,7 @@ class _Observer:
 
     def attach(self) -> None:
         """Register the hooks; they are removed when the plan is made."""
+        self._model.observed = True
         self._hooks = [
             self._model.register_forward_pre_hook(self._forward_begins),
             self._optimizer.register_step_pre_hook(self._step_begins),
@@ -224,6 +225,7 @@ class _Observer:
         """Calibrate, plan on rank 0, and switch to the plan, on all ranks together."""
         for hook in self._hooks:
             hook.remove()
+        self._model.observed = False
         group = self._model.message_group
         nbytes = sum(p.nbytes for p in trained_parameters(self._model.module).values())
         cluster = calibrate(group, sizes=sizes_up_to(nbytes)).cluster

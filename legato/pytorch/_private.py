@@ -28,7 +28,9 @@ __all__ = [
     "PRIVATE_METADATA",
     "DispatchMode",
     "PrefixStore",
+    "anybody_sends",
     "autograd_node_number",
+    "common_rank",
     "copy_all",
     "current_node_number",
     "default_store",
@@ -39,6 +41,7 @@ __all__ = [
     "in_backward_pass",
     "is_compiled",
     "is_compiled_in_place",
+    "is_joining",
     "leaves",
     "mark_as_hooked",
     "memory_uses",
@@ -52,6 +55,7 @@ __all__ = [
     "outside_transforms",
     "rebind_step",
     "remove_reducer",
+    "share_final_model",
     "storage_id",
     "tensor_uses",
     "unflatten_tensors",
@@ -235,6 +239,26 @@ def remove_reducer(ddp: Any) -> None:
     ddp.reducer._remove_autograd_hooks()
     ddp.logger = None  # it holds the reducer too
     ddp.reducer = None
+
+
+def is_joining(ddp: Any) -> bool:
+    """Whether the model is inside `join()`, where ranks may run out of batches."""
+    return bool(ddp._join_config.enable)
+
+
+def anybody_sends(ddp: Any, joined: bool) -> bool:
+    """Inside `join()`: whether the ranks that still train send in this iteration; known to the `joined` ranks."""
+    return bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=joined))
+
+
+def common_rank(ddp: Any, active: bool) -> int:
+    """Inside `join()`: a rank, of those that call this as `active`, on which all ranks agree."""
+    return int(ddp._find_common_rank(dist.get_rank(ddp.process_group), active))
+
+
+def share_final_model(ddp: Any, is_last_joiner: bool) -> None:
+    """At the end of `join()`: give all ranks the parameters and buffers of a rank that joined last."""
+    ddp._sync_final_model(is_last_joiner)
 
 
 def moved_inputs(ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -276,3 +276,15 @@ def closures():
             waits.append(type(model.third.weight) is GatedParameter)
         trained.append(wrapped)
     return distance(*trained) if waits == [False] * (STEPS + WATCHED - 1) + [True] * (STEPS - WATCHED + 1) else waits
+
+
+def uneven_inputs():
+    """`join()`: rank 1 has fewer batches than the others, which go on."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        model = build("Convolutional")
+        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+        with wrapped.join():
+            train(wrapped, optimizer, 4 if dist.get_rank() == 1 else 9)
+        trained.append(wrapped)
+    return distance(*trained)

@@ -106,16 +106,16 @@ def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], N
     return [tuple(numbers.tolist()) for numbers in gathered]
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
-    """Overwrite tensors with those of rank 0: one collective for each dtype, device and 250 MiB.
+def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:
+    """Overwrite tensors with those of rank `source` of the group: one collective for each dtype, device and 250 MiB.
 
     `wait` waits for a collective.
     """
-    root = dist.get_global_rank(group, 0)
+    root = dist.get_global_rank(group, source)
     for part in _parts([t.detach() for t in tensors]):
         flat = flatten_tensors(part)
         wait(dist.broadcast(flat, root, group=group, async_op=True))
-        if group.rank():
+        if group.rank() != source:
             for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
                 tensor.copy_(value)
 

@@ -13,13 +13,24 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
-from legato.pytorch._private import group_is_alive, group_timeout, moved_inputs, not_compiled, remove_reducer
+from legato.pytorch._private import (
+    anybody_sends,
+    common_rank,
+    group_is_alive,
+    group_timeout,
+    is_joining,
+    moved_inputs,
+    not_compiled,
+    remove_reducer,
+    share_final_model,
+)
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
@@ -113,6 +124,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
         self._failed = False
+        self.observed = False  # whether `plan="auto"` watches the steps
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +193,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     @not_compiled  # type: ignore[untyped-decorator]
     def _begin_forward(self, compiled: bool) -> None:
         reducer, training = self.reducer, torch.is_grad_enabled()
+        Join.notify_join_context(self)
         if reducer.closed:
             raise RankError("the model was distributed again; its former wrapper does not average gradients any more")
         if self._failed:
@@ -191,15 +204,19 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         if training and self._fingerprint.changed():
             reducer = self._module_changed()
         reducer.begin_forward()
-        if reducer.enabled and training and (change := self._drift.pass_begins(reducer)):
+        if reducer.enabled and training and not is_joining(self) and (change := self._drift.pass_begins(reducer)):
             self.on_drift(change)
             reducer = self.reducer
         if compiled or self._fingerprint.compiled():
             self._readers.never()  # compiled code reads parameters without their gates
         if not (training and self.module.training):
             reducer.settle()
+        joining = is_joining(self)
         if self.broadcast_buffers and self._buffers_differ:
-            self._broadcast(list(self.module.buffers()), self._buffer_group)
+            source = common_rank(self, True) if joining else 0
+            self._broadcast(list(self.module.buffers()), self._buffer_group, source)
+        if joining:
+            anybody_sends(self, False)
         # As in DDP, buffers are broadcast only after a forward pass whose gradients are averaged.
         self._buffers_differ = reducer.enabled and training
         reducer.forwards += self._buffers_differ
@@ -254,8 +271,23 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         raise InputError("a communication hook replaces the messages of the plan: use DistributedDataParallel for it")
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Raise `InputError`: a rank without batches would have to send the others' messages."""
-        raise InputError("join() is not supported: give every rank the same number of batches")
+        """What a rank does in `join()`, as in DDP, when it has no batches left: send zeros, as long as others train.
+
+        Raises `InputError` for `divide_by_initial_world_size=False`, and while `plan="auto"` still watches the steps.
+        """
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise InputError("join(divide_by_initial_world_size=False) is not supported: gradients are divided as sent")
+        if self.observed:
+            raise InputError('join() while plan="auto" watches the first steps: give a plan, or train 12 steps before')
+        return _JoinHook(self)
+
+    def shadow_iteration(self) -> None:
+        """Take part in an iteration of the other ranks, without a batch."""
+        if self.broadcast_buffers and self._buffers_differ:
+            self._broadcast(list(self.module.buffers()), self._buffer_group, common_rank(self, False))
+        self._buffers_differ = anybody_sends(self, True)
+        if self._buffers_differ:
+            self.reducer.send_zeros()
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
@@ -288,9 +320,9 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             self.set_tracer(None)
             found += tracer.timelines(self.plan.scheduler)
 
-    def _broadcast(self, tensors: list[torch.Tensor], group: Any) -> None:
+    def _broadcast(self, tensors: list[torch.Tensor], group: Any, source: int = 0) -> None:
         try:
-            broadcast_tensors(tensors, group, self._watchdog.wait)
+            broadcast_tensors(tensors, group, self._watchdog.wait, source)
         except RuntimeError as error:
             raise self._watchdog.failure("making buffers equal before a forward pass", error) from error
 
@@ -298,6 +330,21 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """Copy (deepcopy, pickle, `torch.optim.swa_utils.AveragedModel`) as a model of this process alone."""
         self.flush()
         return Undistributed, (self.module, self.training)
+
+
+class _JoinHook(JoinHook):
+    """In `join()`, on a rank that has no batches left."""
+
+    def __init__(self, model: DistributedModel) -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        self._model.shadow_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the parameters of one that has trained to the end."""
+        self._model.flush()
+        share_final_model(self._model, is_last_joiner)
 
 
 class Undistributed(nn.Module):

@@ -454,6 +454,15 @@ class Reducer:
                 gate.remove(slot)
                 slot.parameter.grad = None
 
+    def send_zeros(self) -> None:
+        """Send every message of a backward pass on a rank that has no gradients."""
+        self.settle()
+        self.passes += 1
+        for bucket in self.buckets:
+            self._send_zeros(bucket)
+        for bucket in self.buckets:
+            self._wait(bucket)
+
     def _send_zeros(self, bucket: Bucket) -> None:
         self._wait_for_buffer(bucket)
         if bucket.scattered is None:

@@ -71,6 +71,7 @@ ROWS = [
     matrix_models.inference,
     matrix_models.closures,
     matrix_steps.scaled,
+    matrix_models.uneven_inputs,
     *matrix_readers.ROWS,
 ]
 
