@@ -18,7 +18,7 @@ demo: install
 unexport PYTHONDONTWRITEBYTECODE
 
 # Many tests wait for processes and links, so more of them run at a time than there are cores.
-PYTEST := $(BIN)/pytest -n 4 --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
