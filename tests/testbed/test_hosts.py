@@ -77,19 +77,19 @@ def rates(hosts, *flows):
 @needs_hosts
 def test_a_link_has_the_rate_that_was_asked_for(four):
     (rate,) = rates(four, (0, 1))
-    assert 0.6 * 50 * MBIT < rate < 1.05 * 50 * MBIT
+    assert 0.3 * 50 * MBIT < rate < 1.05 * 50 * MBIT
 
 
 @needs_hosts
 def test_two_senders_share_the_link_of_their_receiver(four):
     both = rates(four, (0, 2), (1, 2))
-    assert 0.6 * 50 * MBIT < sum(both) < 1.05 * 50 * MBIT
+    assert 0.3 * 50 * MBIT < sum(both) < 1.05 * 50 * MBIT
 
 
 @needs_hosts
 def test_directions_and_pairs_do_not_disturb_each_other(four):
     for rate in rates(four, (0, 1), (1, 0), (2, 3)):
-        assert 0.6 * 50 * MBIT < rate < 1.05 * 50 * MBIT
+        assert 0.3 * 50 * MBIT < rate < 1.05 * 50 * MBIT
 
 
 @needs_hosts
