@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +27,7 @@ from legato.core import files
 from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
+from legato.pytorch._private import without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
@@ -67,8 +70,8 @@ def distribute(
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
-        debug: checks during training: True, or names separated by commas (`order`, `finite`); None stands for the
-            value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
+        debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`); None stands for
+            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
         flight_dir: the directory for the record of the last messages if something fails; None stands for the value
             of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
@@ -169,11 +172,9 @@ class _Observer:
             return
         self._abandon()
         if self._recording and not self._problem:
-            try:
+            with self._keeping_problems():
                 self._recorder = Recorder(self._model.module, self._optimizer)
                 self._recorder.begin("forward", follow=True)
-            except LegatoError as error:
-                self._problem = str(error)
         elif self._done >= WARMUP_STEPS:
             self._tracer = Tracer()
             self._model.set_tracer(self._tracer)
@@ -194,17 +195,16 @@ class _Observer:
 
     def _updates_begin(self) -> None:
         if self._recorder is not None:
-            self._recorder.begin("optimizer")
+            with self._keeping_problems():
+                self._recorder.begin("optimizer")
         elif self._tracer is not None:
             self._tracer.switch("optimizer")
 
     def _step_ended(self, *_: Any) -> None:
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            try:
+            with self._keeping_problems():
                 self._steps.append(recorder.finish())
-            except LegatoError as error:
-                self._problem = str(error)
         elif self._tracer is not None:
             tracer, self._tracer = self._tracer, None
             self._model.set_tracer(None)
@@ -214,7 +214,17 @@ class _Observer:
             )
         self._done += 1
         if len(self._steps) == RECORDED_STEPS or self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
-            self._decide()
+            with without_dispatch_modes():  # another model may be recorded in this step
+                self._decide()
+
+    @contextmanager
+    def _keeping_problems(self) -> Iterator[None]:
+        """Whatever goes wrong while recording, training goes on, and no further step is recorded."""
+        try:
+            yield
+        except Exception as error:
+            self._problem = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
+            self._abandon()
 
     def _abandon(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -233,7 +243,7 @@ class _Observer:
         if group.rank() == 0:
             try:
                 chosen = best(compare(self._workload(), cluster)).plan
-            except LegatoError as error:
+            except Exception as error:
                 _log.warning("staying with the plan %s: %s", chosen.scheduler, self._problem or error)
         plan = files.decode(broadcast_bytes(files.encode(chosen), group), Plan, "the plan of rank 0")
         if plan != self._model.plan:

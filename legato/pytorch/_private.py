@@ -8,8 +8,8 @@ for, and what could replace it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ __all__ = [
     "new_gloo",
     "not_compiled",
     "on_backward_end",
+    "on_compilation",
     "operator_schema",
     "outside_transforms",
     "rebind_step",
@@ -68,9 +69,6 @@ __all__ = [
 
 # ---- dispatch, overrides, compilation ---------------------------------------------------
 
-#: Sees every operator below autograd. Its documentation ("Extending PyTorch") gives this private path.
-DispatchMode = TorchDispatchMode
-
 #: Keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo right away (1 s).
 not_compiled: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -81,18 +79,57 @@ without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 leaves: Callable[[Any], list[Any]] = tree_leaves
 
 
+@contextmanager
+def on_compilation(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `call()` whenever dynamo begins to compile something."""
+    from torch._dynamo.callback import callback_handler
+
+    def started(_: Any) -> None:
+        call()
+
+    callback_handler.register_start_callback(started)
+    try:
+        yield
+    finally:
+        if started in callback_handler.start_callbacks:  # `torch.compiler.reset()` removes all
+            callback_handler.remove_start_callback(started)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator below autograd, and those of compiled code; dynamo compiles under it as without it.
+
+    The documentation of dispatch modes ("Extending PyTorch") gives this private path.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def without_dispatch_modes() -> Any:
-    """A context in which no dispatch mode of the user sees an operator; free of cost where there is none."""
+    """A context in which no dispatch mode of the user sees an operator; without one, it costs nothing."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def outside_transforms() -> Any:
-    """A context outside the transforms of `torch.func` that are active; free of cost where there is none."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
+    """A context outside all active transforms of `torch.func` and `torch.jit.trace`; without any, it costs nothing."""
+    tracing = torch._C._get_tracing_state()
+    transforming = torch._C._functorch.peek_interpreter_stack() is not None
+    return _outside_transforms(tracing, transforming) if tracing or transforming else nullcontext()
+
+
+@contextmanager
+def _outside_transforms(tracing: Any, transforming: bool) -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()
+    torch._C._set_tracing_state(None)
+    try:
+        with temporarily_clear_interpreter_stack() if transforming else nullcontext():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)
 
 
 def operator_schema(func: Any) -> Any:

@@ -1,5 +1,6 @@
 """Rows of the equality matrix: ways to reach a parameter or a gradient past its gate. Everything runs on the ranks."""
 
+import copy
 import os
 import threading
 import warnings
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from legato.pytorch import wrap_model
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
-from support.matrix_rows import STEPS, Dense, adam, sgd
+from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import distance, random_plan, train, wrap
 
 
@@ -280,15 +281,43 @@ def unseen_reader_in_debug_mode():
         del os.environ["LEGATO_DEBUG"]
 
 
-ROWS = [
-    data_held, state_dict_kept, array_held, flat_buffer, scripted, functional_transforms, nested_inputs,
-    threads_that_read, forked_reader, gradients_held, distributed_again, tensor_betas, optimizer_without_init,
-    a_users_own_ddp, unseen_reader,
-]  # fmt: skip
+class Branching(Dense):
+    """Control flow that dynamo compiles, sparse tensors, and a copy of a module, all in the forward pass."""
+
+    def forward(self, x):
+        copy.deepcopy(self.second)
+        x = torch.cond(x.sum() > 0, lambda x: F.gelu(self.first(x)), lambda x: torch.sin(self.first(x)), (x,))
+        x = torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.second(x))
+        return self.third(torch.eye(len(x)).to_sparse_csr() @ F.gelu(x))
+
+
+def control_flow():
+    return compared(Branching, adam)
+
+
+def exported():
+    """Programs made of the model between `step()` and the next forward pass."""
+    x = torch.ones(2, 12)
+
+    def look(wrapped, _):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced, scripted = torch.jit.trace(wrapped.module, x), torch.jit.script(wrapped.module.third)
+        return [
+            traced(x),
+            scripted(torch.ones(2, 16)),
+            torch.fx.symbolic_trace(wrapped.module.second)(traced.second.weight),
+        ]
+
+    return looking(look)
 
 
 def distributed_again_after_del():
     return distributed_again(forget=True)
 
 
-ROWS.append(distributed_again_after_del)
+ROWS = [
+    data_held, state_dict_kept, array_held, flat_buffer, scripted, functional_transforms, nested_inputs,
+    threads_that_read, forked_reader, gradients_held, distributed_again, tensor_betas, optimizer_without_init,
+    a_users_own_ddp, unseen_reader, distributed_again_after_del, control_flow, exported,
+]  # fmt: skip

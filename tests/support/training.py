@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.runtime.gate import GatedParameter
 
 
 class Convolutional(nn.Module):
@@ -443,8 +444,6 @@ def own_distance(model_name, optimizer_name):
 
 def deferral():
     """What is pending after `step()`, and what reading does to it."""
-    from legato.pytorch.runtime.gate import GatedParameter
-
     model = build("Convolutional")
     before = model.head.weight.detach().clone()
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
@@ -454,6 +453,22 @@ def deferral():
     still = type(model.head.weight) is GatedParameter
     moved = not torch.equal(model.head.weight, before)
     return all(gated), tuple(shape), still, type(model.head.weight) is nn.Parameter, moved
+
+
+def waiting_in_halves():
+    """Whether gradients that are sent in halves, the second ones in the forward pass, wait for `step()`."""
+    model = build("Convolutional")
+    slices = tuple(Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items()))
+    plan = Plan("halves", (Message(slices, "reduce_scatter"), Message(slices, "all_gather")), forward_overlap=True)
+    wrapped, optimizer = wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), plan)
+    waiting = []
+    train(
+        wrapped,
+        optimizer,
+        3,
+        inner=lambda *_: waiting.append(all(type(p) is GatedParameter for p in model.parameters())),
+    )
+    return waiting
 
 
 def whole_without_overlap():
@@ -583,70 +598,3 @@ def foreign_optimizer():
 
 
 # ---- plan="auto" and calibration ------------------------------------------------------
-
-
-def automatic(model_name, steps=14):
-    """Weights under plan="auto" against DDP's, and what the plan became."""
-    import legato
-
-    trained = []
-    for kind in ("ddp", "auto"):
-        model = build(model_name)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        if kind == "ddp":
-            wrapped, optimizer = wrap("ddp", model, optimizer)
-        else:
-            wrapped, optimizer = legato.distribute(model, optimizer)
-            before = wrapped.plan.scheduler
-        trained.append(train(wrapped, optimizer, steps))
-    hooks = len(wrapped._forward_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return distance(*trained), before, wrapped.plan.scheduler, hooks
-
-
-def automatic_with_changing_steps():
-    """Steps that differ from one another cannot be planned for: the buckets stay, and so do the weights."""
-    import legato
-
-    trained = []
-    for kind in ("ddp", "auto"):
-        model = build("Checkpointed")
-        plain = model.forward
-        calls = [0]
-
-        def changing(x, plain=plain, calls=calls):
-            calls[0] += 1
-            return plain(x) if calls[0] % 3 else plain(x) + torch.sin(x[:, :10])
-
-        model.forward = changing
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
-        trained.append(train(wrapped, optimizer, 14))
-    return distance(*trained), wrapped.plan.scheduler
-
-
-def automatic_that_cannot_be_recorded():
-    """The recorder refuses this optimizer's step every time: the buckets stay, on all ranks, and nobody hangs."""
-    import legato
-    import legato.auto
-    from legato.core.errors import CaptureError
-
-    def refuse(*_):
-        raise CaptureError("not this one")
-
-    recorder, legato.auto.Recorder = legato.auto.Recorder, refuse
-    try:
-        model = build("Convolutional")
-        wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
-        train(wrapped, optimizer, 14)
-    finally:
-        legato.auto.Recorder = recorder
-    return wrapped.plan.scheduler
-
-
-def calibrated():
-    from legato.core import files
-    from legato.pytorch import calibrate
-
-    found = calibrate(sizes=(1024, 65536, 2**20))
-    cost = found.cluster.cost("gloo")
-    return files.identity(found.cluster), found.cluster.workers, cost.cost(2**20), [s.seconds for s in found.samples]

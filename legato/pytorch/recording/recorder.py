@@ -50,14 +50,39 @@ class RecordedStep:
 
 
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
+    """Shows every operator to the recorders that listen: one mode for all, since modes have to end in turn."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self._recorders: list[Recorder] = []
+
+    def add(self, recorder: Recorder) -> None:
+        if recorder not in self._recorders:
+            self._recorders.append(recorder)
+            if len(self._recorders) == 1:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+    def remove(self, recorder: Recorder) -> None:
+        if recorder in self._recorders:
+            self._recorders.remove(recorder)
+            if not self._recorders:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder._run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        started = [(recorder, recorder._clock.now()) for recorder in self._recorders]
+        out = func(*args, **kwargs)
+        for recorder, start in started:
+            recorder._has_run(func, args, kwargs, out, (start, recorder._clock.now()))
+        return out
+
+
+class _ModeOfThread(threading.local):
+    def __init__(self) -> None:
+        self.mode = _Mode()
+
+
+_of_thread = _ModeOfThread()
 
 
 class Recorder:
@@ -67,6 +92,8 @@ class Recorder:
     recorder.phase(name)`; after the last one, `finish()` returns the
     `RecordedStep`. A phase that begins while another is open ends that one. If
     the step fails, `abandon()` removes all hooks; `finish()` does so too.
+
+    What cannot be recorded does not disturb the step: `finish()` raises for it.
 
     Raises `CaptureError` if the model has no trainable parameter.
     """
@@ -80,7 +107,6 @@ class Recorder:
         self._clock = clock_for(next(iter(self._parameters.values())).device)
         self._lock = threading.Lock()
         self._hooks = ExitStack()
-        self._mode: _Mode | None = None
         self._phase: Phase | None = None
 
     @contextmanager
@@ -104,15 +130,11 @@ class Recorder:
         self._phase, self._follow = phase, follow
         if phase == "optimizer":
             self._updates = OptimizerTimes(list(self._parameters.values()), self._optimizer, self._storages)
-        if self._mode is None:
-            self._mode = _Mode(self)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _of_thread.mode.add(self)
 
     def end(self) -> None:
         """End the phase; nothing is recorded until the next one begins."""
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _of_thread.mode.remove(self)
 
     def abandon(self) -> None:
         """Stop, remove all hooks, and forget what was recorded of the step."""
@@ -123,9 +145,12 @@ class Recorder:
     def finish(self) -> RecordedStep:
         """Stop, remove all hooks, wait for the device, and return the step.
 
-        Raises `CaptureError` if no parameter got a gradient.
+        Raises `CaptureError` if no parameter got a gradient, or if something could not be recorded.
         """
         self.abandon()
+        if self._problem is not None:
+            kind = "" if isinstance(self._problem, CaptureError) else f"{type(self._problem).__name__}: "
+            raise CaptureError(f"{kind}{self._problem}") from self._problem
         self._clock.settle()
         seconds = self._clock.seconds
         ops = tuple(Op(name, phase, seconds(*marks), deps) for name, phase, marks, deps in self._ops)
@@ -152,6 +177,7 @@ class Recorder:
             yield Tensor(names[i], nbytes, after, tuple(self._readers.get(i, ())))
 
     def _start(self) -> None:
+        self._problem: Exception | None = None
         self._storages = Storages()
         self._owners = Owners(self._storages)
         self._paths = ModulePaths(self._model)
@@ -165,25 +191,32 @@ class Recorder:
             handle = parameter.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
             self._hooks.callback(handle.remove)
 
+    @contextmanager
+    def _keeping_problems(self) -> Iterator[None]:
+        """Keep the first exception for `finish()`: the step must go on."""
+        with self._lock:
+            try:
+                yield
+            except Exception as error:
+                self._problem = self._problem or error
+
     def _complete(self, i: int, parameter: torch.Tensor) -> None:
         """Record that the gradient of parameter i is complete; the op that wrote it last has produced it."""
         gradient = parameter.grad
-        with self._lock:
+        with self._keeping_problems():
             writer = None if gradient is None else self._storages.writer(gradient)
             nbytes = parameter.nbytes if gradient is None else gradient.nbytes
             self._ready.pop(i, None)  # of several additions, the last one counts
             self._ready[i] = (len(self._ops) - 1 if writer is None else writer, nbytes)
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        start = self._clock.now()
-        out = func(*args, **kwargs)
-        stop = self._clock.now()
-        with self._lock:
+    def _has_run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, marks: Any) -> None:
+        if self._problem is not None:
+            return
+        with self._keeping_problems():
             if self._phase == "optimizer":
-                self._updates.note((*args, *kwargs.values()), out, (start, stop))
+                self._updates.note((*args, *kwargs.values()), out, marks)
             else:
-                self._note(operator_of(func), args, kwargs, out, (start, stop))
-        return out
+                self._note(operator_of(func), args, kwargs, out, marks)
 
     def _note(self, what: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, marks: Any) -> None:
         key = self._storages.key

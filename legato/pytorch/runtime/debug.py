@@ -10,8 +10,8 @@ reported instead of sent. For this, all ranks must run the same number of
 forward passes in training. With `finite`, a gradient that is not finite is
 reported in the same way, with rank and parameter. With `reads`, an operator that
 reads a parameter before its update, and that no gate has seen, is reported by
-the rank itself (`legato.pytorch.runtime.readers`). Each check costs some round
-trips to the store for every message, and keeps the ranks in step.
+the rank itself (`legato.pytorch.runtime.readers`). `order` and `finite`
+cost some round trips to the store for every message, and keep the ranks in step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime.buckets import Bucket
 
-__all__ = ["CHECKS", "DebugChecks", "chosen_checks"]
+__all__ = ["CHECKS", "COMPARED", "DebugChecks", "chosen_checks"]
 
 CHECKS = ("order", "finite", "reads")
+#: Those that compare what the ranks are about to send.
+COMPARED = ("order", "finite")
 
 
 def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:

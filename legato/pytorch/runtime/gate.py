@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from legato.pytorch._private import PRIVATE_METADATA, without_dispatch_modes, without_overrides
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
-__all__ = ["GatedParameter", "install", "invisible", "remove"]
+__all__ = ["GatedParameter", "install", "invisible", "remove", "resolve", "slot_of"]
 
 _GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 _METADATA: frozenset[Any] = frozenset(
@@ -61,31 +62,53 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
         kwargs = kwargs or {}
         if func not in _METADATA:
             for parameter in _gated((args, kwargs)):
-                found = getattr(parameter, "_legato_gate", None)
-                if found is None:  # another thread has brought it up to date
+                slot = slot_of(parameter)
+                if slot is None:  # another thread has brought it up to date
                     continue
-                slot, resolve = found
-                if slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and func in _GRAD):
-                    resolve(slot)
+                resolve(parameter, gradient=func in _GRAD)
                 slot.was_read = slot.was_read or func not in _GRAD
         with without_overrides():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter that is up to date."""
-        _resolve(self)
-        return copy.deepcopy(cast(nn.Parameter, self), memo)
+        with _plain(self) as parameter:
+            return copy.deepcopy(parameter, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter that is up to date."""
-        _resolve(self)
-        return self.__reduce_ex__(protocol)
+        with _plain(self) as parameter:
+            return parameter.__reduce_ex__(protocol)
 
 
-def _resolve(parameter: GatedParameter) -> None:
-    """Bring the parameter up to date, which gives it its plain class back."""
-    slot, resolve = parameter._legato_gate  # type: ignore[attr-defined]
-    resolve(slot)
+@contextmanager
+def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
+    """The parameter, up to date, with its plain class; its gate comes back if there is something left to wait for."""
+    slot = slot_of(parameter)
+    assert slot is not None
+    resolve(parameter, gradient=True)
+    gated = type(parameter)
+    slot.was_read = True
+    parameter.__class__ = slot.plain_class
+    waiting = vars(parameter).pop("_legato_gate", None)
+    try:
+        yield parameter
+    finally:
+        if waiting is not None:
+            parameter._legato_gate = waiting  # type: ignore[attr-defined]
+            parameter.__class__ = gated
+
+
+def slot_of(parameter: GatedParameter) -> Slot | None:
+    """The slot of a parameter with a gate; None if another thread has just removed it."""
+    return vars(parameter).get("_legato_gate", (None, None))[0]
+
+
+def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
+    """Bring a parameter up to date, or its gradient too."""
+    slot, resolve_slot = vars(parameter).get("_legato_gate", (None, None))
+    if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
+        resolve_slot(slot)
 
 
 def _gated(values: Any) -> Iterator[Any]:

@@ -43,7 +43,7 @@ from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, extend_plan, participating_parameters, trained_parameters
-from legato.pytorch.runtime.debug import DebugChecks, chosen_checks
+from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
 from legato.pytorch.runtime.readers import Readers
@@ -112,7 +112,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         )
         checks = chosen_checks(debug)
         timeout = group_timeout(self._group, group_device(self._group))
-        self._checks = DebugChecks(checks, self._group, timeout) if checks else None
+        self._checks = DebugChecks(checks, self._group, timeout) if set(checks) & set(COMPARED) else None
         self._readers = Readers(strict="reads" in checks)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
         self._channel = channel_for(self._group)
@@ -179,7 +179,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         if tracer:
             tracer.switch("forward")
         try:
-            if compiling:
+            if compiling or not (torch.is_grad_enabled() and self.module.training):
                 output = self.module(*args, **kwargs)
             else:
                 with self.reducer.watch():

@@ -9,7 +9,8 @@ checked; what fails one of them is up to date at once, as under DDP.
 - *Who reads it in the forward pass*, in the first forward passes of training: a
   parameter may wait only if the first operation on it was seen by its gate.
   Readers below Python (C++ extensions, other tensor subclasses) call operators
-  that a dispatch mode sees and a gate does not, or no operator at all.
+  that a dispatch mode sees and a gate does not, or no operator at all. If
+  anything is compiled there (a function, `torch.cond`), no parameter ever waits.
 - *Who else runs*: until the next forward pass of the training begins, a call of
   any `nn.Module` brings everything up to date first, and so does a fork.
 """
@@ -30,7 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import RankError
-from legato.pytorch._private import DispatchMode, leaves, memory_uses, storage_id, tensor_uses
+from legato.pytorch._private import DispatchMode, leaves, memory_uses, on_compilation, tensor_uses
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
 
@@ -45,22 +46,32 @@ def _uses(tensor: Tensor) -> tuple[int, int]:
     return tensor_uses(tensor), memory_uses(tensor)
 
 
-def _references(parameter: Tensor) -> int:
+def _references(parameter: Tensor, _: Tensor | None) -> int:
+    """The references to the Python object of the gradient; asked with or without one more of them."""
     grad = parameter.grad
     return sys.getrefcount(grad)
 
 
-def _alone() -> tuple[tuple[int, int], tuple[int, int], int]:
-    """The use counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
+def _alone() -> tuple[tuple[int, int], tuple[int, int], int, int]:
+    """The counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
+
+    def asked(parameter: Tensor, lent: Tensor | None) -> int:  # as in `gradient_is_held`
+        grad = parameter.grad
+        return _references(parameter, lent) if grad is not None else 0
+
     parameter = nn.Parameter(torch.zeros(1))
     accumulator = get_gradient_edge(parameter).node
     parameter.grad = torch.zeros(1)
-    found = _uses(parameter), _uses(parameter.grad), _references(parameter)
+    uses = _uses(parameter), _uses(parameter.grad)
+    references = asked(parameter, None)
+    bucket = [torch.zeros(1)]
+    parameter.grad = bucket[0]
+    lent_references = asked(parameter, bucket[0])
     del accumulator
-    return found
+    return *uses, references, lent_references
 
 
-_PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE = _alone()
+_PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _alone()
 
 
 def parameter_is_held(parameter: nn.Parameter) -> bool:
@@ -77,8 +88,8 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
     if grad is None:
         return False
     if grad is lent:
-        return _references(parameter) > _REFERENCES_ALONE + 2  # `lent` and `grad` here
-    return _references(parameter) > _REFERENCES_ALONE + 1 or _uses(grad) != _GRADIENT_ALONE
+        return _references(parameter, lent) > _LENT_REFERENCES_ALONE
+    return _references(parameter, None) > _REFERENCES_ALONE or _uses(grad) != _GRADIENT_ALONE
 
 
 class Readers:
@@ -100,7 +111,7 @@ class Readers:
         return self._forwards >= WATCHED and key in self._seen and key not in self._unseen
 
     def never(self) -> None:
-        """Let no parameter wait: compiled code reads them without their gates."""
+        """Let no parameter wait from now on: compiled code reads them without their gates."""
         self._forwards = -(2**62)
 
     @contextmanager
@@ -110,51 +121,54 @@ class Readers:
             yield
             return
         gated = [slot for slot in slots if slot.plain_class is nn.Parameter]
+
+        def compilation_begins() -> None:
+            self.never()
+            _remove_idle(gated)
+
         for slot in gated:
             slot.was_read = False
             if slot.stage == IDLE:
                 gate.install(slot, resolve)
         try:
-            with _Operators(gated, self):
+            with on_compilation(compilation_begins), _Operators(self._note):
                 yield
         finally:
             for slot in gated:
                 if slot.was_read:
                     self._seen.add(id(slot.parameter))
-                if slot.stage == IDLE:
-                    gate.remove(slot)
+            _remove_idle(gated)
         self._forwards += 1
         if self._forwards == WATCHED and self._unseen:
             _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
 
-    def note_operator(self, slot: Slot, func: Any) -> None:
-        """Note that an operator reads a parameter; its gate has seen this if it is its first read."""
-        if slot.was_read:
-            return
-        said = f"{slot.name} is read by {func}, which its gate cannot see"
-        if self._strict and slot.stage == PENDING:
-            raise RankError(f"{said}, while its update waits")
-        self._unseen.setdefault(id(slot.parameter), said)
+    def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
+        """Note that an operator reads parameters; the gate of each has seen this if it is its first read."""
+        for slot in map(gate.slot_of, parameters):
+            if slot is None or slot.was_read:
+                continue
+            said = f"{slot.name} is read by {func}, which its gate cannot see"
+            if self._strict and slot.stage == PENDING:
+                raise RankError(f"{said}, while its update waits")
+            self._unseen.setdefault(id(slot.parameter), said)
+
+
+def _remove_idle(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        if slot.stage == IDLE:
+            gate.remove(slot)
 
 
 class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator, and the parameters among its arguments."""
+    """Calls `note(parameters, operator)` for every operator that gets parameters with gates."""
 
-    def __init__(self, slots: Iterable[Slot], readers: Readers) -> None:
+    def __init__(self, note: Callable[[list[gate.GatedParameter], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        with gate.invisible():
-            self._slots = {storage_id(slot.parameter.untyped_storage()): slot for slot in slots}
-        self._readers = readers
+        self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in leaves((args, kwargs)):
-            if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter, gate.GatedParameter):
-                try:
-                    slot = self._slots.get(storage_id(value.untyped_storage()))
-                except (NotImplementedError, RuntimeError):  # sparse, or without memory
-                    continue
-                if slot is not None:
-                    self._readers.note_operator(slot, func)
+        if found := [value for value in leaves((args, kwargs)) if type(value) is gate.GatedParameter]:
+            self._note(found, func)
         return func(*args, **(kwargs or {}))
 
 

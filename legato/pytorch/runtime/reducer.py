@@ -209,8 +209,8 @@ class Reducer:
     def _deliver_held(self) -> None:
         """Wait for averages that somebody could read without a gate: `.grad` or its memory is held elsewhere."""
         with gate.invisible():
-            if any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
-                held = self.slots
+            if self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
+                held = self.slots  # somebody has a view, or a collective made of steps has one while it is in flight
             else:
                 held = [slot for slot in self.slots if slot.has_grad and gradient_is_held(slot.parameter, slot.whole)]
         for slot in held:
@@ -336,11 +336,12 @@ class Reducer:
 
     def postpone(self, slots: list[Slot], update: Update) -> None:
         """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
-        for slot in slots:
-            slot.mark_stepped(update)
-        if slots:
-            self._pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
-            self._module_calls.begin()
+        with self._lock:
+            for slot in slots:
+                slot.mark_stepped(update)
+            if slots:
+                self._pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
+                self._module_calls.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
         """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
@@ -352,7 +353,11 @@ class Reducer:
     def _update(self, slots: list[Slot]) -> None:
         if not slots:
             return
-        self._deliver(slots)
+        try:
+            self._deliver(slots)
+        except BaseException:
+            self._pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
+            raise
         by_update: dict[int, list[Slot]] = {}
         for slot in slots:
             by_update.setdefault(id(slot.update), []).append(slot)
@@ -405,7 +410,7 @@ class Reducer:
             self._wait(bucket.gathered)
 
     def _wait(self, bucket: Bucket) -> None:
-        work, bucket.work = bucket.work, None
+        work = bucket.work
         if work is None:
             return
         resume = self.tracer.switch(None) if self.tracer else None
@@ -417,6 +422,7 @@ class Reducer:
             waited = f"failed after {time.monotonic() - started:.1f} s"
             what = f"message {bucket.index} ({bucket.label}) of backward pass {self.passes} {waited}"
             raise self.watchdog.failure(what, error) from error
+        bucket.work = None
         self.watchdog.flight_recorder.note("message came in", self.passes, bucket.index, bucket.label)
         if self.tracer:
             self.tracer.switch(resume)

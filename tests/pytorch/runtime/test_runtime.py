@@ -96,6 +96,15 @@ def test_updates_wait_until_they_are_read(two_ranks):
         assert gated and shape == (10, 256) and still_gated and plain and moved
 
 
+def test_updates_wait_where_gradients_are_views_of_buckets(two_ranks):
+    for gated, *_ in two_ranks.run(training.lent, training.deferral):
+        assert gated
+
+
+def test_gradients_that_are_sent_in_halves_wait(two_ranks):
+    assert two_ranks.run(training.waiting_in_halves) == [[True] * 3] * 2
+
+
 def test_copies_and_pickles(two_ranks):
     assert two_ranks.run(training.copies) == [(True, 0.0, True, True)] * 2
 
