@@ -33,6 +33,7 @@ from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, to_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
+from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import best, compare
@@ -242,7 +243,10 @@ class _Observer:
         chosen = self._fallback
         if group.rank() == 0:
             try:
-                chosen = best(compare(self._workload(), cluster)).plan
+                candidates = compare(self._workload(), cluster)
+                if self._model.hooked:
+                    candidates = [c for c in candidates if can_be_hooked(c.plan)]
+                chosen = best(candidates).plan if candidates else chosen
             except Exception as error:
                 _log.warning("staying with the plan %s: %s", chosen.scheduler, self._problem or error)
         plan = files.decode(broadcast_bytes(files.encode(chosen), group), Plan, "the plan of rank 0")

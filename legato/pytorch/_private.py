@@ -30,6 +30,7 @@ __all__ = [
     "PrefixStore",
     "anybody_sends",
     "autograd_node_number",
+    "check_comm_hook",
     "common_rank",
     "copy_all",
     "current_node_number",
@@ -38,10 +39,12 @@ __all__ = [
     "group_is_alive",
     "group_timeout",
     "has_step_hooks",
+    "ignored_parameters",
     "in_backward_pass",
     "is_compiled",
     "is_compiled_in_place",
     "is_joining",
+    "keeps_its_reducer",
     "leaves",
     "mark_as_hooked",
     "memory_uses",
@@ -95,7 +98,7 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
             callback_handler.remove_start_callback(started)
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator below autograd, and those of compiled code; dynamo compiles under it as without it.
 
     The documentation of dispatch modes ("Extending PyTorch") gives this private path.
@@ -124,12 +127,12 @@ def outside_transforms() -> Any:
 def _outside_transforms(tracing: Any, transforming: bool) -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         with temporarily_clear_interpreter_stack() if transforming else nullcontext():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def operator_schema(func: Any) -> Any:
@@ -276,6 +279,27 @@ def remove_reducer(ddp: Any) -> None:
     ddp.reducer._remove_autograd_hooks()
     ddp.logger = None  # it holds the reducer too
     ddp.reducer = None
+
+
+def keeps_its_reducer(ddp: Any) -> str:
+    """What a user's DDP has been told that only its own reducer can do; empty if nothing."""
+    options = {
+        "mixed_precision": ddp.mixed_precision,
+        "delay_all_reduce_named_params": ddp._delay_all_reduce_params,
+        "a built-in communication hook": not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"),
+        "a communication hook for buffers": hasattr(ddp, "buffer_hook"),
+    }
+    return ", ".join(name for name, value in options.items() if value)
+
+
+def check_comm_hook(ddp: Any, hook: Any) -> None:
+    """Raise the error of DDP for a communication hook that it refuses."""
+    ddp._check_comm_hook(hook)
+
+
+def ignored_parameters(module: nn.Module) -> Any:
+    """The names of the parameters and buffers that DDP was told to ignore."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def is_joining(ddp: Any) -> bool:

@@ -17,14 +17,32 @@ from torch import nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch._private import is_compiled, is_compiled_in_place, module_tables, without_overrides
+from legato.pytorch._private import (
+    ignored_parameters,
+    is_compiled,
+    is_compiled_in_place,
+    module_tables,
+    without_overrides,
+)
 
-__all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "trained_parameters"]
+__all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "sparse_parameters", "trained_parameters"]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient and are not empty, by name; a shared one appears once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    """Return the parameters with dense gradients, by name; a shared one appears once.
+
+    Without those that are empty, those that DDP was told to ignore, and those
+    of `sparse_parameters`.
+    """
+    left_out = {*ignored_parameters(module), *sparse_parameters(module)}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.numel() and n not in left_out}
+
+
+def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of embeddings that were made with `sparse=True`, by name; DDP finds them in the same way."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    weights, ignored = {id(m.weight) for m in embeddings}, ignored_parameters(module)
+    return {n: p for n, p in module.named_parameters() if id(p) in weights and p.requires_grad and n not in ignored}
 
 
 class ModuleFingerprint:

@@ -57,6 +57,8 @@ def training(case, directory):
         if bad and i == FAULT_AT:
             if case in ("killed", "killed_rank_0"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if case == "exits":
+                sys.exit(3)
             if case == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if case == "raises_in_forward":

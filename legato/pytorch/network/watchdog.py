@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from legato.core.errors import RankError
 from legato.pytorch._private import PrefixStore, default_store
@@ -67,6 +67,7 @@ class Watchdog:
         if self.size > 1:
             self._thread = threading.Thread(target=_look, args=(weakref.ref(self), self._wake), daemon=True)
             self._thread.start()
+            _note_exits()
             leave = functools.partial(_leave, weakref.ref(self))
             atexit.register(leave)
             for over in (weakref.finalize(self, self._wake.set), weakref.finalize(self, atexit.unregister, leave)):
@@ -167,12 +168,32 @@ class Watchdog:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._raised is not None:
             return
-        said = "ended, without an error"
+        status = _last_status
+        failed = error is not None or status not in (None, 0)
+        said = f"ended with exit status {status}" if failed else "ended, without an error"
         if error is not None:
             said = f"ended with {type(error).__name__}: {_reason(error)}{_raised_where(error)}"
         self._store.set(f"answer/{self.rank}", said)
-        if error is not None and not self._store.check(["failed"]):
+        if failed and not self._store.check(["failed"]):
             self._store.set("failed", f"rank {self.rank} {said}")
+
+
+_last_status: Any = None
+
+
+def _note_exits() -> None:
+    """Note the status of `sys.exit()` from now on; when the interpreter ends, nothing else tells it."""
+    plain: Any = sys.exit
+    if getattr(plain, "_legato_notes", False):
+        return
+
+    def exit(status: Any = None, /) -> NoReturn:
+        global _last_status
+        _last_status = status
+        raise SystemExit(status)
+
+    vars(exit)["_legato_notes"] = True
+    sys.exit = exit
 
 
 def _look(of: weakref.ref[Watchdog], wake: threading.Event) -> None:

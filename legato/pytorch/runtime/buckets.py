@@ -48,6 +48,8 @@ class Slot:
     whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
     ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
     has_grad: bool = False  # ... and it has arrived
+    arrivals: int = 0  # how often something was added to its gradient in this backward pass
+    expected_arrivals: int = 0  # ... and in the pass before, for a static graph
     was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter that is up to date."""
         with _plain(self) as parameter:
-            return parameter.__reduce_ex__(protocol)
+            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
 
 def slot_of(parameter: GatedParameter) -> Slot | None:
     """The slot of a parameter with a gate; None if another thread has just removed it."""
-    return vars(parameter).get("_legato_gate", (None, None))[0]
+    return cast(Slot | None, vars(parameter).get("_legato_gate", (None, None))[0])
 
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:

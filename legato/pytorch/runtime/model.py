@@ -22,10 +22,12 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.pytorch._private import (
     anybody_sends,
+    check_comm_hook,
     common_rank,
     group_is_alive,
     group_timeout,
     is_joining,
+    keeps_its_reducer,
     moved_inputs,
     not_compiled,
     remove_reducer,
@@ -42,7 +44,14 @@ from legato.pytorch.network.agreement import (
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
-from legato.pytorch.parameters import ModuleFingerprint, extend_plan, participating_parameters, trained_parameters
+from legato.pytorch.parameters import (
+    ModuleFingerprint,
+    extend_plan,
+    participating_parameters,
+    sparse_parameters,
+    trained_parameters,
+)
+from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
@@ -79,6 +88,9 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         flight_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        for name in ("mixed_precision", "delay_all_reduce_named_params"):
+            if options.get(name) is not None:
+                raise InputError(f"{name}: not supported")
         groups = _Groups(process_group)
         parameters = trained_parameters(module)
         agree(describe_model(plan, module, parameters), groups.messages)
@@ -88,6 +100,10 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     @classmethod
     def of(cls, ddp: Any, plan: Plan, **options: Any) -> DistributedModel:
         """Turn a `DistributedDataParallel` into a `DistributedModel` that carries out a plan; it stays one object."""
+        if reason := keeps_its_reducer(ddp):
+            raise InputError(f"the DistributedDataParallel uses {reason}, which is not supported")
+        if ddp._comm_hooks:
+            _check_hookable(plan)
         groups = _Groups(ddp.process_group)
         agree(describe_model(plan, ddp.module, trained_parameters(ddp.module)), groups.messages)
         ddp.__class__ = cls
@@ -102,8 +118,6 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         flight_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         """Take the place of DDP's reducer."""
-        if self.mixed_precision is not None or self._delay_all_reduce_params:
-            raise InputError("mixed_precision, delay_all_reduce_named_params: not supported (use autocast)")
         remove_reducer(self)
         self._group, self._buffer_group = groups.messages, groups.buffers
         self._parameters_taking_part = trained_parameters(self.module)
@@ -149,6 +163,8 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """
         plan = extend_plan(plan, self._parameters_taking_part)
         agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
+        if self._comm_hooks:
+            _check_hookable(plan)
         before = self.reducer
         before.close()
         self.reducer = self._make_reducer(plan)
@@ -158,7 +174,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             defer_steps(optimizer, self.reducer)
 
     def _make_reducer(self, plan: Plan) -> Reducer:
-        return Reducer(
+        reducer = Reducer(
             plan,
             self._parameters_taking_part,
             self._group,
@@ -169,7 +185,12 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             self._readers,
             _sends(weakref.ref(self)),
             read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
+            sparse=sparse_parameters(self.module),
+            static_graph=self.static_graph,
         )
+        for hook, state in self._comm_hooks:
+            reducer.use_comm_hook(state, hook)
+        return reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
@@ -214,7 +235,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         joining = is_joining(self)
         if self.broadcast_buffers and self._buffers_differ:
             source = common_rank(self, True) if joining else 0
-            self._broadcast(list(self.module.buffers()), self._buffer_group, source)
+            self._broadcast(self._shared_buffers(), self._buffer_group, source)
         if joining:
             anybody_sends(self, False)
         # As in DDP, buffers are broadcast only after a forward pass whose gradients are averaged.
@@ -267,8 +288,19 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._failed = False
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Raise `InputError`: a plan has messages of its own, which a communication hook would replace."""
-        raise InputError("a communication hook replaces the messages of the plan: use DistributedDataParallel for it")
+        """Send the buckets with `hook(state, bucket)`, as in DDP; only one hook can be registered.
+
+        Raises `InputError` if the plan has messages that a hook cannot send:
+        halves, parts of tensors, or collectives made of steps. With
+        `plan="auto"`, only plans without them are chosen from then on.
+        """
+        check_comm_hook(self, hook)
+        if self._comm_hooks:
+            raise InputError("a communication hook is registered already (expected at most one)")
+        _check_hookable(self.plan)
+        self.flush()
+        self._comm_hooks.append((hook, state))
+        self.reducer.use_comm_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What a rank does in `join()`, as in DDP, when it has no batches left: send zeros, as long as others train.
@@ -284,7 +316,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     def shadow_iteration(self) -> None:
         """Take part in an iteration of the other ranks, without a batch."""
         if self.broadcast_buffers and self._buffers_differ:
-            self._broadcast(list(self.module.buffers()), self._buffer_group, common_rank(self, False))
+            self._broadcast(self._shared_buffers(), self._buffer_group, common_rank(self, False))
         self._buffers_differ = anybody_sends(self, True)
         if self._buffers_differ:
             self.reducer.send_zeros()
@@ -296,6 +328,11 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero gradients as `nn.Module` does; gradients of a deferred step are zeroed after their use."""
         drop_gradients(self.parameters(), self.reducer, set_to_none)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a communication hook sends the buckets."""
+        return bool(self._comm_hooks)
 
     @property
     def message_group(self) -> Any:
@@ -319,6 +356,9 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             self.flush()
             self.set_tracer(None)
             found += tracer.timelines(self.plan.scheduler)
+
+    def _shared_buffers(self) -> list[torch.Tensor]:
+        return [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def _broadcast(self, tensors: list[torch.Tensor], group: Any, source: int = 0) -> None:
         try:
@@ -357,6 +397,14 @@ class Undistributed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+def _check_hookable(plan: Plan) -> None:
+    if not can_be_hooked(plan):
+        raise InputError(
+            f"the plan {plan.scheduler} sends halves or parts of tensors, which a communication hook cannot: "
+            "use a plan without them"
+        )
 
 
 class _Groups:

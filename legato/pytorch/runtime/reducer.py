@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -49,6 +50,7 @@ from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
+from legato.pytorch.runtime.comm_hook import CommHook
 from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
 from legato.pytorch.runtime.tracing import Tracer
@@ -84,6 +86,8 @@ class Reducer:
         readers: Readers | None = None,
         enabled: Callable[[], bool] = lambda: True,
         read_elsewhere: bool = True,
+        sparse: Mapping[str, nn.Parameter] | None = None,
+        static_graph: bool = False,
     ) -> None:
         self.plan = plan
         self.group = group
@@ -103,6 +107,7 @@ class Reducer:
         self._enabled = enabled  # False under no_sync()
         self._module_calls = ModuleCalls(self)
         self.tracer: Tracer | None = None
+        self._comm_hook: CommHook | None = None
         self._scale = 1.0 / group.size()
         self.forwards = 0  # forward passes whose gradients will be sent
         self.passes = 0  # backward passes that sent, including the current one
@@ -115,7 +120,10 @@ class Reducer:
             if before is not None:
                 before.close()
             _reducers[slot.parameter] = weakref.ref(self)
+        self._static_graph = static_graph
+        self._sparse = list((sparse or {}).values())
         self._accumulators = [self._accumulator(slot) for slot in self.slots]
+        self._accumulators += [Accumulator(p, self._before_sparse, lambda: None) for p in self._sparse]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
         settle_before_fork(self)
@@ -170,13 +178,21 @@ class Reducer:
         elif self.in_backward and slot.ready:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
-                "shared parameter?); use use_reentrant=False, or no_sync() around all but the last backward pass"
+                "shared parameter?); use use_reentrant=False, or static_graph=True if every step has as many, or "
+                "no_sync() around all but the last backward pass"
             )
         elif slot.stage != IDLE:
             self.resolve(slot)
 
+    def _before_sparse(self) -> None:
+        if self.enabled and not self.in_backward:
+            self._begin_backward()
+
     def _gradient_ready(self, slot: Slot) -> None:
-        if self.enabled:
+        if not self.enabled:
+            return
+        slot.arrivals += 1
+        if not self._static_graph or slot.arrivals == slot.expected_arrivals:
             self._mark_ready(slot)
 
     def _begin_backward(self) -> None:
@@ -188,7 +204,7 @@ class Reducer:
         self.next = 0
         for slot in self.slots:
             slot.ready = slot.has_grad = False
-            slot.to_pack = len(slot.parts)
+            slot.to_pack, slot.arrivals = len(slot.parts), 0
         for bucket in self.buckets:
             bucket.missing, bucket.writable = bucket.slots, False
             bucket.arrived, bucket.waiting_bytes = [], 0
@@ -197,8 +213,10 @@ class Reducer:
         if not self.in_backward:
             return
         for slot in self.slots:
+            slot.expected_arrivals = slot.arrivals
             if not slot.ready:
                 self._mark_ready(slot)
+        self._average_sparse()
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self._read_elsewhere:
@@ -232,6 +250,22 @@ class Reducer:
                 if bucket.missing == 0 or bucket.waiting_bytes > _PACK_BYTES:
                     self._pack(bucket)
             self._advance()
+
+    def _average_sparse(self, zero: bool = False) -> None:
+        """Average the sparse gradients, or contribute nothing to them, as DDP does; they arrive at once."""
+        for parameter in self._sparse:
+            grad = None if zero else parameter.grad
+            averaged = grad
+            if averaged is None:  # no row of it
+                rows = torch.empty(0, dtype=torch.long, device=parameter.device)
+                averaged = torch.sparse_coo_tensor(
+                    rows[None], parameter.detach()[rows], parameter.shape, check_invariants=False
+                )
+            with gate.invisible():
+                averaged.div_(self.group.size())
+                self.watchdog.wait(dist.all_reduce(averaged, group=self.group, async_op=True))
+            if not zero and grad is None and averaged.coalesce().indices().numel():
+                parameter.grad = averaged
 
     def _pack(self, bucket: Bucket) -> None:
         """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
@@ -270,12 +304,23 @@ class Reducer:
             self._launch(self.buckets[self.next])
             self.next += 1
 
+    def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Send every message with a communication hook from now on, which also divides by the number of ranks."""
+        self._comm_hook = CommHook(state, hook, self._channel)
+        self._scale = 1.0
+
+    def _send(self, bucket: Bucket) -> Any:
+        """Start the collective of a bucket."""
+        if self._comm_hook is not None:
+            return self._comm_hook.send(bucket, last=bucket.index == len(self.buckets) - 1)
+        return self._channel(bucket.buffer, bucket.message)
+
     def _launch(self, bucket: Bucket) -> None:
         self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
         with gate.invisible():
             if self._checks:
                 self._checks.check(bucket, self.passes, self.forwards, self.watchdog)
-            bucket.work = self._channel(bucket.buffer, bucket.message)
+            bucket.work = self._send(bucket)
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
 
@@ -443,7 +488,11 @@ class Reducer:
 
         `furthest(n)` returns the largest of all ranks' `n`. A rank that has
         launched fewer messages than another sends zeros for the missing ones.
+
+        Raises `RankError` if the model has sparse gradients.
         """
+        if self._sparse:
+            raise RankError("a step of a model with sparse gradients cannot be given up; start again from a checkpoint")
         self._update(self._take_pending(len(self.buckets)))
         count = len(self.buckets)
         done = (self.passes - self.in_backward) * count + self.next * self.in_backward
@@ -466,6 +515,7 @@ class Reducer:
         self.passes += 1
         for bucket in self.buckets:
             self._send_zeros(bucket)
+        self._average_sparse(zero=True)
         for bucket in self.buckets:
             self._wait(bucket)
 
@@ -473,7 +523,7 @@ class Reducer:
         self._wait_for_buffer(bucket)
         if bucket.scattered is None:
             bucket.buffer.zero_()
-        bucket.work = self._channel(bucket.buffer, bucket.message)
+        bucket.work = self._send(bucket)
 
 
 def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:

@@ -23,7 +23,7 @@ from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
-from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.servers.held import HeldState, check_optimizer, describe_state
 from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_optimizer
 from legato.pytorch.servers.protocol import Roles, Transport, join
@@ -91,6 +91,8 @@ def parameter_servers(
     if not (math.isfinite(patience_s) and patience_s > 0):
         raise InputError(f"patience_s: {patience_s} (expected seconds above 0)")
     parameters = trained_parameters(model)
+    if sparse_parameters(model):
+        raise InputError("embeddings with sparse=True: not supported with parameter servers")
     if isinstance(plan, str) and plan == "random":
         plan, shuffle = None, True
     try:

@@ -19,6 +19,7 @@ CASES = {
     "raises_in_backward": "rank 1 ended with ValueError: not today (at faults.py:",
     "raises_in_the_loader": "rank 1 ended with ValueError: no such file (at faults.py:",
     "sleeps_in_the_loader": "rank 1 is between backward passes, 5 done (at faults.py:",
+    "exits": "rank 1 ended with exit status 3",
     "skips_a_step": "rank 1 ended, without an error",
     "skips_a_step_in_debug_mode": (
         "rank 1 sends message 0 (first.weight +2) of backward pass 6, 2444 bytes, after 7 forward passes, where "

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import matrix_ends, matrix_models, matrix_readers, matrix_steps, training
+from support import matrix_ddp, matrix_ends, matrix_models, matrix_readers, matrix_steps, training
 
 pytestmark = pytest.mark.processes
 
@@ -73,12 +73,16 @@ ROWS = [
     matrix_steps.scaled,
     matrix_models.uneven_inputs,
     *matrix_readers.ROWS,
+    *matrix_ddp.ROWS,
 ]
 
 #: Those about gradients that have memory of their own.
 COPIED = (matrix_readers.gradients_held,)
 #: Those that compute in less than float64 whatever the default is.
-HALF = (matrix_steps.mixed, matrix_steps.complex_weights)
+HALF = (
+    matrix_steps.mixed, matrix_steps.complex_weights, matrix_ddp.fp16_hook, matrix_ddp.wrapped_hook,
+    matrix_ddp.hook_of_a_users_ddp,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
@@ -121,6 +125,9 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
+        (matrix_ddp.hook_and_a_partitioned_plan, (), "which a communication hook cannot"),
+        (matrix_ddp.hook_on_another, (), "a communication hook is registered already"),
+        (matrix_ddp.built_in_hook_of_a_users_ddp, (), "the DistributedDataParallel uses a built-in communication hook"),
         (matrix_readers.a_former_wrapper, (), "the model was distributed again; its former wrapper does not average"),
         (matrix_readers.unseen_reader_in_debug_mode, (), "first.weight is read by aten.t.default, which its gate"),
         (matrix_ends.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu (expected torch.float32 on cpu"),

@@ -1,0 +1,224 @@
+"""Rows of the equality matrix: what else DDP offers. Everything here runs on the ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from legato.auto import default_buckets
+from legato.core.plan import Message, Plan, Slice
+from legato.pytorch import wrap_model
+from support.matrix_rows import STEPS, Dense, adam, compared, sgd
+from support.training import OPTIONS, distance, random_plan, train, wrap
+
+
+def plain(model, optimizer, **options):
+    """The model under legato, by a plan of whole tensors, as communication hooks want it."""
+    return wrap_model(model, optimizer, default_buckets(model), **options, **OPTIONS)
+
+
+def hooked(register):
+    """`register(ddp)` registers the same hook under both."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        wrapped, optimizer = (wrap if kind == "ddp" else lambda _, *args: plain(*args))(
+            kind, model, sgd(model.parameters())
+        )
+        register(wrapped)
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+def fp16_hook():
+    return hooked(lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook))
+
+
+def wrapped_hook():
+    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    return hooked(lambda ddp: ddp.register_comm_hook(None, hook))
+
+
+def power_sgd_hook():
+    """Compresses from the third step on, with a state of its own."""
+
+    def register(ddp):
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        ddp.register_comm_hook(state, powerSGD_hook)
+
+    return hooked(register)
+
+
+def own_hook():
+    """A hook that returns another tensor, and looks at everything that a bucket shows."""
+    seen = []
+
+    def hook(state, bucket):
+        seen.append((bucket.index(), bucket.is_last(), [tuple(g.shape) for g in bucket.gradients()]))
+        assert [p.shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+        future = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] * 0.5)
+
+    found = hooked(lambda ddp: ddp.register_comm_hook(None, hook))
+    same = seen[1:STEPS] == seen[STEPS + 1 :]  # DDP orders its first buckets otherwise
+    return found if same else seen
+
+
+def hook_of_a_users_ddp():
+    """A DDP that has a hook already keeps it."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        wrapped, optimizer = nn.parallel.DistributedDataParallel(model), sgd(model.parameters())
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if kind == "legato":
+            wrapped, optimizer = wrap_model(wrapped, optimizer, default_buckets(model))
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+def hook_and_missing_gradients():
+    """What counts gradients is sent beside a hook."""
+    from support.training import Partial
+
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Partial()
+        optimizer = sgd(model.parameters())
+        if kind == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            wrapped, optimizer = plain(model, optimizer)
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+class Sparse(nn.Module):
+    """An embedding and a bag with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8, sparse=True)
+        self.bag = nn.EmbeddingBag(20, 8, mode="sum", sparse=True)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1) + self.bag(x))
+
+    def batch(self, generator):
+        return torch.randint(0, 20, (4, 6), generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+def sparse_embeddings():
+    def look(wrapped, *_):
+        assert wrapped.module.words.weight.grad.is_sparse
+
+    return compared(Sparse, lambda parameters: torch.optim.SGD(parameters, lr=0.1), inner=look)
+
+
+def sparse_gradient_of_one_rank():
+    """Where DDP gives up, a rank whose batch has no rows contributes none; how far the average is off."""
+    model = Sparse()
+    wrapped, _ = wrap("legato", model, sgd(model.parameters()))
+    x = torch.arange(4).view(2, 2)
+    loss = wrapped(x).sum()
+    if dist.get_rank():
+        loss = model.head(torch.ones(1, 8)).sum() + 0 * loss.detach()
+    loss.backward()
+    found = model.bag.weight.grad.to_dense()
+    mine = torch.zeros_like(found)
+    if not dist.get_rank():
+        mine[:4] = model.head.weight.detach().sum(0)
+    dist.all_reduce(mine)
+    off = (found - mine / dist.get_world_size()).abs().max().item()
+    return 0.0 if off < 1e-6 else off
+
+
+class Twice(Dense):
+    """Re-entrant checkpointing of a layer that is used twice: two gradients in one backward pass."""
+
+    def forward(self, x):
+        x = F.gelu(self.first(x.to(self.first.weight.dtype)))
+        for _ in range(2):
+            x = checkpoint(lambda x: F.gelu(self.second(x)), x, use_reentrant=True)
+        return self.third(x)
+
+
+def static_graph():
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Twice()
+        optimizer = adam(model.parameters())
+        if kind == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model, static_graph=True)
+        else:
+            wrapped, optimizer = wrap_model(model, optimizer, random_plan(model, 0), static_graph=True, **OPTIONS)
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+def ignored():
+    """Parameters and buffers that DDP was told to ignore are each rank's own."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["second.weight"])
+        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+def own_group_again():
+    """The default group is destroyed and made anew between two trainings."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+        train(wrapped, optimizer, 4)
+        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        if kind == "legato":
+            wrapped.flush()
+        del wrapped
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"again/{kind}", store), rank=rank, world_size=size)
+        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed=5)
+        trained.append(train(wrapped, optimizer, 4, seed=3))
+    return distance(*trained)
+
+
+def hook_and_a_partitioned_plan():
+    model = nn.Linear(4, 2, bias=False)
+    plan = Plan("parts", (Message((Slice("weight", 0, 8),)), Message((Slice("weight", 8, 32),))))
+    wrapped, _ = wrap_model(model, sgd(model.parameters()), plan)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def hook_on_another():
+    model = Dense()
+    wrapped, _ = plain(model, sgd(model.parameters()))
+    for _ in range(2):
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def built_in_hook_of_a_users_ddp():
+    model = Dense()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    wrap_model(ddp, sgd(model.parameters()), default_buckets(model))
+
+
+ROWS = [
+    fp16_hook, wrapped_hook, power_sgd_hook, own_hook, hook_of_a_users_ddp, hook_and_missing_gradients,
+    sparse_embeddings, sparse_gradient_of_one_rank, static_graph, ignored, own_group_again,
+]  # fmt: skip
