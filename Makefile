@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check pytest coverage lint docs linkcheck clean
+.PHONY: install demo test check pytest test-torch coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -31,6 +31,15 @@ check: install
 pytest: install
 	$(PYTEST)
 
+# What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0
+TORCH ?= 2.13.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch:
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" torch==$(TORCH)
+	$(OTHER)/bin/pytest -n 3 --dist loadscope tests/pytorch tests/test_auto.py
+
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
 	$(BIN)/ruff check --fix legato tests examples benchmarks
@@ -52,4 +61,4 @@ linkcheck: install
 	$(BIN)/pytest tests/docs/test_docs.py -k "links or exist or site"
 
 clean:
-	rm -rf .venv legato-demo docs/_build
+	rm -rf .venv .venv-torch-* legato-demo docs/_build

@@ -1,8 +1,9 @@
-"""Who can read a parameter or a gradient without passing its gate; what can be read so is never late.
+"""Finds the parameters and gradients that could be read past their gates: these may not wait.
 
-[Note: readers] An update outlives `optimizer.step()`, and an average outlives
-`backward()`, only where nobody can read the memory unseen. Three things are
-checked; what fails one of them is up to date at once, as under DDP.
+[Note: readers] After `optimizer.step()` an update may wait, and after
+`backward()` an average may, as long as the runtime would notice every read.
+Three things are checked; what fails one of them is up to date at once, as under
+DDP.
 
 - *Who holds it*, at every step: views, storages and arrays that share the
   memory, and scripted modules that share the tensor, show in use counts.
