@@ -73,6 +73,21 @@ def scales(model, optimizer, parts, part):
         scaler.update()
 
 
+def keeps_the_memory(model, optimizer, parts, part):
+    """What reads a parameter past its gate sees the new value at once: kept memory, and a module of its own."""
+    kept = [p.data for p in model.module.out.parameters()]
+    x = torch.ones(2, model.module.out.in_features)
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, step, part, parts)
+        optimizer.step()
+        seen = [k.clone() for k in kept]
+        with torch.no_grad():
+            answer = torch.func.functional_call(model.module.out, dict(model.module.out.named_parameters()), x)
+            assert all(torch.equal(a, p) for a, p in zip(seen, model.module.out.parameters(), strict=True))
+            assert torch.equal(answer, F.linear(x, *seen))
+
+
 def drops_gradients(model, optimizer, parts, part):
     for step in range(6):
         backward(model, step, part, parts)

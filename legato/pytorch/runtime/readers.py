@@ -174,15 +174,15 @@ class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModuleCalls:
-    """Calls `settle()` of a reducer before any module runs outside the forward passes of its own model."""
+    """Calls `settle()` before any module runs, but for the one that `is_own` names and those that it calls."""
 
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
+    def __init__(self, settle: Callable[[], None], is_own: Callable[[nn.Module], bool]) -> None:
+        self._settle, self._is_own = settle, is_own
         self._hook: Any = None
 
     def _module_runs(self, module: nn.Module, _: Any) -> None:
-        if getattr(module, "reducer", None) is not self._reducer:
-            self._reducer.settle()
+        if not self._is_own(module):
+            self._settle()
 
     def begin(self) -> None:
         """Watch from now on: updates wait."""

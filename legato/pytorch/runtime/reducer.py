@@ -105,7 +105,7 @@ class Reducer:
         self._readers = readers or Readers()
         self._read_elsewhere = read_elsewhere  # whether who holds a gradient's memory may read it
         self._enabled = enabled  # False under no_sync()
-        self._module_calls = ModuleCalls(self)
+        self._module_calls = ModuleCalls(self.settle, lambda module: getattr(module, "reducer", None) is self)
         self.tracer: Tracer | None = None
         self._comm_hook: CommHook | None = None
         self._scale = 1.0 / group.size()

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from legato.core.errors import RankError
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import BackwardScope
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
+from legato.pytorch.runtime.readers import ModuleCalls, parameter_is_held, settle_before_fork
 from legato.pytorch.servers.changes import Averages, ParameterCheck
 from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
 from legato.pytorch.servers.puller import Puller
@@ -52,15 +54,18 @@ class Worker(Puller):
         self._averages = Averages(self)
         self._parameter_check = ParameterCheck(self)
         self._sent: list[PendingSend] = []
-        self._in_backward = self._unstepped = False
+        self.in_backward = self._unstepped = False
         self._next = 0
         self._ready: set[str] = set()
         self._hooks = [self._watch(slot) for slot in self.slots.values()]
+        self._nodes = [get_gradient_edge(p).node for p in parameters.values()]  # kept alive: use counts are compared
+        self._module_calls = ModuleCalls(self.settle, lambda module: getattr(module, "_worker", None) is self)
+        settle_before_fork(self)
 
     @property
     def status(self) -> str:
         """What the worker is doing, for the error messages of other ranks."""
-        if not self._in_backward:
+        if not self.in_backward:
             return f"has begun {self.iteration} iterations"
         return f"is in backward pass {self.iteration}, and waits for the gradient of {self.shards[self._next].label}"
 
@@ -72,9 +77,15 @@ class Worker(Puller):
 
     def begin_forward(self) -> None:
         """Prepare for a forward pass."""
-        if self._in_backward:
+        if self.in_backward:
             raise RankError("the last backward pass did not finish (an exception in it?): restart from a checkpoint")
+        self._module_calls.end()
         self.backward_scope.forget()
+
+    def settle(self) -> None:
+        """Bring every parameter up to date, in the order of the pulls."""
+        super().settle()
+        self._module_calls.end()
 
     # ---- backward: gradients out -------------------------------------------------
 
@@ -85,7 +96,7 @@ class Worker(Puller):
     def _gradient_ready(self, slot: Slot) -> None:
         if not self.enabled:
             return
-        if not self._in_backward:
+        if not self.in_backward:
             self._begin_backward(slot)
         elif slot.name in self._ready:
             raise RankError(
@@ -106,18 +117,18 @@ class Worker(Puller):
         self.backward_scope.notice()
         self.transport.finish(self._sent)
         self._averages.forget()
-        self._in_backward = self._unstepped = True
+        self.in_backward = self._unstepped = True
         self.iteration += 1
         self._next = 0
         self._ready.clear()
         self._sent += self.tell_servers(GRADIENTS, self.iteration)
 
     def _backward_ended(self) -> None:
-        if not self._in_backward:
+        if not self.in_backward:
             return
         self._ready.update(self.slots)
         self._advance()
-        self._in_backward = False
+        self.in_backward = False
         for slot in self.slots.values():
             slot.mark_sent()
             gate.install(slot, self.resolve)
@@ -167,7 +178,7 @@ class Worker(Puller):
         Raises `RankError` for changes that the servers cannot follow: to a
         gradient before it was averaged, or to a parameter.
         """
-        if self._in_backward or not self._unstepped:
+        if self.in_backward or not self._unstepped:
             raise RankError("optimizer.step() without a backward pass before it that pushed gradients to the servers")
         self._parameter_check.check(self.iteration)
         return self._averages.changed()
@@ -179,9 +190,13 @@ class Worker(Puller):
         self._sent += self.tell_servers(STEP, self.iteration, content)  # need not wait: it is sent after all gradients
         if self.transport.rank == 0:
             self._send_changed(changed)
-        for slot in self.slots.values():
-            if slot.plain_class is not nn.Parameter:  # reads of it cannot be intercepted
-                self.resolve(slot)
+        self._module_calls.begin()
+        with gate.invisible():
+            held = [
+                s for s in self.slots.values() if s.plain_class is not nn.Parameter or parameter_is_held(s.parameter)
+            ]
+        for slot in held:  # it could be read past its gate
+            self.resolve(slot)
 
     def _send_changed(self, changed: Sequence[tuple[int, bool]]) -> None:
         with gate.invisible():
@@ -190,7 +205,7 @@ class Worker(Puller):
 
     def drop(self) -> None:
         """Tell the servers to discard the pushed gradients: all workers call `zero_grad()` without `step()`."""
-        if self._in_backward or not self._unstepped:
+        if self.in_backward or not self._unstepped:
             return
         self._unstepped = False
         self.iteration -= 1

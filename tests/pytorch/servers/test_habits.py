@@ -28,7 +28,7 @@ def three_ranks():
 @pytest.mark.parametrize(
     "habit",
     [
-        "clips_the_norm", "clips_values", "edits_gradients", "logs_on_one_worker", "scales", "drops_gradients",
+        "clips_the_norm", "clips_values", "keeps_the_memory", "edits_gradients", "logs_on_one_worker", "scales", "drops_gradients",
         "zeroes_without_none", "freezes", "uses_a_closure",
     ],
 )  # fmt: skip
