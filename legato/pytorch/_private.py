@@ -52,6 +52,7 @@ __all__ = [
     "moved_inputs",
     "multiply_all",
     "new_gloo",
+    "no_gradients",
     "not_compiled",
     "on_backward_end",
     "on_compilation",
@@ -61,9 +62,9 @@ __all__ = [
     "remove_reducer",
     "share_final_model",
     "storage_id",
-    "tensor_uses",
     "unflatten_tensors",
     "unhooked_step",
+    "uses",
     "version_of",
     "without_dispatch_modes",
     "without_overrides",
@@ -148,6 +149,19 @@ def on_backward_end(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+class no_gradients:
+    """`torch.no_grad()` at a fraction of its cost; it can be entered once."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 def in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -196,9 +210,14 @@ def memory_uses(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def tensor_uses(tensor: Tensor) -> int:
-    """How many owners the C++ object of a tensor has: Python's object, autograd, scripted modules, views of it."""
-    return int(tensor._use_count())  # type: ignore[attr-defined]
+def uses(tensor: Tensor) -> tuple[int, int, bool]:
+    """The owners of a tensor's C++ object, the users of its memory, and whether these may be other processes.
+
+    Owners are Python's object, autograd, scripted modules, and views of it.
+    (Other processes are asked for on the CPU only: on a GPU, torch says yes of every tensor.)
+    """
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()  # type: ignore[attr-defined]
 
 
 def flatten_tensors(tensors: list[Tensor]) -> Tensor:

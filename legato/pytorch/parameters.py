@@ -41,6 +41,8 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of embeddings that were made with `sparse=True`, by name; DDP finds them in the same way."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if not embeddings:
+        return {}
     weights, ignored = {id(m.weight) for m in embeddings}, ignored_parameters(module)
     return {n: p for n, p in module.named_parameters() if id(p) in weights and p.requires_grad and n not in ignored}
 

@@ -29,22 +29,19 @@ __all__ = ["Accumulator", "BackwardScope"]
 
 
 class Accumulator:
-    """Calls `before()` and `after()` around every addition to a parameter's gradient.
+    """Calls `before(gradients)` and `after(inputs, outputs)` around every addition to a parameter's gradient.
 
     The parameter may be frozen when this is created.
     """
 
-    def __init__(self, parameter: nn.Parameter, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, parameter: nn.Parameter, before: Callable[..., None], after: Callable[..., None]) -> None:
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)
         self._node = get_gradient_edge(parameter).node
         if frozen:
             parameter.requires_grad_(False)
-        self._hooks = [
-            self._node.register_prehook(lambda _gradients: before()),
-            self._node.register_hook(lambda _inputs, _outputs: after()),
-        ]
+        self._hooks = [self._node.register_prehook(before), self._node.register_hook(after)]
 
     def remove(self) -> None:
         """Remove both hooks."""

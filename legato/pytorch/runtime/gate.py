@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from legato.pytorch._private import PRIVATE_METADATA, without_dispatch_modes, without_overrides
+from legato.pytorch._private import PRIVATE_METADATA, no_gradients, without_dispatch_modes, without_overrides
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = ["GatedParameter", "install", "invisible", "remove", "resolve", "slot_of"]
@@ -144,13 +144,15 @@ def remove(slot: Slot) -> None:
 class invisible:
     """Compute without leaving a trace: not in the user's graph, and invisible to gates and dispatch modes."""
 
-    __slots__ = ("_contexts",)
+    __slots__ = ("_gradients", "_modes", "_overrides")
 
     def __enter__(self) -> None:
-        self._contexts = (torch.no_grad(), without_overrides(), without_dispatch_modes())
-        for context in self._contexts:
-            context.__enter__()
+        self._gradients, self._overrides, self._modes = no_gradients(), without_overrides(), without_dispatch_modes()
+        self._gradients.__enter__()
+        self._overrides.__enter__()
+        self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+        self._modes.__exit__(*error)
+        self._overrides.__exit__(*error)
+        self._gradients.__exit__(*error)

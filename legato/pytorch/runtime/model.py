@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import weakref
@@ -130,7 +131,8 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._readers = Readers(strict="reads" in checks)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
         self._channel = channel_for(self._group)
-        self.reducer = self._make_reducer(plan)
+        with _no_garbage_collection():  # thousands of small objects that all stay
+            self.reducer = self._make_reducer(plan)
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
@@ -397,6 +399,17 @@ class Undistributed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_hookable(plan: Plan) -> None:

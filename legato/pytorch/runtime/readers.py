@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import RankError
-from legato.pytorch._private import DispatchMode, leaves, memory_uses, on_compilation, tensor_uses
+from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
 
@@ -43,17 +43,13 @@ WATCHED = 2
 _log = logging.getLogger("legato")
 
 
-def _uses(tensor: Tensor) -> tuple[int, int]:
-    return tensor_uses(tensor), memory_uses(tensor)
-
-
 def _references(parameter: Tensor, _: Tensor | None) -> int:
     """The references to the Python object of the gradient; asked with or without one more of them."""
     grad = parameter.grad
     return sys.getrefcount(grad)
 
 
-def _alone() -> tuple[tuple[int, int], tuple[int, int], int, int]:
+def _alone() -> tuple[tuple[int, int, bool], tuple[int, int, bool], int, int]:
     """The counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
 
     def asked(parameter: Tensor, lent: Tensor | None) -> int:  # as in `gradient_is_held`
@@ -63,13 +59,13 @@ def _alone() -> tuple[tuple[int, int], tuple[int, int], int, int]:
     parameter = nn.Parameter(torch.zeros(1))
     accumulator = get_gradient_edge(parameter).node
     parameter.grad = torch.zeros(1)
-    uses = _uses(parameter), _uses(parameter.grad)
+    counts = uses(parameter), uses(parameter.grad)
     references = asked(parameter, None)
     bucket = [torch.zeros(1)]
     parameter.grad = bucket[0]
     lent_references = asked(parameter, bucket[0])
     del accumulator
-    return *uses, references, lent_references
+    return *counts, references, lent_references
 
 
 _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _alone()
@@ -77,7 +73,7 @@ _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _
 
 def parameter_is_held(parameter: nn.Parameter) -> bool:
     """Whether anything but the module and autograd has the parameter's tensor or memory; call it under `invisible`."""
-    return _uses(parameter) != _PARAMETER_ALONE or bool(parameter.is_shared())  # type: ignore[no-untyped-call]
+    return uses(parameter) != _PARAMETER_ALONE
 
 
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
@@ -90,7 +86,7 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
         return False
     if grad is lent:
         return _references(parameter, lent) > _LENT_REFERENCES_ALONE
-    return _references(parameter, None) > _REFERENCES_ALONE or _uses(grad) != _GRADIENT_ALONE
+    return _references(parameter, None) > _REFERENCES_ALONE or uses(grad) != _GRADIENT_ALONE
 
 
 class Readers:

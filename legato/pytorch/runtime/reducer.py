@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,8 +123,11 @@ class Reducer:
             _reducers[slot.parameter] = weakref.ref(self)
         self._static_graph = static_graph
         self._sparse = list((sparse or {}).values())
-        self._accumulators = [self._accumulator(slot) for slot in self.slots]
-        self._accumulators += [Accumulator(p, self._before_sparse, lambda: None) for p in self._sparse]
+        self._accumulators = [
+            Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
+            for s in self.slots
+        ]
+        self._accumulators += [Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
         settle_before_fork(self)
@@ -132,9 +136,6 @@ class Reducer:
     def enabled(self) -> bool:
         """Whether backward passes send; not under `no_sync()`, nor when the model is gone."""
         return self._enabled() and not self.closed
-
-    def _accumulator(self, slot: Slot) -> Accumulator:
-        return Accumulator(slot.parameter, lambda: self._before_accumulation(slot), lambda: self._gradient_ready(slot))
 
     def may_wait(self, slot: Slot) -> bool:
         """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
@@ -171,9 +172,9 @@ class Reducer:
 
     # ---- backward pass: sending -------------------------------------------------
 
-    def _before_accumulation(self, slot: Slot) -> None:
+    def _before_accumulation(self, slot: Slot, *_: Any) -> None:
         """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
-        if self.enabled and not self.in_backward:
+        if not self.in_backward and self.enabled:
             self._begin_backward()
         elif self.in_backward and slot.ready:
             raise RankError(
@@ -184,12 +185,12 @@ class Reducer:
         elif slot.stage != IDLE:
             self.resolve(slot)
 
-    def _before_sparse(self) -> None:
-        if self.enabled and not self.in_backward:
+    def _before_sparse(self, *_: Any) -> None:
+        if not self.in_backward and self.enabled:
             self._begin_backward()
 
-    def _gradient_ready(self, slot: Slot) -> None:
-        if not self.enabled:
+    def _gradient_ready(self, slot: Slot, *_: Any) -> None:
+        if not self.in_backward:
             return
         slot.arrivals += 1
         if not self._static_graph or slot.arrivals == slot.expected_arrivals:
@@ -290,7 +291,9 @@ class Reducer:
                         views.append(part.view)
                         grads.append(grad)
                 slot.to_pack -= 1
-            if views:
+            if len(views) == 1:
+                torch.mul(grads[0], self._scale, out=views[0])
+            elif views:
                 copy_all(views, grads)
                 multiply_all(views, self._scale)
             if self._lends:
