@@ -1,4 +1,4 @@
-"""Everything that legato uses of torch's private interfaces, as of torch 2.13.
+"""Everything that legato uses of torch's private interfaces, as of torch 2.11 to 2.15.
 
 No other file names an attribute or a module of torch that begins with an
 underscore, so a new version of torch is checked here. Each entry says what it is

@@ -90,9 +90,9 @@ def capture(
     for what, value in (("batch_size", batch_size), ("runs", runs), ("warmup", warmup)):
         if value < 1:
             raise CaptureError(f"{what}: {value} (expected at least 1)")
+    recorder = Recorder(model, optimizer)
     device = next(iter(trained_parameters(model).values())).device
     clock = clock_for(device)
-    recorder = Recorder(model, optimizer)
     untraced: list[PhaseTimes] = []
     steps: list[RecordedStep] = []
     work: list[Callable[[], object]] = [lambda: _untraced_step(clock, optimizer, loss)] * warmup

@@ -20,7 +20,7 @@ from torch import nn
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor
 from legato.pytorch._private import DispatchMode, in_backward_pass
-from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.recording.module_paths import ModulePaths
 from legato.pytorch.recording.operators import Operator, operator_of, tensors
@@ -95,12 +95,14 @@ class Recorder:
 
     What cannot be recorded does not disturb the step: `finish()` raises for it.
 
-    Raises `CaptureError` if the model has no trainable parameter.
+    Raises `CaptureError` if the model has no trainable parameter, or one with sparse gradients.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
+        if sparse := sparse_parameters(model):
+            raise CaptureError(f"{next(iter(sparse))}: an embedding with sparse=True (expected dense gradients only)")
         self._parameters = trained_parameters(model)
         if not self._parameters:
             raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")

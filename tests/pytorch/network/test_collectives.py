@@ -60,7 +60,7 @@ def test_all_ranks_have_the_same_bits(three_ranks, name):
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")
 def test_the_thread_that_waits_for_bytes_interrupts_nobody(two_ranks):
-    assert two_ranks.run(messages.spinning) == [([os.SCHED_BATCH], os.SCHED_OTHER)] * 2
+    assert two_ranks.run(messages.spinning) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")

@@ -199,7 +199,7 @@ def test_sparse_gradients_are_refused():
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = message(capture, model, optimizer, lambda: model(torch.tensor([1, 2])).sum())
-    assert found == "a tensor of layout torch.sparse_coo (expected dense tensors only)"
+    assert found == "weight: an embedding with sparse=True (expected dense gradients only)"
 
 
 @pytest.mark.parametrize("wrong", [{"runs": 0}, {"warmup": 0}, {"batch_size": 0}])

@@ -126,7 +126,7 @@ def test_measured_timelines(two_ranks):
         (training.other_plan_on_rank_1, "RankError: rank 1: plan: random"),
         (training.plan_of_another_model, "PlanError: the plan is for another model"),
         (training.plan_that_cuts_an_element, "PlanError: messages[0]: 'weight' is split inside an element of 4 bytes"),
-        (training.sparse_gradient, "0.weight: its gradient is torch.sparse_coo; only dense gradients can be sent"),
+        (training.sparse_gradient, "weight: its gradient is torch.sparse_coo; only dense gradients can be sent"),
         (training.wrapped_twice, "InputError: the model is already a DistributedModel"),
         (training.foreign_optimizer, "InputError: the optimizer has none of the model's parameters"),
         (training.other_model_on_rank_1, "RankError: rank 1: parameter 'left.weight': (4, 8, 1, 1)"),

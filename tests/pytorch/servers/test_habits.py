@@ -28,8 +28,8 @@ def three_ranks():
 @pytest.mark.parametrize(
     "habit",
     [
-        "clips_the_norm", "clips_values", "keeps_the_memory", "edits_gradients", "logs_on_one_worker", "scales", "drops_gradients",
-        "zeroes_without_none", "freezes", "uses_a_closure",
+        "clips_the_norm", "clips_values", "edits_gradients", "logs_on_one_worker", "scales", "drops_gradients",
+        "zeroes_without_none", "freezes", "uses_a_closure", "keeps_the_memory",
     ],
 )  # fmt: skip
 def test_weights_are_those_of_ddp(four_ranks, habit):
