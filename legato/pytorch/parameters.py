@@ -39,12 +39,23 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of embeddings that were made with `sparse=True`, by name; DDP finds them in the same way."""
-    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    if not embeddings:
+    """Return the weights of embeddings that were made with `sparse=True`, by name.
+
+    Without those that other modules share: their gradients are dense.
+    """
+    weights: set[int] = set()
+    others: set[int] = set()
+    for m in module.modules():
+        sparse = isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        (weights if sparse else others).update(map(id, m.parameters(recurse=False)))
+    if not weights:
         return {}
-    weights, ignored = {id(m.weight) for m in embeddings}, ignored_parameters(module)
-    return {n: p for n, p in module.named_parameters() if id(p) in weights and p.requires_grad and n not in ignored}
+    ignored = ignored_parameters(module)
+    return {
+        n: p
+        for n, p in module.named_parameters()
+        if id(p) in weights and id(p) not in others and p.requires_grad and n not in ignored
+    }
 
 
 class ModuleFingerprint:

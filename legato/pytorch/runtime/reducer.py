@@ -122,12 +122,12 @@ class Reducer:
                 before.close()
             _reducers[slot.parameter] = weakref.ref(self)
         self._static_graph = static_graph
-        self._sparse = list((sparse or {}).values())
+        self._sparse = dict(sparse or {})
         self._accumulators = [
             Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
             for s in self.slots
         ]
-        self._accumulators += [Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse]
+        self._accumulators += [Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse.values()]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
         settle_before_fork(self)
@@ -254,17 +254,23 @@ class Reducer:
 
     def _average_sparse(self, zero: bool = False) -> None:
         """Average the sparse gradients, or contribute nothing to them, as DDP does; they arrive at once."""
-        for parameter in self._sparse:
+        for name, parameter in self._sparse.items():
             grad = None if zero else parameter.grad
+            if grad is not None and not grad.is_sparse:
+                raise RankError(f"{name}: its gradient is dense, but the embedding has sparse=True (a shared weight?)")
             averaged = grad
             if averaged is None:  # no row of it
                 rows = torch.empty(0, dtype=torch.long, device=parameter.device)
                 averaged = torch.sparse_coo_tensor(
                     rows[None], parameter.detach()[rows], parameter.shape, check_invariants=False
                 )
-            with gate.invisible():
-                averaged.div_(self.group.size())
-                self.watchdog.wait(dist.all_reduce(averaged, group=self.group, async_op=True))
+            try:
+                with gate.invisible():
+                    averaged.div_(self.group.size())
+                    self.watchdog.wait(dist.all_reduce(averaged, group=self.group, async_op=True))
+            except RuntimeError as error:
+                what = f"the sparse gradient of {name} in backward pass {self.passes} failed"
+                raise self.watchdog.failure(what, error) from error
             if not zero and grad is None and averaged.coalesce().indices().numel():
                 parameter.grad = averaged
 
