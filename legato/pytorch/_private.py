@@ -31,6 +31,7 @@ __all__ = [
     "anybody_sends",
     "autograd_node_number",
     "check_comm_hook",
+    "comm_hooks",
     "common_rank",
     "copy_all",
     "current_node_number",
@@ -314,6 +315,11 @@ def keeps_its_reducer(ddp: Any) -> str:
 def check_comm_hook(ddp: Any, hook: Any) -> None:
     """Raise the error of DDP for a communication hook that it refuses."""
     ddp._check_comm_hook(hook)
+
+
+def comm_hooks(ddp: Any) -> list[tuple[Callable[..., Any], object]]:
+    """The communication hooks that were registered, with their states; the list itself."""
+    return cast("list[tuple[Callable[..., Any], object]]", ddp._comm_hooks)
 
 
 def ignored_parameters(module: nn.Module) -> Any:

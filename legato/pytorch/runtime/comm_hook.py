@@ -23,7 +23,7 @@ from legato.pytorch.network.channel import Channel
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Bucket
 
-__all__ = ["CommHook", "GradBucket", "can_be_hooked"]
+__all__ = ["CommHook", "can_be_hooked"]
 
 
 def can_be_hooked(plan: Plan) -> bool:

@@ -24,6 +24,7 @@ from legato.core.timeline import Timeline
 from legato.pytorch._private import (
     anybody_sends,
     check_comm_hook,
+    comm_hooks,
     common_rank,
     group_is_alive,
     group_timeout,
@@ -103,7 +104,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """Turn a `DistributedDataParallel` into a `DistributedModel` that carries out a plan; it stays one object."""
         if reason := keeps_its_reducer(ddp):
             raise InputError(f"the DistributedDataParallel uses {reason}, which is not supported")
-        if ddp._comm_hooks:
+        if comm_hooks(ddp):
             _check_hookable(plan)
         groups = _Groups(ddp.process_group)
         agree(describe_model(plan, ddp.module, trained_parameters(ddp.module)), groups.messages)
@@ -131,8 +132,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._readers = Readers(strict="reads" in checks)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
         self._channel = channel_for(self._group)
-        with _no_garbage_collection():  # thousands of small objects that all stay
-            self.reducer = self._make_reducer(plan)
+        self.reducer = self._make_reducer(plan)
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
@@ -165,7 +165,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """
         plan = extend_plan(plan, self._parameters_taking_part)
         agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
-        if self._comm_hooks:
+        if self.hooked:
             _check_hookable(plan)
         before = self.reducer
         before.close()
@@ -176,21 +176,22 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             defer_steps(optimizer, self.reducer)
 
     def _make_reducer(self, plan: Plan) -> Reducer:
-        reducer = Reducer(
-            plan,
-            self._parameters_taking_part,
-            self._group,
-            self._channel,
-            self._watchdog,
-            self._checks,
-            self.gradient_as_bucket_view,
-            self._readers,
-            _sends(weakref.ref(self)),
-            read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
-            sparse=sparse_parameters(self.module),
-            static_graph=self.static_graph,
-        )
-        for hook, state in self._comm_hooks:
+        with _no_garbage_collection():  # thousands of small objects that all stay
+            reducer = Reducer(
+                plan,
+                self._parameters_taking_part,
+                self._group,
+                self._channel,
+                self._watchdog,
+                self._checks,
+                self.gradient_as_bucket_view,
+                self._readers,
+                _sends(weakref.ref(self)),
+                read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
+                sparse=sparse_parameters(self.module),
+                static_graph=self.static_graph,
+            )
+        for hook, state in comm_hooks(self):
             reducer.use_comm_hook(state, hook)
         return reducer
 
@@ -297,11 +298,11 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         `plan="auto"`, only plans without them are chosen from then on.
         """
         check_comm_hook(self, hook)
-        if self._comm_hooks:
+        if self.hooked:
             raise InputError("a communication hook is registered already (expected at most one)")
         _check_hookable(self.plan)
         self.flush()
-        self._comm_hooks.append((hook, state))
+        comm_hooks(self).append((hook, state))
         self.reducer.use_comm_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -334,7 +335,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     @property
     def hooked(self) -> bool:
         """Whether a communication hook sends the buckets."""
-        return bool(self._comm_hooks)
+        return bool(comm_hooks(self))
 
     @property
     def message_group(self) -> Any:
