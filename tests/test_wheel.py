@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from support import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -18,9 +19,14 @@ OUTSIDE = {name: value for name, value in os.environ.items() if not name.startsw
 
 def run(*command, folder, expected=0):
     done = subprocess.run(
-        [str(part) for part in command], cwd=folder, env=OUTSIDE, stdin=subprocess.DEVNULL, text=True, timeout=600,
+        [str(part) for part in command],
+        cwd=folder,
+        env=OUTSIDE,
+        stdin=subprocess.DEVNULL,
+        text=True,
         capture_output=True,
-    )  # fmt: skip
+        timeout=PATIENCE_S,
+    )
     assert done.returncode == expected, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -28,7 +34,7 @@ def run(*command, folder, expected=0):
 def pip(*arguments, folder):
     return subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)],
-        cwd=folder, env=OUTSIDE, stdin=subprocess.DEVNULL, text=True, timeout=600,
+        cwd=folder, env=OUTSIDE, stdin=subprocess.DEVNULL, text=True, timeout=PATIENCE_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

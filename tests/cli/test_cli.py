@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support import PATIENCE_S
 from support.command import run
 from typer.main import get_command
 
@@ -185,7 +186,7 @@ def test_calibrate_under_torchrun(tmp_path):
     out = subprocess.run(
         [*torchrun, legato_command, "calibrate", "-o", path, "--collectives", "ring", "--depths", "1,2",
          "--max-message", "1MiB", "--json"],
-        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=PATIENCE_S, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ).stdout  # fmt: skip
     said, cluster = json.loads(out), legato.read(path, legato.Cluster)
     assert cluster.workers == 2 and cluster.default_collective == "gloo"
@@ -243,7 +244,7 @@ def test_an_option_that_several_verbs_have_is_the_same_in_all():
 def test_output_that_cannot_be_written_is_one_line(workload, arguments):
     command = [sys.executable, "-m", "legato.cli", *(workload if word == "W" else word for word in arguments)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "bucket_cap_mb_list" not in line]
     assert lines == ["legato: cannot write standard output: No space left on device"]
@@ -269,7 +270,7 @@ def test_two_quick_ctrl_c_are_one_line(tmp_path):
     with process, open(tmp_path / "w.json", "w"):  # opens when the command has opened the other end
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 130 and err == "legato: interrupted\n"
 
 
@@ -286,6 +287,6 @@ sys.modules["torch"] = None
 from legato.cli import main
 main(["plan", {str(workload)!r}, "--json"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == len(SCHEDULERS)

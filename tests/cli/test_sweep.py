@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support import PATIENCE_S
 from support.command import run
 
 import legato
@@ -124,13 +125,13 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
     for _ in range(presses):
         os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does: the workers too
         time.sleep(0.05)
-    _, err = sweep.communicate(timeout=60)
+    _, err = sweep.communicate(timeout=PATIENCE_S)
     lines = kept.read_bytes().splitlines()
     assert sweep.returncode == 130 and len(err.splitlines()) == 1
     assert "finished cells are kept in s.csv.cells.jsonl" in err
     assert finished < len(lines) < 2 * len(workers) and not (tmp_path / "s.csv").exists()
     assert all(json.loads(line) for line in lines)
-    deadline = time.monotonic() + 10  # joblib's resource tracker ends a moment after its parent
+    deadline = time.monotonic() + PATIENCE_S  # joblib's resource tracker ends a moment after its parent
     while _in_session(sweep.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _in_session(sweep.pid)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import PATIENCE_S
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -25,7 +26,11 @@ def job(tmp_path_factory):
     command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
     shaped = [] if why_unavailable() else ["--bandwidth", "1Gbit"]
     done = subprocess.run(
-        [*command, *shaped, "-o", folder, "--json"], capture_output=True, text=True, timeout=400, env={**os.environ}
+        [*command, *shaped, "-o", folder, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ},
     )
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)

@@ -24,6 +24,7 @@ import msgspec
 import pytest
 import typer
 from markdown_it import MarkdownIt
+from support import PATIENCE_S
 from support.kineto_samples import record
 from support.ranks import run_script
 
@@ -95,7 +96,7 @@ def run(command, folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
-        command, cwd=folder, env=environment, text=True, timeout=300,
+        command, cwd=folder, env=environment, text=True, timeout=PATIENCE_S,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}"

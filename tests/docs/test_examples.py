@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import PATIENCE_S
 from support.ranks import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -18,7 +19,11 @@ def torchrun(script, *arguments, ranks=2, options=()):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, str(EXAMPLES / script), *arguments], capture_output=True, text=True, timeout=300, env=environment
+        [*command, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from support import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -46,7 +47,7 @@ def copy(tmp_path_factory):
 def legato(copy, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "legato.cli", *arguments],
-        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=120,
+        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -95,7 +96,7 @@ def test_the_tests_over_all_schedulers_and_fabrics_take_them_in(copy):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests, "-k", "sweep-up or star or registry"],
         cwd=copy, env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert {"[sweep-up]", "[star]"} <= set(re.findall(r"\[[\w-]+\](?= PASSED)", done.stdout))

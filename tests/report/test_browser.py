@@ -7,6 +7,7 @@ import subprocess
 from urllib.parse import unquote
 
 import pytest
+from support import PATIENCE_S
 from support.report_samples import EVIL, evil_report, model, sweep_rows
 
 from legato.report.html import write_report
@@ -38,7 +39,7 @@ FLAGS = [
 def browse(path, profile, width=1280, *flags):
     """(the document after its scripts, what they wrote to the console)"""
     command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},1000", f"file://{path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+#: Whatever takes longer than this hangs. Nothing that works waits for it, so it is far more than the slowest machine
+#: needs.
+PATIENCE_S = 900
+
 
 def environment(**variables):
     """The environment of a process that imports `support` too."""

@@ -12,10 +12,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from support import PATIENCE_S
+
 RANKS = 3
 TIMEOUT_S = 8
-#: Long enough for a slow machine; whoever runs longer hangs.
-PATIENCE_S = 90
 #: So long after one rank fell asleep, and the others wait for it.
 INTERRUPT_S = 3
 FAULT_AT = 5

@@ -7,7 +7,6 @@ import itertools
 import os
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -95,7 +94,7 @@ def record(kind, out):
 def main(rank, workers, folder, kinds):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), workers)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     for kind in kinds:
         record(kind, str(folder / f"{kind}.{rank}.json"))
     dist.barrier()

@@ -15,9 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from support import environment
-
-PATIENCE_S = 120
+from support import PATIENCE_S, environment
 
 
 def free_port() -> int:
@@ -100,7 +98,7 @@ def run_script(arguments, folder, ranks=1, **variables):
         processes.append(context.Process(target=_script, args=(arguments, str(folder), output, place)))
         processes[-1].start()
     for process in processes:
-        process.join(2 * PATIENCE_S)
+        process.join(PATIENCE_S)
         process.kill()
     said = "".join(output.read_text() for output in outputs if output.exists())
     for process in processes:

@@ -7,6 +7,7 @@ import pytest
 
 from legato.core.workload import Op, Tensor, Workload
 from legato.testbed.hosts import why_unavailable
+from support import PATIENCE_S
 
 WHY_NOT = why_unavailable()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
@@ -22,7 +23,7 @@ def workload(nbytes=200_000, op_s=0.004):
 
 
 def run(arguments, **options):
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False, **options)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options)
 
 
 def legato(*arguments):

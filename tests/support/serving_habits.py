@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from legato.pytorch.servers import parameter_servers
+from support import PATIENCE_S
 from support.serving import Net, batch, build, distance, loop, values
 
 
@@ -362,7 +363,7 @@ def refused(case):
             failed.append(error)
 
     try:
-        parameter_servers(*build(), train, servers=1, patience_s=5)
+        parameter_servers(*build(), train, servers=1, patience_s=PATIENCE_S)
     finally:
         for error in failed:
             raise error
@@ -373,4 +374,4 @@ def other_state():
     model, optimizer = build()
     if dist.get_rank() == 1:
         loop(model, optimizer, steps=1)
-    parameter_servers(model, optimizer, loop, servers=1, patience_s=5)
+    parameter_servers(model, optimizer, loop, servers=1, patience_s=PATIENCE_S)

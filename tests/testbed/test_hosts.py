@@ -18,24 +18,30 @@ from legato.testbed.hosts import Hosts, remove_stale, why_unavailable
 WHY_NOT = why_unavailable() if sys.platform == "linux" else "not Linux"
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 MBIT = 1e6
+LINK_BPS = 50 * MBIT
+#: Of a link's rate: headers and start-up cost less than this, bursts are smaller than this.
+LEAST, MOST = 0.7, 1.05
+#: A busy machine may be too slow for a link; it is not so each time.
+ATTEMPTS = 20
 
+#: Both print when the first byte went out, and the clock is one for all processes, so that no pause can hide time.
 SINK = """
 import socket, sys, time
 server = socket.create_server(("0.0.0.0", int(sys.argv[1])))
 print("ready", flush=True)
 connection, _ = server.accept()
-connection.recv(1 << 16)
-start, nbytes = time.perf_counter(), 0
+nbytes = 0
 while got := connection.recv(1 << 16):
     nbytes += len(got)
-print(nbytes * 8 / (time.perf_counter() - start), flush=True)
+print(nbytes, time.monotonic(), flush=True)
 """
 SOURCE = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-end = time.perf_counter() + 1.5
-while time.perf_counter() < end:
+began = time.monotonic()
+while time.monotonic() < began + 1.5:
     connection.sendall(bytes(1 << 15))
+print(began, flush=True)
 """
 
 
@@ -54,42 +60,47 @@ def interfaces():
 @pytest.fixture(scope="module")
 def four():
     before = left_behind(), interfaces()
-    with Hosts(count=4, bandwidth_bps=50 * MBIT) as hosts:
+    with Hosts(count=4, bandwidth_bps=LINK_BPS) as hosts:
         assert interfaces() == before[1], "the machine's own network got something"
         yield hosts
     assert (left_behind(), interfaces()) == before
 
 
-def rates(hosts, *flows):
-    """Bits per second that arrive, of flows (from, to) that run at the same time."""
+def rates(hosts, flows):
+    """Bits per second that arrive at every receiver of flows (from, to) that run at the same time."""
     with ExitStack() as stack:
-        sinks = []
-        for k, (_, receiver) in enumerate(flows):
-            sink = hosts.popen(receiver, [sys.executable, "-c", SINK, str(5000 + k)], stdout=subprocess.PIPE, text=True)
-            sinks.append(stack.enter_context(sink))
+
+        def start(host, code, *arguments):
+            command = [sys.executable, "-c", code, *arguments]
+            return stack.enter_context(hosts.popen(host, command, stdout=subprocess.PIPE, text=True))
+
+        sinks = [start(receiver, SINK, str(5000 + k)) for k, (_, receiver) in enumerate(flows)]
+        for sink in sinks:
             assert sink.stdout.readline() == "ready\n"
-        for k, (sender, receiver) in enumerate(flows):
-            source = [sys.executable, "-c", SOURCE, hosts.address(receiver), str(5000 + k)]
-            stack.enter_context(hosts.popen(sender, source))
-        return [float(sink.stdout.readline()) for sink in sinks]
+        sources = [start(s, SOURCE, hosts.address(r), str(5000 + k)) for k, (s, r) in enumerate(flows)]
+        began = [float(source.stdout.readline()) for source in sources]
+        ended = [[float(word) for word in sink.stdout.readline().split()] for sink in sinks]
+    found = []
+    for receiver in {receiver for _, receiver in flows}:
+        mine = [k for k, (_, to) in enumerate(flows) if to == receiver]
+        seconds = max(ended[k][1] for k in mine) - min(began[k] for k in mine)
+        found.append(8 * sum(ended[k][0] for k in mine) / seconds)
+    return found
 
 
 @needs_hosts
-def test_a_link_has_the_rate_that_was_asked_for(four):
-    (rate,) = rates(four, (0, 1))
-    assert 0.3 * 50 * MBIT < rate < 1.05 * 50 * MBIT
-
-
-@needs_hosts
-def test_two_senders_share_the_link_of_their_receiver(four):
-    both = rates(four, (0, 2), (1, 2))
-    assert 0.3 * 50 * MBIT < sum(both) < 1.05 * 50 * MBIT
-
-
-@needs_hosts
-def test_directions_and_pairs_do_not_disturb_each_other(four):
-    for rate in rates(four, (0, 1), (1, 0), (2, 3)):
-        assert 0.3 * 50 * MBIT < rate < 1.05 * 50 * MBIT
+@pytest.mark.parametrize(
+    "flows",
+    [[(0, 1)], [(0, 2), (1, 2)], [(0, 1), (1, 0), (2, 3)]],
+    ids=["a link", "two senders share their receiver's link", "directions and pairs do not disturb each other"],
+)
+def test_links_have_the_rate_that_was_asked_for(four, flows):
+    for _ in range(ATTEMPTS):
+        found = rates(four, flows)
+        assert max(found) < MOST * LINK_BPS
+        if min(found) > LEAST * LINK_BPS:
+            return
+    pytest.fail(f"{found} bit/s over links of {LINK_BPS}")
 
 
 @needs_hosts

@@ -58,7 +58,9 @@ class Arrivals:
             iteration, left = self._work
             seen = self._seen
             while left and self._seen is seen and self._work is not None:
-                iterations = self._arena.iterations(left).tolist()
+                # A poll takes time, and more may arrive meanwhile. It looks at the last transfers first, so that
+                # whatever should have arrived before a transfer that it has seen is looked at later.
+                iterations = self._arena.iterations(left[::-1]).tolist()[::-1]
                 new = [index for index, found in zip(left, iterations, strict=True) if found == iteration]
                 if new:
                     seen.append((time.perf_counter(), new))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import environment, faults
+from support import PATIENCE_S, environment, faults
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +34,7 @@ def outcomes(tmp_path_factory):
     """(exit status, seconds, output, flight records) of every rank of every case."""
     root = tmp_path_factory.mktemp("faults")
     command = [sys.executable, "-m", "support.faults", str(root), "ctrl_c", *CASES]
-    subprocess.run(command, env=environment(), check=True, timeout=2 * faults.PATIENCE_S)
+    subprocess.run(command, env=environment(), check=True, timeout=2 * PATIENCE_S)
 
     def of(case):
         found = []
@@ -52,7 +52,7 @@ def outcomes(tmp_path_factory):
 def test_every_other_rank_ends_and_names_the_culprit(outcomes, case):
     culprit = 0 if case == "killed_rank_0" else 1
     for rank, (status, seconds, text, records) in enumerate(outcomes(case)):
-        assert seconds < faults.PATIENCE_S, f"rank {rank} hangs"
+        assert seconds < PATIENCE_S, f"rank {rank} hangs"
         if rank == culprit and not case.endswith("debug_mode"):
             continue
         assert status == 1
@@ -64,7 +64,7 @@ def test_every_other_rank_ends_and_names_the_culprit(outcomes, case):
 
 def test_ctrl_c_reaches_a_rank_that_waits(outcomes):
     for rank, (status, seconds, text, records) in enumerate(outcomes("ctrl_c")):
-        assert status == -2 and seconds < faults.PATIENCE_S and "KeyboardInterrupt" in text
+        assert status == -2 and seconds < PATIENCE_S and "KeyboardInterrupt" in text
         if rank != 1:
             assert f"rank {rank} was waiting for the other ranks; the last messages are in {records[0]}" in text
 

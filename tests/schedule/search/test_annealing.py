@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import PATIENCE_S
 from support.strategies import clusters, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
@@ -145,4 +146,4 @@ def test_plans_to_be_run_compile_nothing():
         "schedule('legato', workload, Cluster(2, {'c': LinearCost(1.0, 1.0)}))\n"
         "assert 'legato.schedule.search.annealing_kernel' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
