@@ -1,6 +1,7 @@
 """Profiles of hypothesis, ranks that tests of a file share, and the order of files on several processors."""
 
 import importlib.util
+import sys
 
 import pytest
 from hypothesis import settings
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(items):
     """Files whose tests start processes come first: the others fill what time processors have left."""
     slow = {item.path for item in items if item.get_closest_marker("processes")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_sessionfinish():
+    """xdist gives its workers ten seconds to end, in which a slow machine does not write what coverage measured."""
+    if (coverage := sys.modules.get("coverage")) and (measuring := coverage.Coverage.current()):
+        measuring.save()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -347,4 +347,4 @@ def late():
     """The last rank does not come."""
     model, chosen = build()
     if dist.get_rank() < dist.get_world_size() - 1:
-        parameter_servers(model, chosen, loop, patience_s=5)
+        parameter_servers(model, chosen, loop, patience_s=10)

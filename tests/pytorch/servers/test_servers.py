@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_come_is_named(four_ranks):
     outcomes = four_ranks.outcomes(serving.late)
     assert outcomes[3] == (True, None)
     for ok, text in outcomes[:3]:
-        assert not ok and text.startswith("RankError: rank 3 did not join within 5 s")
+        assert not ok and text.startswith("RankError: rank 3 did not join within 10 s")
 
 
 def test_training_goes_on_without_its_agent():
