@@ -26,18 +26,24 @@ import msgspec
 import numpy as np
 
 from legato.core.errors import FileError, InputError
-from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.kineto.columns import Arguments, EventColumns
+from legato.ingest.kineto.events import ACCUMULATE, COLLECTIVE_NAME, COMMUNICATION, Trace
+from legato.ingest.kineto.importer import Graph, import_kineto
 from legato.ingest.kineto.step import TracedStep
 from legato.ingest.source import Progress, one_line, read_all, read_blocks
 from legato.ingest.traced import Imported, Notes, TracedOp
 
-__all__ = ["import_execution_traces"]
+__all__ = ["import_execution_traces", "is_graph", "pairs"]
 
 _LARGEST_BYTES = 2**30
+#: `Tensor(float)` and `GenericList[Tensor(float)]`.
+_TENSOR = re.compile(r"^(?:GenericList\[)*Tensor\(([^)]*)\).*$")
 
 
 class _Values(msgspec.Struct):
     values: list[Any] = []
+    shapes: list[Any] = []
+    types: list[Any] = []
 
 
 class _Attribute(msgspec.Struct):
@@ -54,10 +60,18 @@ class _Node(msgspec.Struct):
     op_schema: str = ""
     inputs: list[Any] | _Values = []
     outputs: list[Any] | _Values = []
+    input_shapes: list[Any] = []
+    input_types: list[Any] = []
     attrs: list[_Attribute] = []
 
     def attribute(self, name: str, flat: Any) -> Any:
         return next((a.value for a in self.attrs if a.name == name), flat)
+
+    def described(self) -> tuple[list[Any], list[Any]]:
+        """The shapes and types of its inputs, as the profiler writes them: `float`, not `Tensor(float)`."""
+        flat = (self.input_shapes, self.input_types)
+        shapes, types = (self.inputs.shapes, self.inputs.types) if isinstance(self.inputs, _Values) else flat
+        return shapes, [_TENSOR.sub(r"\1", kind) if isinstance(kind, str) else kind for kind in types]
 
 
 class _File(msgspec.Struct):
@@ -83,10 +97,25 @@ def import_execution_traces(
     numbers differ, and `FileError` when the traces of a pair have no operator in
     common.
     """
+    read: dict[Path, Graph] = {trace: _Graph(graph, progress) for graph, trace in pairs(paths)}
+    return import_kineto(
+        list(read),
+        name=name,
+        step=step,
+        rank=rank,
+        keep_idle=keep_idle,
+        batch_size=batch_size,
+        graphs=read,
+        progress=progress,
+    )
+
+
+def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """The execution traces, each with its profiler trace. Raises `InputError` when their numbers differ."""
     graphs: list[Path] = []
     traces: list[Path] = []
     for path in paths:
-        (graphs if _is_graph(path) else traces).append(path)
+        (graphs if is_graph(path) else traces).append(path)
     if not traces:
         raise InputError(
             f"{paths[0]}: an execution trace has no times (expected the profiler's trace of the same step as well)"
@@ -95,27 +124,17 @@ def import_execution_traces(
         raise InputError(
             f"{len(graphs)} execution traces and {len(traces)} profiler traces (expected one of each per rank)"
         )
-    read = {trace: _Dependencies(graph, progress) for graph, trace in zip(graphs, traces, strict=True)}
-    return import_kineto(
-        traces,
-        name=name,
-        step=step,
-        rank=rank,
-        keep_idle=keep_idle,
-        batch_size=batch_size,
-        dependencies=dict(read),
-        progress=progress,
-    )
+    return list(zip(graphs, traces, strict=True))
 
 
-def _is_graph(path: Path) -> bool:
+def is_graph(path: Path) -> bool:
     """Whether a file is an execution trace, which has nodes; a profiler trace names its events near the beginning."""
     head = next(read_blocks(path), b"")
     nodes, events = head.find(b'"nodes"'), head.find(b'"traceEvents"')
     return nodes >= 0 and (events < 0 or nodes < events)
 
 
-class _Dependencies:
+class _Graph:
     """The execution trace of one rank: its nodes by `rf_id`."""
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
@@ -128,6 +147,7 @@ class _Dependencies:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = one_line(str(error)).removeprefix("JSON is malformed: ")
             raise FileError(f"{path}: not an execution trace: {reason}") from None
+        self._pid = file.pid
         seen = set()
         self._nodes: dict[int, _Node] = {}
         for node in file.nodes:
@@ -138,9 +158,28 @@ class _Dependencies:
             if isinstance(record, int) and record > 0:
                 self._nodes[record] = node
 
-    def __call__(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
+    def describe(self, trace: Trace) -> None:
+        """Give the operators that tell sizes their shapes, where the profiler did not record them.
+
+        Raises `FileError` if the two traces are of different processes.
+        """
+        processes = trace.marks.processes
+        if self._pid is not None and self._pid not in processes:
+            raise FileError(
+                f"{self._path}: a trace of process {self._pid}, but {trace.marks.path} is one of "
+                f"{one_line(', '.join(map(str, sorted(processes))))} (expected the two traces of one rank)"
+            )
+        for columns in (trace.operator, trace.annotation):
+            for row, node in self._by_row(trace, columns, -np.inf, np.inf).items():
+                tells = node.name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(node.name)
+                if tells and columns.detail(row) is None:
+                    shapes, types = node.described()
+                    columns.describe(row, Arguments(dims=_raw(shapes), types=_raw(types)))
+
+    def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
         """The step's ops with their dependencies; an op outside all known operators depends on the op before it."""
-        nodes = _innermost(step, self._by_row(step))
+        interval = step.interval.start_s, step.interval.end_s
+        nodes = _innermost(step, self._by_row(step.trace, step.trace.operator, *interval))
         writer: dict[int, int] = {}
         found, unknown, before = [], 0, -1
         for index in np.argsort(step.host_s, kind="stable"):
@@ -164,14 +203,15 @@ class _Dependencies:
             notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the op before it")
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
-    def _by_row(self, step: TracedStep) -> dict[int, _Node]:
-        """The node of each operator of the profiler trace (by row).
+    def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:
+        """The node of each operator (or mark) of the profiler trace in that time, by row.
 
         They are joined by id if the profiler wrote ids. Otherwise the n-th operator of a name is the n-th node of
         that name, for the names that occur equally often in both traces.
         """
-        trace, columns = step.trace, step.trace.operator
-        rows = np.flatnonzero((columns.start >= step.interval.start_s) & (columns.start < step.interval.end_s)).tolist()
+        known = {node.name for node in self._nodes.values()}
+        during = np.flatnonzero((columns.start >= start_s) & (columns.start < end_s)).tolist()
+        rows = [row for row in during if trace.named(columns, row) in known]
         by_id = {
             row: node
             for row in rows
@@ -191,6 +231,10 @@ class _Dependencies:
             if len(same) == len(nodes.get(name, ())):
                 found.update(zip(same, nodes[name], strict=True))
         return found
+
+
+def _raw(value: list[Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _innermost(step: TracedStep, nodes: dict[int, _Node]) -> dict[int, _Node]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
@@ -18,7 +19,8 @@ class TracedOp:
     """One computation of a step.
 
     Before it the device was idle: for `gap_s` because the host had launched no
-    work, and for `stalled_s` during a transfer that the op may have needed.
+    work, for `stalled_s` during a transfer that the op may have needed, and for
+    `late_s` while such a transfer waited for a late rank.
     """
 
     name: str
@@ -28,6 +30,7 @@ class TracedOp:
     duration_s: float
     gap_s: float = 0.0
     stalled_s: float = 0.0
+    late_s: float = 0.0
     deps: tuple[int, ...] | None = None  # None: it depends on the op before it
 
 
@@ -48,12 +51,17 @@ class TracedTransfer:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient, which becomes a tensor of the workload; `ready_after` and `readers` are indices of ops."""
+    """A gradient, which becomes a tensor of the workload.
+
+    `ready_after` and `readers` are indices of ops, `transfer` is the number of
+    the transfer that carried it.
+    """
 
     name: str
     nbytes: int
     ready_after: int
     readers: tuple[int, ...] | None = None  # None: not in the trace
+    transfer: int | None = None
 
 
 @dataclass
@@ -82,9 +90,13 @@ class RankMeasure:
 
     `computation_s` C is the time in which the device computes, and
     `communication_s` N the time in which the network transfers; `exposed_comm_s`
-    is the part of N during which nothing is computed, `idle_s` the time without
-    either. `waiting_s` is the time that collectives waited for late ranks (None
-    with the trace of one rank alone). `overlap` (alpha), `rho` and `utilization`
+    is the part of N during which nothing is computed. `waiting_s` is the sum of
+    the times for which collectives waited for late ranks (None with the trace of
+    one rank alone), `exposed_waiting_s` the time in which nothing else happened.
+    In the remaining time, `idle_s`, the device had nothing to do: it waited for
+    its host. So C + exposed N + exposed waiting + idle = T. `undelayed_s` is T
+    without the time by which late ranks delayed computation that had been
+    launched. `overlap` (alpha), `rho` and `utilization`
     are defined as in TicTac and Caramel. `host_overlap` is alpha with the time
     in which the device waits for its host counted as computation, and waiting
     for late ranks not counted: the overlap that a plan can change.
@@ -96,7 +108,9 @@ class RankMeasure:
     computation_s: float
     communication_s: float
     waiting_s: float | None
+    exposed_waiting_s: float
     idle_s: float
+    undelayed_s: float
     exposed_comm_s: float
     rho: float
     overlap: float
@@ -106,9 +120,23 @@ class RankMeasure:
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import; `timeline` is None for traces without times."""
+    """The result of an import; `timeline` is None for traces without times.
 
-    workload: Workload
+    `workload` is None if the trace lacks what a plan needs; `lacking` says what.
+    The workload is that of `rank`. `ranks` are the measurements of the step that
+    the workload and the timeline show, `steps` those of all steps that were read. `transfers` are the
+    collectives of these steps on that rank. `workers` is the number of the job's
+    workers, and `plan` what the step sent; both are None if the trace does not
+    tell.
+    """
+
+    workload: Workload | None
     timeline: Timeline | None
     ranks: tuple[RankMeasure, ...]
     notes: Notes
+    lacking: str = ""
+    steps: tuple[RankMeasure, ...] = ()
+    transfers: tuple[TracedTransfer, ...] = ()
+    workers: int | None = None
+    plan: Plan | None = None
+    rank: int = 0

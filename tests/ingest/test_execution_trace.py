@@ -60,6 +60,26 @@ def traced(tmp_path_factory):
 
 
 @pytest.mark.processes
+def test_shapes_that_only_the_graph_has(traced, tmp_path):
+    times = json.loads((traced / "times0.json").read_text())
+    for event in times["traceEvents"]:
+        for key in ("Input Dims", "Input type"):
+            event.get("args", {}).pop(key, None)
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    assert import_kineto([tmp_path / "times.json"]).workload is None
+    found = import_execution_traces([traced / "graph0.json", tmp_path / "times.json"])
+    expected = import_execution_traces([traced / "graph0.json", traced / "times0.json"], name=found.workload.name)
+    assert sorted(t.nbytes for t in found.workload.tensors) == SIZES
+    assert found.workload == expected.workload and found.plan == expected.plan is not None
+
+
+@pytest.mark.processes
+def test_traces_of_two_processes_are_no_pair(traced):
+    with pytest.raises(FileError, match=r"graph0.json: a trace of process \d+, but .*times1.json is one of \d+ "):
+        import_execution_traces([traced / "graph0.json", traced / "times1.json"])
+
+
+@pytest.mark.processes
 def test_a_pair_a_rank_gives_data_dependencies(traced):
     paths = [traced / f"{sort}{rank}.json" for rank in (1, 0) for sort in ("graph", "times")]
     found = import_execution_traces(paths)

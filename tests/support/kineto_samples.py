@@ -74,3 +74,47 @@ def accumulated(sends_early=False):
     record(at_us=1000, recorder=r, sequence=80)
     del r.events[first]  # its step's mark
     return r
+
+
+#: When the host begins each step of `ahead`, and ends the last one, in microseconds: unevenly, and far ahead.
+HOST_US = (0, 400, 500, 2400, 2900)
+#: When the device begins the first of them, and how long it takes for each.
+FREE_US, PERIOD_US = 1200, 1000
+
+
+def ahead(rank=0, workers=2, late_us=0, unlaunched=False, shapes=True, sized=True):
+    """Four steps of a job whose host runs ahead of its device, which is never idle.
+
+    Of each period the device computes for 940 us, and sends for 310, of which 60
+    are exposed. The second transfer of each step waits `late_us` more. With
+    `unlaunched` the device runs kernels before that were launched before the
+    trace began.
+    """
+    r = Recorder(rank, workers, shapes)
+    if unlaunched:
+        for name, stream, start, dur in (("backward", 7, 100, 900), ("ncclDevKernel_AllReduce", 20, 150, 1050)):
+            r.event("kernel", name, stream, start, dur, stream=stream, correlation=1)
+    for k, host in enumerate(HOST_US[:-1]):
+        begin = FREE_US + (PERIOD_US + late_us) * k
+        r.event("user_annotation", f"ProfilerStep#{k}", 1, host, HOST_US[k + 1] - host)
+        for layer in range(LAYERS):
+            r.event("cpu_op", "aten::linear", 1, host + 1 + 5 * layer, 4, **{"Sequence number": 70 + layer})
+            r.launch(host + 2 + 5 * layer, 1, begin + 150 * layer, 150, f"forward{layer}")
+        sends = [(600, 250), (900, 60 + late_us)]
+        for layer, (sent, takes) in zip(reversed(range(LAYERS)), sends, strict=True):
+            at = host + 20 + 20 * (LAYERS - layer)
+            node = {"Sequence number": 70 + layer, "Fwd thread id": 1}
+            r.event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 2, at, 5, **node)
+            r.event("cpu_op", "MmBackward0", 2, at + 1, 3, **node)
+            r.launch(at + 2, 2, begin + 300 * (LAYERS - layer), 300, f"backward{layer}")
+            r.event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 2, at + 6, 8)
+            dims = {"Input Dims": [[ELEMENTS[layer]]], "Input type": ["float"]} if shapes else {}
+            r.event("cpu_op", "torch::autograd::AccumulateGrad", 2, at + 7, 1, **dims)
+            r.event("user_annotation", "nccl:all_reduce", 2, at + 9, 3)
+            sizes = (
+                {"Collective name": "allreduce", "In msg nelems": ELEMENTS[layer], "dtype": "Float"} if sized else {}
+            )
+            r.launch(at + 10, 2, begin + sent, takes, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, **sizes)
+        r.event("user_annotation", "Optimizer.step#SGD.step", 1, host + 80, 10)
+        r.launch(host + 81, 1, begin + 960 + late_us, 40, "update")
+    return r

@@ -12,7 +12,7 @@ from legato.ingest.kineto.columns import EventColumns, whole_number
 from legato.ingest.kineto.events import COLLECTIVE_NAME, COMMUNICATION, Trace
 from legato.ingest.names import collective_kind, element_bytes, tensor_bytes
 
-__all__ = ["Activity", "collectives", "computations", "describe", "device_free_at"]
+__all__ = ["Activity", "collectives", "computations", "describe", "device_free_at", "foreign"]
 
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|c10d::|detach$|.*Backward\d*$")
@@ -74,6 +74,25 @@ def device_free_at(trace: Trace, start_s: float) -> float:
     return max(start_s, float(before.max())) if len(before) else start_s
 
 
+def foreign(
+    trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
+) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+    """The times (start, end) of computations and of collectives between `begin_s` and `until_s`.
+
+    Without those that the host launched from `start_s` to `end_s`.
+    """
+    on_device = len(trace.device) > 0
+    columns, pattern = (trace.device, _NCCL) if on_device else (trace.annotation, COLLECTIVE_NAME)
+    host = _launches(trace)[0] if on_device else columns.start
+    others = ((host < start_s) | (host >= end_s)) & (columns.end > begin_s) & (columns.start < until_s)
+    sends = np.array([bool(pattern.search(name)) for name in trace.names], dtype=bool)[columns.name]
+
+    def times(rows: NDArray[np.bool_]) -> tuple[tuple[float, float], ...]:
+        return tuple(zip(columns.start[rows].tolist(), columns.end[rows].tolist(), strict=True))
+
+    return times(others & ~sends & on_device), times(others & sends)
+
+
 def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     device = trace.device
     host, thread = _launches(trace)
@@ -92,14 +111,27 @@ def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activ
 
 
 def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """When and on which thread the host launched each device event, by correlation; if unknown, its start and -1."""
+    """When and on which thread the host launched each device event, by correlation.
+
+    A stream runs its events in the order of their launches. An event whose
+    launch is not in the trace was therefore launched when the event before it in
+    its stream was, and before the trace began (at -inf) if there is none. In a
+    stream without any known launch, events are launched when they start. The
+    thread of an unknown launch is -1.
+    """
     device, launch = trace.device, trace.launch
     if not len(launch):
         return device.start, np.full(len(device), -1)
     order = np.argsort(launch.link, kind="stable")
     at = order[np.searchsorted(launch.link[order], device.link).clip(max=len(order) - 1)]
     known = (launch.link[at] == device.link) & (device.link >= 0)
-    return np.where(known, launch.start[at], device.start), np.where(known, launch.thread[at], -1)
+    host = np.where(known, launch.start[at], -np.inf)
+    for stream in np.unique(device.thread[~known]):
+        rows = np.flatnonzero(device.thread == stream)
+        unlaunched = ~known[rows]
+        before = device.start[rows] if unlaunched.all() else np.maximum.accumulate(host[rows])
+        host[rows] = np.where(unlaunched, before, host[rows])
+    return host, np.where(known, launch.thread[at], -1)
 
 
 def describe(trace: Trace, activity: Activity) -> tuple[str, int | None]:

@@ -39,14 +39,19 @@ class Arguments(msgspec.Struct):
     stream: Number = None
     nbytes: Number = msgspec.field(default=None, name="bytes")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
+    old_dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
     collective: str | None = msgspec.field(default=None, name="Collective name")
     elements: Number = msgspec.field(default=None, name="In msg nelems")
     dtype: str | None = None
 
+    def __post_init__(self) -> None:
+        if bytes(self.old_dims) and not bytes(self.dims):
+            self.dims = self.old_dims
+
     def detached(self) -> Arguments:
         """The same arguments without a reference to the block of the file from which they were decoded."""
-        self.dims, self.types = self.dims.copy(), self.types.copy()
+        self.dims, self.types, self.old_dims = self.dims.copy(), self.types.copy(), msgspec.Raw()
         return self
 
     def key(self) -> Hashable:
@@ -141,6 +146,11 @@ class EventColumns:
         """The arguments of an event, or None if they were not stored."""
         number = int(self._number[row])
         return None if number < 0 else self._details[number]
+
+    def describe(self, row: int, args: Arguments) -> None:
+        """Store the arguments of an event that the profiler wrote without them."""
+        self._number[row] = len(self._details)
+        self._details.append(args)
 
     def detailed(self) -> list[int]:
         """The rows whose arguments are stored."""

@@ -36,9 +36,10 @@ COMMUNICATION = "record_param_comms"
 COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
 
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
-_DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), "device")
-_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime"), "launch")
-_KINDS = {"cpu_op": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+_DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
+_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "runtime"), "launch")
+#: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
+_KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
 #: Larger times, 30,000 years, are errors.
 _LARGEST_US = 1e18
 
@@ -62,6 +63,7 @@ class Marks:
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
+    processes: set[int] = field(default_factory=set)  # of the host
     steps: list[HostInterval] = field(default_factory=list)
     updates: list[HostInterval] = field(default_factory=list)
 
@@ -94,6 +96,7 @@ class _Mark(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str | None = None
     name: str | None = None
+    pid: Number = None
     ts: Number = None
     dur: Number = None
 
@@ -113,6 +116,8 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             continue
         if not marks.has_work:
             marks.has_work = kind in ("device", "operator")
+        if kind != "device":
+            marks.processes.add(whole_number(event.pid))
         if not began:
             marks.origin_us, began = _number(path, index, "ts", event.ts), True
         if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
@@ -156,7 +161,8 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
 def _kind(event: _Mark) -> str | None:
     if event.ph != "X" or event.cat is None:
         return None
-    return _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
+    kind = _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
+    return "annotation" if kind == "operator" and (event.name or "").startswith((_STEP, _UPDATE)) else kind
 
 
 def _launches(name: str) -> bool:

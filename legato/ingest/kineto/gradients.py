@@ -30,7 +30,7 @@ from legato.ingest.kineto.step import TracedStep
 from legato.ingest.names import tensor_bytes
 from legato.ingest.traced import Gradient, Notes, TracedTransfer
 
-__all__ = ["gradients"]
+__all__ = ["gradients", "why_none"]
 
 _COPY_BACK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 _HOOK = f"autograd::engine::evaluate_function: {ACCUMULATE}"
@@ -62,6 +62,22 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
     if all(p.nbytes is None for p in parameters):
         parameters = _sized_by_copies(step, parameters, sent)
     return _assigned(parameters, sent, notes)
+
+
+def why_none(step: TracedStep) -> str:
+    """Why a plan cannot be made for a step of which `gradients` finds none."""
+    sent = sum(t.carries_gradients for t in step.transfers)
+    parameters = len(_accumulations(step))
+    if not sent and not parameters:
+        return (
+            f"no gradient transfers and no parameters found in {step.interval.name} (expected all-reduces or "
+            "AccumulateGrad operators in its backward pass)"
+        )
+    what = f"{sent} gradient transfers" if sent else f"{parameters} parameters, but no gradient transfers"
+    return (
+        f"{step.interval.name} has {what} without sizes (record with record_shapes=True, or add the execution trace "
+        "of the same step)"
+    )
 
 
 def _parameters(step: TracedStep) -> list[_Parameter]:
@@ -205,7 +221,7 @@ def _assigned(parameters: list[_Parameter], sent: list[tuple[TracedTransfer, flo
         found += (
             [_bucket(number, transfer, tuple(chosen))]
             if whole
-            else [_gradient(len(found) + k, p) for k, p in enumerate(chosen)]
+            else [replace(_gradient(len(found) + k, p), transfer=number) for k, p in enumerate(chosen)]
         )
     return found
 
@@ -237,7 +253,7 @@ def _bucket(number: int, transfer: TracedTransfer, parameters: tuple[_Parameter,
     readers = None
     if parameters and all(p.readers is not None for p in parameters):
         readers = tuple(sorted({r for p in parameters for r in p.readers or ()}))
-    return Gradient(f"bucket {number:02}", transfer.nbytes, transfer.after, readers)
+    return Gradient(f"bucket {number:02}", transfer.nbytes, transfer.after, readers, number)
 
 
 def _without_transfers(parameters: list[_Parameter], notes: Notes) -> list[Gradient]:

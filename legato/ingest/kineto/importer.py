@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from legato.core.errors import FileError, InputError
+from legato.core.plan import Message, Plan, Slice
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
+from legato.core.workload import Workload
 from legato.ingest.assemble import assemble
-from legato.ingest.kineto.events import HostInterval, Marks, read_marks, read_trace
-from legato.ingest.kineto.gradients import gradients
+from legato.ingest.kineto.events import HostInterval, Marks, Trace, read_marks, read_trace
+from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.source import Progress, one_line
-from legato.ingest.traced import Imported, Notes, RankMeasure, TracedOp
+from legato.ingest.traced import Gradient, Imported, Notes, RankMeasure, TracedOp
 
-__all__ = ["Dependencies", "import_kineto"]
+__all__ = ["Graph", "import_kineto"]
 
-#: Gives the ops of a trimmed step their data dependencies, which the profiler trace alone does not have.
-Dependencies = Callable[[TracedStep, Notes], Sequence[TracedOp]]
+#: Of a long trace, as many steps from its middle are read as have about this many events.
+_MOST_EVENTS = 400_000
+
+
+class Graph(Protocol):
+    """What an execution trace knows about the profiler trace of the same steps."""
+
+    def describe(self, trace: Trace) -> None:
+        """Give the operators the shapes that the profiler did not record. Raises `FileError` for another process."""
+
+    def dependencies(self, step: TracedStep, notes: Notes) -> Sequence[TracedOp]:
+        """The ops of a trimmed step with their data dependencies."""
 
 
 def import_kineto(
@@ -32,7 +45,7 @@ def import_kineto(
     rank: int | None = None,
     keep_idle: bool = True,
     batch_size: int = 1,
-    dependencies: dict[Path, Dependencies] | None = None,
+    graphs: dict[Path, Graph] | None = None,
     progress: Progress | None = None,
 ) -> Imported:
     """Import the traces of one or more ranks of one job.
@@ -47,39 +60,85 @@ def import_kineto(
     traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
     chosen = _chosen(traces, rank)
     marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
-    interval = _interval(marked[chosen], step, traces[chosen])
-    steps = {}
-    for r, marks in traces.items():
-        same = [w for w in marked[r] if w.name == interval.name]
-        if not same:
-            raise InputError(f"{marks.path}: no step {interval.name!r} (has {_listed(marked[r])})")
-        found = extract(read_trace(marks, same[0], next(readings)), same[0], notes)
-        if not found.ops:
-            raise FileError(
-                f"{marks.path}: no computation in step {interval.name!r} (expected a trace of torch.profiler)"
-            )
-        steps[r] = found if r == chosen else replace(found, trace=found.trace.without_events())
-    waits_known = _set_waits(steps, traces, notes)
-    steps = {r: trim(s) for r, s in steps.items()}
-    mine = steps[chosen]
-    find = (dependencies or {}).get(mine.trace.marks.path)
-    if find is not None:
-        mine = replace(mine, ops=tuple(find(mine, notes)))
+    wanted = _wanted(marked[chosen], step, traces[chosen])
+    whole: dict[int, dict[str, TracedStep]] = {}
+    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
+        graph = (graphs or {}).get(traces[r].path)
+        found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
+        wanted = [interval for interval in wanted if interval.name in found]
+        whole[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    every = [{r: whole[r][interval.name] for r in sorted(whole)} for interval in wanted]
+    waits_known = [_set_waits(steps, traces, notes) for steps in every]
+    every = [{r: trim(s) for r, s in steps.items()} for steps in every]
+    measures = [
+        {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
+    ]
+    middle = statistics.median_low(m[chosen].iteration_s for m in measures)
+    number = next(k for k, m in enumerate(measures) if m[chosen].iteration_s == middle)
+    steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
+    graph = (graphs or {}).get(mine.trace.marks.path)
+    if graph is not None:
+        mine = replace(mine, ops=tuple(graph.dependencies(mine, notes)))
     else:
         notes.lacks("data dependencies between ops", "each op needs the one before it")
-    measures = tuple(_measure(r, s, waits_known) for r, s in sorted(steps.items()))
-    measured = next(m for m in measures if m.rank == chosen)
-    workload = assemble(
-        name or _title(mine.trace.marks.path),
-        mine.ops,
-        gradients(mine, notes),
+    title = name or _title(mine.trace.marks.path)
+    sent = gradients(mine, notes)
+    device = "gpu" if mine.on_device else "cpu"
+    workload: Workload | None = None
+    lacking = ""
+    try:
+        if not sent:
+            raise InputError(why_none(mine))
+        workload = assemble(
+            title, mine.ops, sent, notes, keep_idle=keep_idle, batch_size=batch_size, device=device, untraced_s=None
+        )
+    except InputError as error:
+        lacking = str(error)
+    return Imported(
+        workload,
+        _timeline(title, steps, chosen, measured),
+        tuple(measures[number][r] for r in sorted(traces)),
         notes,
-        keep_idle=keep_idle,
-        batch_size=batch_size,
-        device="gpu" if mine.on_device else "cpu",
-        untraced_s=None,
+        lacking=lacking,
+        steps=tuple(m[r] for m in measures for r in sorted(traces)),
+        transfers=tuple(t for steps in every for t in steps[chosen].transfers),
+        workers=traces[chosen].workers,
+        plan=None if workload is None else _plan(sent),
+        rank=chosen,
     )
-    return Imported(workload, _timeline(workload.name, steps, chosen, measured), measures, notes)
+
+
+def _steps(
+    marks: Marks,
+    marked: list[HostInterval],
+    wanted: list[HostInterval],
+    graph: Graph | None,
+    notes: Notes,
+    progress: Progress | None,
+) -> dict[str, TracedStep]:
+    """The wanted steps of one rank, by name, without those in which nothing was computed."""
+    names = {interval.name for interval in wanted}
+    same = [w for w in marked if w.name in names]
+    if not same:
+        raise InputError(f"{marks.path}: none of the steps {_listed(wanted)} (has {_listed(marked)})")
+    trace = read_trace(marks, HostInterval("", same[0].start_s, max(w.end_s for w in same)), progress)
+    if graph is not None:
+        graph.describe(trace)
+    found = {w.name: extract(trace, w, notes) for w in same}
+    whole = {name: step for name, step in found.items() if step.ops}
+    if not whole:
+        raise FileError(f"{marks.path}: no computation in step {_listed(same)} (expected a trace of torch.profiler)")
+    return whole
+
+
+def _plan(sent: Sequence[Gradient]) -> Plan | None:
+    """The all-reduces that were sent as a plan; None if some gradient was sent otherwise."""
+    transfers: dict[int, list[Slice]] = {}
+    for gradient in sent:
+        if gradient.transfer is None:
+            return None
+        transfers.setdefault(gradient.transfer, []).append(Slice(gradient.name, 0, gradient.nbytes))
+    return Plan("traced", tuple(Message(tuple(slices)) for _, slices in sorted(transfers.items())))
 
 
 def _readings(paths: Sequence[Path], progress: Progress | None) -> list[Progress | None]:
@@ -118,14 +177,16 @@ def _chosen(traces: dict[int, Marks], rank: int | None) -> int:
     return min(traces) if rank is None else rank
 
 
-def _interval(marked: list[HostInterval], step: str | None, trace: Marks) -> HostInterval:
+def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[HostInterval]:
+    """The step that was asked for; else all steps, or as many from the middle as are not too many events."""
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
             raise InputError(f"{trace.path}: no step {step!r} (has {_listed(marked)})")
-        return found[0]
-    middle = statistics.median_low([w.end_s - w.start_s for w in marked])
-    return next(w for w in marked if w.end_s - w.start_s == middle)
+        return found[:1]
+    most = max(1, _MOST_EVENTS * len(marked) // max(trace.events, 1))
+    first = max(0, (len(marked) - most) // 2)
+    return marked[first : first + most]
 
 
 def _listed(marked: list[HostInterval]) -> str:
@@ -160,10 +221,12 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
 def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     ops = _computing(step)
-    computing = merge_intervals((o.start_s, o.end_s) for o in ops)
-    carrying = merge_intervals((t.start_s + t.waited_s, t.end_s) for t in step.transfers)
+    computing = _within(step, [*((o.start_s, o.end_s) for o in ops), *step.foreign])
+    carrying = _within(step, [*((t.start_s + t.waited_s, t.end_s) for t in step.transfers), *step.foreign_transfers])
+    waiting = _within(step, [(t.start_s, t.start_s + t.waited_s) for t in step.transfers])
     c, n, t = _length(computing), _length(carrying), step.length_s
     union = _length(merge_intervals(computing + carrying))
+    busy = _length(merge_intervals(computing + carrying + waiting))
     host = math.fsum(o.duration_s + o.gap_s for o in ops)
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
     return RankMeasure(
@@ -173,7 +236,9 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         computation_s=c,
         communication_s=n,
         waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
-        idle_s=max(t - union, 0.0),
+        exposed_waiting_s=busy - union,
+        idle_s=max(t - busy, 0.0),
+        undelayed_s=t - math.fsum(o.late_s for o in step.ops),
         exposed_comm_s=union - c,
         rho=n / c if c > 0 else 0.0,
         overlap=overlap_coefficient(n, c, t),
@@ -186,6 +251,12 @@ def _computing(step: TracedStep) -> list[TracedOp]:
     """The ops without those that are transfers."""
     transfers = {(t.name, t.end_s) for t in step.transfers}
     return [op for op in step.ops if (op.name, op.end_s) not in transfers]
+
+
+def _within(step: TracedStep, intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of the intervals, within the step."""
+    clipped = ((max(a, step.begin_s), min(b, step.end_s)) for a, b in intervals)
+    return merge_intervals((a, b) for a, b in clipped if a < b)
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:

@@ -8,6 +8,15 @@ transfer: planning can change that, so the time belongs to no op. The time of th
 launch, which the profiler records under the kernel's correlation number,
 separates the two: the kernel waits from then until the end of the last transfer
 that ends in the gap. A CPU has no launches; there the gap's beginning counts.
+
+[Note: a step on the device]
+A host that runs ahead of its device marks a step long before the device runs it,
+and its marks are not evenly spaced: it waits where its queue is full. On the
+device, a step therefore begins when everything that was launched before the
+step is done, but not before the host begins it; it ends when the next one
+begins. Whatever the device does between the two counts, also the end of an
+earlier step's transfer or the beginning of a later step on another stream, so
+that no share of the step is larger than the step.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.timeline import merge_intervals
-from legato.ingest.kineto.activities import Activity, collectives, computations, describe, device_free_at
+from legato.ingest.kineto.activities import Activity, collectives, computations, describe, device_free_at, foreign
 from legato.ingest.kineto.events import HostInterval, Marks, Trace
 from legato.ingest.kineto.phases import BackwardPass, Phases, find_phases
 from legato.ingest.names import GRADIENT_KINDS
@@ -36,8 +45,9 @@ class TracedStep:
     `sending` is the backward pass whose gradients are sent, where that is known.
     `host_s[i]` and `thread[i]` are the time and the thread at which the host
     launched op i; `issued_s` and `issued_on` are the same for the transfers. On
-    the device the step begins at `begin_s`, when all work launched before the
-    step is done, and lasts `length_s`.
+    the device the step begins at `begin_s` and lasts `length_s`. `foreign`
+    and `foreign_transfers` are the times (start, end) in which it ran
+    computations and collectives of other steps meanwhile.
     """
 
     trace: Trace
@@ -53,6 +63,12 @@ class TracedStep:
     issued_s: tuple[float, ...]
     issued_on: tuple[int, ...]
     on_device: bool
+    foreign: tuple[tuple[float, float], ...] = ()
+    foreign_transfers: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.length_s
 
 
 def step_intervals(marks: Marks, notes: Notes) -> list[HostInterval]:
@@ -90,6 +106,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
         trace, interval, phases, sending, begin, length,
         ops, np.array([a.host_s for a in computation]), np.array([a.thread for a in computation], dtype=np.int64),
         transfers, tuple(a.host_s for a in issued), tuple(a.thread for a in issued), on_device,
+        *foreign(trace, interval.start_s, interval.end_s, begin, begin + length),
     )  # fmt: skip
 
 
@@ -121,19 +138,19 @@ def _transfer(activity: Activity, kind: str, nbytes: int | None, phases: Phases,
 def _extent(
     trace: Trace, interval: HostInterval, ops: Sequence[TracedOp], transfers: Sequence[TracedTransfer]
 ) -> tuple[float, float]:
-    """When the step begins on the device, and how long it lasts: by its marks, else from first to last event."""
+    """When the step begins on the device, and how long it lasts (see the note above)."""
     first = min((o.start_s for o in ops), default=0.0)
     last = max([first, *(o.end_s for o in ops), *(t.end_s for t in transfers)])
     begin = first if interval.start_s == -np.inf else device_free_at(trace, interval.start_s)
-    if -np.inf < interval.start_s and interval.end_s < np.inf:
-        return begin, interval.end_s - interval.start_s
-    return begin, max(last - begin, 0.0)
+    end = last if interval.end_s == np.inf else device_free_at(trace, interval.end_s)
+    return begin, max(end - begin, 0.0)
 
 
 def trim(step: TracedStep) -> TracedStep:
     """The step with its ops on one stream: time in which ops overlap counts once, and gaps are those of the host.
 
     Collectives that carry no gradients become ops; the time for which they wait for late ranks does not count.
+    The gap after the last op belongs to the first, as if the step before had been like this one.
     """
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
@@ -152,8 +169,19 @@ def trim(step: TracedStep) -> TracedStep:
         ready = max(until, host[i]) if step.on_device else until
         waited, stalled = (min(gap, stalls.within(ready, op.start_s)) for stalls in (waits, carries))
         lasts = max(op.end_s - max(until, op.start_s), 0.0)
-        trimmed.append(replace(op, duration_s=lasts, gap_s=gap - waited, stalled_s=stalled))
+        late = max(waited - stalled, 0.0)
+        trimmed.append(replace(op, duration_s=lasts, gap_s=gap - waited, stalled_s=stalled, late_s=late))
         until = max(until, op.end_s)
+    if trimmed:
+        gap = max(step.end_s - until, 0.0)
+        waited, stalled = (min(gap, stalls.within(until, step.end_s)) for stalls in (waits, carries))
+        first, late = trimmed[0], max(waited - stalled, 0.0)
+        trimmed[0] = replace(
+            first,
+            gap_s=first.gap_s + gap - waited,
+            stalled_s=first.stalled_s + stalled,
+            late_s=first.late_s + late,
+        )
     moments = np.array([host[i] for i in order])
     threads = np.array([thread[i] for i in order], dtype=np.int64)
     by_launch = np.argsort(moments, kind="stable")
