@@ -19,7 +19,20 @@ import typer
 from typer.exceptions import Exit, TyperException
 
 import legato
-from legato.cli import calibrate, capture, demo, import_, plan, rehearse, report, reproduce, simulate, sweep, workload
+from legato.cli import (
+    advise,
+    calibrate,
+    capture,
+    demo,
+    import_,
+    plan,
+    rehearse,
+    report,
+    reproduce,
+    simulate,
+    sweep,
+    workload,
+)
 from legato.cli.options import Interrupted
 from legato.core.errors import InputError, LegatoError
 
@@ -52,6 +65,7 @@ def _start(
 
 
 app.command("demo")(demo.demo)
+app.command("advise")(advise.advise)
 app.command("capture")(capture.capture)
 app.command("import")(import_.import_)
 app.command("calibrate")(calibrate.calibrate)

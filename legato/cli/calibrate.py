@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from legato.cli.options import Json
+from legato.cli.options import WORKERS_HELP, Json
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -28,15 +28,30 @@ def calibrate(
     max_message: Annotated[
         str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
     ] = "64MiB",
+    nccl_tests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Measure nothing, and read the output of nccl-tests' all_reduce_perf instead."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help=WORKERS_HELP, show_default="the ranks that FILE lists", min=2, max=2**20),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the cost of an all-reduce between the processes of this job.
 
     Start it under torchrun, on the machines and with the number of processes that will train. With --collectives,
-    a plan can choose a collective for every message.
+    a plan can choose a collective for every message. With --nccl-tests it needs neither torchrun nor PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """
+    if nccl_tests is not None:
+        _read(nccl_tests, workers, output, json)
+        return
+    if workers is not None:
+        raise InputError("--workers means nothing without --nccl-tests")
     import os
 
     import torch.distributed as dist
@@ -60,6 +75,21 @@ def calibrate(
             _show(found, output, json)
     finally:
         dist.destroy_process_group()
+
+
+def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
+    from legato.ingest.network import read_nccl_tests
+
+    cluster, samples = read_nccl_tests(path, workers)
+    files.write(output, cluster)
+    if json:
+        print_json({"cluster": cluster, "samples": [{"nbytes": n, "seconds": s} for n, s in samples]})
+        return
+    cost = cluster.cost()
+    for nbytes, seconds in samples:
+        error = cost.cost(nbytes) / seconds - 1
+        note(f"{format_bytes(nbytes):>10}  {format_seconds(seconds):>10}  fit {error:+5.0%}")
+    note(f"all-reduce on {cluster.workers} workers: {describe_cost(cost)} -> {output}")
 
 
 def _numbers(text: str) -> list[int]:

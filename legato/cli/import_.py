@@ -16,7 +16,9 @@ from legato.core.units import format_bytes, format_seconds, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.ingest.traced import Imported
+    from collections.abc import Sequence
+
+    from legato.ingest.traced import Imported, Notes, RankMeasure
 
 _FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
 
@@ -30,6 +32,12 @@ def import_(
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="T.json", help="Write the measured timeline to this file (kineto, execution-trace)."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="C.json", help="Fit the network to the trace's all-reduces, and write the cluster to this file."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the first file's")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank to import.", show_default="the lowest")] = None,
@@ -56,7 +64,7 @@ def import_(
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
     only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
-    only_step = {"--step": step, "--timeline": timeline}
+    only_step = {"--step": step, "--timeline": timeline, "--cluster": cluster}
     with progress("reading") as advance:
         if format in ("kineto", "execution-trace"):
             from legato.ingest.execution_trace import import_execution_traces
@@ -89,13 +97,23 @@ def import_(
             )
         else:
             raise unknown_name("format", format, _FORMATS)
-    files.write(output, found.workload)
     if timeline is not None and found.timeline is not None:
         files.write(timeline, found.timeline)
+    if cluster is not None:
+        from legato.ingest.network import cluster_of
+
+        files.write(cluster, cluster_of(found.transfers, found.workers, found.notes))
+    if found.workload is None:
+        show_measures(found.ranks)
+        show_notes(found.notes)
+        raise InputError(f"no workload: {found.lacking}")
+    files.write(output, found.workload)
     if json:
-        print_json(_summary(format, found, output, timeline))
+        print_json(_summary(format, found, found.workload, output, timeline))
     else:
-        _show(found, output)
+        show_measures(found.ranks)
+        show_notes(found.notes)
+        note(f"{_described(found.workload)} -> {output}")
 
 
 def _refuse(format: str, options: dict[str, Any]) -> None:
@@ -104,8 +122,7 @@ def _refuse(format: str, options: dict[str, Any]) -> None:
             raise InputError(f"{option} means nothing for {format}")
 
 
-def _summary(format: str, found: Imported, output: Path, timeline: Path | None) -> dict[str, Any]:
-    job = found.workload
+def _summary(format: str, found: Imported, job: Workload, output: Path, timeline: Path | None) -> dict[str, Any]:
     return {
         "workload": str(output),
         "timeline": None if timeline is None else str(timeline),
@@ -121,22 +138,29 @@ def _summary(format: str, found: Imported, output: Path, timeline: Path | None) 
     }
 
 
-def _show(found: Imported, output: Path) -> None:
-    for m in found.ranks:
+def show_measures(measures: Sequence[RankMeasure]) -> None:
+    """One line for each rank's step."""
+    for m in measures:
         waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
         note(
             f"rank {m.rank}, {m.step}: {format_seconds(m.iteration_s)} per iteration; computing "
             f"{format_seconds(m.computation_s)} (U {m.utilization:.1%}), communicating "
             f"{format_seconds(m.communication_s)} (rho {m.rho:.2f}), {format_seconds(m.exposed_comm_s)} of it "
-            f"exposed{waiting}; idle {format_seconds(m.idle_s)}; overlap alpha {m.overlap:.2f}, "
+            f"exposed{waiting}; waiting for the host {format_seconds(m.idle_s)}; overlap alpha {m.overlap:.2f}, "
             f"{m.host_overlap:.2f} with the host's time as computation"
         )
-    for missing in found.notes.missing:
+
+
+def show_notes(notes: Notes) -> None:
+    """What a trace lacks, and what is assumed instead."""
+    for missing in notes.missing:
         note(f"missing: {missing}")
-    for assumed in found.notes.assumed:
+    for assumed in notes.assumed:
         note(f"assumed: {assumed}")
-    job: Workload = found.workload
-    note(
+
+
+def _described(job: Workload) -> str:
+    return (
         f"{job.name}: {len(job.ops)} ops, {len(job.tensors)} tensors of {format_bytes(job.nbytes)}, "
-        f"{format_seconds(job.compute_s)} of computation -> {output}"
+        f"{format_seconds(job.compute_s)} of computation"
     )

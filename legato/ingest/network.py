@@ -1,0 +1,81 @@
+"""The cost of an all-reduce, from the collectives in a trace or from the output of nccl-tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import FileError, InputError
+from legato.ingest.source import one_line, read_all
+from legato.ingest.traced import Notes, TracedTransfer
+
+__all__ = ["cluster_of", "read_nccl_tests"]
+
+_LARGEST_BYTES = 16 * 2**20
+_RANK = re.compile(r"#\s+Rank\s+\d+\s")
+_TEST = re.compile(r"#.*?\b(\w+)_perf\b")
+
+
+def cluster_of(transfers: Iterable[TracedTransfer], workers: int | None, notes: Notes) -> Cluster:
+    """Fit the cost of an all-reduce to those of a trace.
+
+    Of all that carry the same bytes the fastest counts, without its wait for late
+    ranks: whatever else delays a transfer only adds to its time. Raises
+    `InputError` if the trace has no all-reduce whose size is known, or does not
+    tell the number of workers.
+    """
+    best: dict[int, float] = {}
+    for transfer in transfers:
+        seconds = transfer.end_s - transfer.start_s - transfer.waited_s
+        if transfer.kind == "all_reduce" and transfer.nbytes and seconds > 0:
+            best[transfer.nbytes] = min(seconds, best.get(transfer.nbytes, seconds))
+    if not best:
+        raise InputError("no all-reduce whose size is known (expected one, to fit the cost of the network to)")
+    if workers is None:
+        raise InputError("the trace does not tell the number of workers (expected --workers)")
+    return _fitted(sorted(best.items()), workers, "traced", notes)
+
+
+def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes: Notes) -> Cluster:
+    cost = LinearCost.fit(points) if len(points) > 1 else None
+    if cost is None or not cost.beta_s_per_byte > 0:
+        notes.lacks(
+            "all-reduces of sizes that differ enough to tell latency from bandwidth",
+            "an all-reduce takes time in proportion to its bytes, as the largest one does",
+        )
+        nbytes, seconds = points[-1]
+        cost = LinearCost(0.0, seconds / nbytes)
+    return Cluster(workers=workers, collectives={name: cost})
+
+
+def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, list[tuple[int, float]]]:
+    """Fit the cost of an all-reduce to the output of nccl-tests' (or rccl-tests') `all_reduce_perf`.
+
+    Returns the cluster and the (bytes, seconds) samples, in place if the output
+    has them. `workers` is the number of ranks; by default it is the number that
+    the output lists. Raises `FileError` if the file has no such table.
+    """
+    text = read_all(path, _LARGEST_BYTES).decode(errors="replace")
+    lines = text.splitlines()
+    test = next((found.group(1) for line in lines if (found := _TEST.match(line))), "all_reduce")
+    if test != "all_reduce":
+        raise FileError(f"{path}: output of {one_line(test)}_perf (expected that of all_reduce_perf)")
+    heading = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s+size\s+count\s", line)), None)
+    if heading is None or "time" not in heading:
+        raise FileError(f"{path}: no table of sizes and times (expected the output of nccl-tests)")
+    column = max(k for k, word in enumerate(heading) if word == "time")
+    samples = [
+        (int(words[0]), float(words[column]) * 1e-6)
+        for line in lines
+        if (words := line.split()) and len(words) == len(heading) and re.fullmatch(r"\d{1,15}", words[0])
+        if re.fullmatch(r"\d{1,12}(\.\d+)?", words[column])
+    ]
+    samples = [(nbytes, seconds) for nbytes, seconds in samples if nbytes > 0 and seconds > 0]
+    if len({nbytes for nbytes, _ in samples}) < 2:
+        raise FileError(f"{path}: fewer than two sizes were measured (expected at least two)")
+    ranks = sum(_RANK.match(line) is not None for line in lines)
+    if not (workers or ranks):
+        raise FileError(f"{path}: no list of ranks (expected it, or --workers)")
+    return Cluster(workers=workers or ranks, collectives={"nccl": LinearCost.fit(samples)}), samples

@@ -1,0 +1,169 @@
+"""`legato advise`: from traces of known jobs to the right verdict, through the command line."""
+
+import json
+
+import pytest
+from support import kineto_samples as samples
+from support.command import run
+
+from legato.advice import Advice, RankTimes, Seconds, advise, changes, network_of
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
+from legato.ingest.kineto.importer import import_kineto
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.simulator.collective import simulate
+
+
+def written(folder, name="job.json", **options):
+    path = folder / name
+    path.write_text(samples.ahead(**options).text())
+    return path
+
+
+@pytest.fixture
+def job(tmp_path):
+    return import_kineto([written(tmp_path)])
+
+
+def test_the_breakdown_is_the_mean_and_the_spread_over_the_steps(job):
+    (rank,) = advise(job, None, "no network").ranks
+    assert rank.steps == 4 and rank.late_s is None
+    assert rank.iteration_s.mean == pytest.approx((2200e-6 + 3 * 1000e-6) / 4)
+    assert rank.iteration_s.spread == pytest.approx(1200e-6 * 3**0.5 / 4)
+    assert rank.iteration_s.median == pytest.approx(1000e-6) and rank.iteration_s.noise < 1e-12
+    assert rank.exposed_s.mean == pytest.approx(60e-6) and rank.exposed_s.spread < 1e-12
+    assert str(Seconds.of([0.1])) == "100 ms" and str(Seconds.of([0.09, 0.11])) == "100 ms ± 10 ms"
+
+
+def test_the_traced_plan_is_predicted_beside_what_was_measured(job):
+    """All-reduces of 4 and 12 kB take 60 and 250 us, and the period is 1,000 us."""
+    network = network_of(job)
+    assert network.workers == 2
+    cost = network.cost()
+    # A line through both points would be below zero at 0 bytes.
+    assert (cost.cost(4000), cost.cost(12000)) == pytest.approx((76e-6, 228e-6), rel=0.01)
+    found = advise(job, network)
+    assert found.measured_s == pytest.approx(1000e-6) and abs(found.error) < 0.03
+    assert [p.plan for p in found.predictions] == ["DDP as traced", "DDP, best buckets", "legato"]
+    traced, _, ours = found.predictions
+    assert traced.iteration_s == simulate(job.workload, job.plan, network).iteration_s
+    assert ours.win == pytest.approx(1 - ours.iteration_s / traced.iteration_s)
+    assert found.lower_bound_s == lower_bound(job.workload, network).seconds
+    assert found.gap == pytest.approx(ours.iteration_s / found.lower_bound_s - 1) and found.gap > -1e-9
+
+
+def test_nothing_to_gain_where_the_network_is_fast(job):
+    found = advise(job, Cluster(2, {"c": LinearCost(0.0, 1e-12)}))
+    assert "Nothing to gain" in found.verdict[-1] and found.code == ""
+
+
+def test_legato_where_transfers_can_hide_in_the_forward_pass(job):
+    found = advise(job, Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
+    _, stock, ours = found.predictions
+    assert ours.win > stock.win + 0.05 and ours.win > 0.1
+    assert found.code == "model, optimizer = legato.distribute(model, optimizer)"
+    assert found.verdict[0].startswith(f"Predicted to win {ours.win:.1%}")
+
+
+def test_ddps_own_buckets_where_messages_are_dear(job):
+    """One message instead of two saves a latency of 1 ms; nothing else can be won."""
+    found = advise(job, Cluster(2, {"c": LinearCost(1e-3, 1e-12)}))
+    assert found.code.startswith("DistributedDataParallel(model")
+    assert found.predictions[1].win > 0.1
+
+
+def test_the_host_is_the_bottleneck(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(samples.record().text())
+    found = advise(import_kineto([path]), None)
+    assert found.verdict[0].startswith("The host is the bottleneck: the device waits for it 45% of the time")
+
+
+def test_late_ranks_are_named(tmp_path):
+    paths = [written(tmp_path, "0.json", rank=0, late_us=400), written(tmp_path, "1.json", rank=1)]
+    found = advise(import_kineto(paths), None)
+    assert any(line.endswith("Rank 1 waits least: the others wait for it.") for line in found.verdict)
+
+
+def test_another_number_of_workers_is_a_ring_over_the_same_links(job):
+    two, eight = network_of(job), network_of(job, workers=8)
+    assert eight.workers == 8 and list(eight.collectives) == ["ring"]
+    assert eight.cost().beta_s_per_byte == pytest.approx(two.cost().beta_s_per_byte * (7 / 8) / (1 / 2))
+    assert eight.cost().alpha_s == pytest.approx(two.cost().startup_s * 7)
+
+
+def times(iteration, host=0.0, noise=0.0):
+    steps = [iteration - noise, iteration, iteration + noise]
+    none, computing = Seconds.of([0.0]), Seconds.of([0.05])
+    return RankTimes(0, 3, Seconds.of(steps), computing, none, none, None, Seconds.of([host]))
+
+
+def test_what_changed():
+    before, after = (Advice("a", (times(0.1 + host, host, 0.001),), 2, ()) for host in (0.05, 0.01))
+    assert changes(before, after) == [
+        "An iteration is 26.7% shorter: 150 ms before, 110 ms after.",
+        "Of it: waiting for the host -40 ms.",
+    ]
+    assert changes(before, before)[0].startswith("No change beyond the spread of the steps")
+
+
+def test_the_command(tmp_path, capsys):
+    path = written(tmp_path)
+    status, out, err = run(capsys, "advise", path, "-o", tmp_path / "r.html")
+    assert status == 0 and "job: 1 of 2 ranks, 4 steps, measured" in out and "lower bound" in out
+    assert "missing: the other ranks" in err and (tmp_path / "r.html").stat().st_size > 10_000
+    status, out, _ = run(capsys, "advise", path, "--bandwidth", "1Gbit", "--workers", "16", "--json")
+    (found,) = json.loads(out)["jobs"]
+    assert found["cluster"]["workers"] == 16 and found["predictions"][0]["plan"] == "DDP as traced"
+
+
+def test_two_traces_of_one_rank_are_before_and_after(tmp_path, capsys):
+    before, after = written(tmp_path, "before.json", late_us=500), written(tmp_path, "after.json")
+    status, out, _ = run(capsys, "advise", before, after)
+    assert status == 0 and "An iteration is" in out and "shorter" in out and "exposed communication -" in out
+    status, _, err = run(capsys, "advise", before, after, before)
+    assert status == 2 and "3 traces of one rank" in err
+
+
+def test_a_trace_without_sizes_or_transfers_still_gets_its_breakdown(tmp_path, capsys):
+    status, out, _ = run(capsys, "advise", written(tmp_path, shapes=False, sized=False))
+    assert status == 0 and "310 us" in out and "No plan: ProfilerStep#" in out and "without sizes" in out
+    r = samples.ahead(workers=1)
+    r.events = [e for e in r.events if not e["name"].startswith("nccl")]
+    (tmp_path / "one.json").write_text(r.text())
+    status, out, _ = run(capsys, "advise", tmp_path / "one.json")
+    assert status == 0 and "No plan: the trace does not tell what the network costs" in out
+    status, out, _ = run(capsys, "advise", tmp_path / "one.json", "--workers", "4", "--bandwidth", "1Gbit")
+    assert status == 0 and "Plans for 4 workers" in out and "DDP as traced" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["-o", "x.pdf"], "expected .html"),
+        (["--latency", "1us"], "--latency without --bandwidth"),
+        (["--cluster", "c.json", "--workers", "4"], "--cluster and --workers"),
+        (["--rank", "7"], "rank 7 is in none"),
+        (["--step", "99"], "no step '99'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(tmp_path, capsys, options, says):
+    status, _, err = run(capsys, "advise", written(tmp_path), *options)
+    assert status == 2 and says in err and len(err.splitlines()) == 1
+
+
+def test_import_writes_the_network_and_says_what_a_plan_lacks(tmp_path, capsys):
+    path = written(tmp_path)
+    status, _, _ = run(capsys, "import", "kineto", path, "-o", tmp_path / "w.json", "--cluster", tmp_path / "c.json")
+    assert status == 0 and json.loads((tmp_path / "c.json").read_text())["workers"] == 2
+    status, _, err = run(
+        capsys, "import", "kineto", written(tmp_path, "n.json", shapes=False, sized=False), "-o", tmp_path / "n.json"
+    )
+    assert status == 2 and "310 us" in err and err.splitlines()[-1].startswith("legato: no workload: ProfilerStep#")
+
+
+def test_a_second_opinion_needs_a_network(job):
+    with pytest.raises(InputError, match="number of workers"):
+        from dataclasses import replace
+
+        network_of(replace(job, workers=None))
