@@ -147,7 +147,7 @@ def network_of(imported: Imported, workers: int | None = None) -> Cluster:
 
     Raises `InputError` if the trace does not tell what an all-reduce costs.
     """
-    traced = cluster_of(imported.transfers, imported.workers or workers, imported.notes)
+    traced = cluster_of(imported, workers)
     if workers is None or workers == traced.workers:
         return traced
     if traced.workers < 2:

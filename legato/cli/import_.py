@@ -102,7 +102,7 @@ def import_(
     if cluster is not None:
         from legato.ingest.network import cluster_of
 
-        files.write(cluster, cluster_of(found.transfers, found.workers, found.notes))
+        files.write(cluster, cluster_of(found))
     if found.workload is None:
         show_measures(found.ranks)
         show_notes(found.notes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError, InputError
 from legato.ingest.source import one_line, read_all
-from legato.ingest.traced import Notes, TracedTransfer
+from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "read_nccl_tests"]
 
@@ -18,24 +19,28 @@ _RANK = re.compile(r"#\s+Rank\s+\d+\s")
 _TEST = re.compile(r"#.*?\b(\w+)_perf\b")
 
 
-def cluster_of(transfers: Iterable[TracedTransfer], workers: int | None, notes: Notes) -> Cluster:
-    """Fit the cost of an all-reduce to those of a trace.
+def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
+    """Fit the cost of an all-reduce to those of a job's traces.
 
-    Of all that carry the same bytes the fastest counts, without its wait for late
-    ranks: whatever else delays a transfer only adds to its time. Raises
-    `InputError` if the trace has no all-reduce whose size is known, or does not
-    tell the number of workers.
+    Of all that carry the same bytes the median counts, without their waits for
+    late ranks. If these are not known, the fastest counts, because they only add
+    to its time. `workers` is used if the traces do not tell their number. Raises
+    `InputError` if they have no all-reduce whose size is known, or if nothing
+    tells the number of workers.
     """
-    best: dict[int, float] = {}
-    for transfer in transfers:
+    times: dict[int, list[float]] = {}
+    for transfer in imported.transfers:
         seconds = transfer.end_s - transfer.start_s - transfer.waited_s
         if transfer.kind == "all_reduce" and transfer.nbytes and seconds > 0:
-            best[transfer.nbytes] = min(seconds, best.get(transfer.nbytes, seconds))
-    if not best:
+            times.setdefault(transfer.nbytes, []).append(seconds)
+    workers = imported.workers or workers
+    if not times:
         raise InputError("no all-reduce whose size is known (expected one, to fit the cost of the network to)")
     if workers is None:
         raise InputError("the trace does not tell the number of workers (expected --workers)")
-    return _fitted(sorted(best.items()), workers, "traced", notes)
+    typical = statistics.median if all(m.waiting_s is not None for m in imported.ranks) else min
+    points = sorted((nbytes, float(typical(same))) for nbytes, same in times.items())
+    return _fitted(points, workers, "traced", imported.notes)
 
 
 def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes: Notes) -> Cluster:

@@ -56,9 +56,11 @@ def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
 def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float, dict[str | None, float]]]:
     """(start, end, seconds by message) of every gap; None stands for time in which no message was in flight.
 
-    A gap is attributed to the message that ends when the gap ends (if there are
-    several, to the one that started last). If there is none, each moment of the
-    gap is divided equally among the messages in flight.
+    The part of a gap in which messages are in flight is attributed to the one
+    that ends when the gap ends (if there are several, to the one that started
+    last). If there is none, each moment of it is divided equally among the
+    messages in flight. The rest is not communication: in a measured timeline, the
+    host was late with the next op.
     """
     messages = [s for s in timeline.spans if s.worker == worker and s.kind == "message"]
     messages.sort(key=lambda span: span.start_s)
@@ -66,7 +68,12 @@ def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float,
     causes: list[tuple[float, float, dict[str | None, float]]] = []
     for start, end in idle_gaps(timeline, worker):
         near = [m for m in messages if m.end_s > start and abs(m.end_s - end) <= tolerance]
-        shares: dict[str | None, float] = {near[-1].name: end - start} if near else _divided(start, end, messages)
+        shares = _divided(start, end, messages)
+        if near:
+            free_s = shares.get(None, 0.0)
+            shares = {near[-1].name: end - start}
+            if free_s > tolerance:
+                shares = {near[-1].name: end - start - free_s, None: free_s}
         causes.append((start, end, shares))
     return causes
 
@@ -131,11 +138,17 @@ def _contents(plan: Plan) -> dict[str, dict[str | None, int]]:
 
 
 def idle_sentence(every: Sequence[Wait], tensors: bool) -> str:
-    """`Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" if computation waits for none."""
+    """`Waiting for these two tensors takes 80 ms of 120 ms of idle time: a, b.`; "" if computation never waits."""
     idle_s = sum(wait.seconds for wait in every)
     largest = [wait for wait in every if wait.message is not None]
-    if not largest or not idle_s:
+    free_s = sum(wait.seconds for wait in every if wait.message is None)
+    if not idle_s:
         return ""
+    if free_s > idle_s / 2:
+        return (
+            f"No message is in flight during {format_seconds(free_s)} of {format_seconds(idle_s)} of idle time: "
+            "computation waits for its host, which no plan of messages changes."
+        )
     named: list[Wait] = []
     while len(named) < min(_MOST_NAMED, len(largest)) and sum(w.seconds for w in named) < _ENOUGH * idle_s:
         named.append(largest[len(named)])

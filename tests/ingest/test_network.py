@@ -7,36 +7,46 @@ from support.command import run
 
 from legato.core.errors import FileError, InputError
 from legato.ingest.network import cluster_of, read_nccl_tests
-from legato.ingest.traced import Notes, TracedTransfer
+from legato.ingest.traced import Imported, Notes, RankMeasure, TracedTransfer
 
 
 def transfer(nbytes, seconds, waited_s=0.0, kind="all_reduce"):
     return TracedTransfer("t", kind, nbytes, 1.0, 1.0 + seconds + waited_s, "backward", True, waited_s)
 
 
-def test_a_line_is_fitted_to_the_fastest_of_each_size_without_waiting():
-    sizes = (1e5, 1e6, 4e6)
-    good = [transfer(int(n), 1e-4 + 1e-9 * n, waited_s=0.5) for n in sizes]
-    slow = [transfer(int(n), 5e-3 + 1e-9 * n) for n in sizes]
-    other = [transfer(int(n), 1e-6, kind="broadcast") for n in sizes] + [transfer(None, 1e-6)]
-    cluster = cluster_of([*slow, *good, *other], 8, Notes())
+def job(transfers, workers=8, waits_known=True):
+    measure = RankMeasure(0, "s", 1.0, 0.0, 0.0, 0.0 if waits_known else None, *[0.0] * 8)
+    return Imported(None, None, (measure,), Notes(), transfers=tuple(transfers), workers=workers)
+
+
+SIZES = (10**5, 10**6, 4 * 10**6)
+
+
+@pytest.mark.parametrize("waits_known", [True, False])
+def test_a_line_is_fitted_to_the_all_reduces_of_each_size_without_waiting(waits_known):
+    """To the median of three, or to the fastest if it is not known what was waiting."""
+    found = [transfer(n, a + 1e-9 * n, waited_s=0.5) for n in SIZES for a in (1e-4, 2e-4, 9e-3)]
+    other = [transfer(n, 1e-6, kind="broadcast") for n in SIZES] + [transfer(None, 1e-6)]
+    cluster = cluster_of(job([*found, *other], waits_known=waits_known))
     assert cluster.workers == 8
-    assert (cluster.cost().alpha_s, cluster.cost().beta_s_per_byte) == pytest.approx((1e-4, 1e-9))
+    expected = (2e-4 if waits_known else 1e-4, 1e-9)
+    assert (cluster.cost().alpha_s, cluster.cost().beta_s_per_byte) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sizes", [(1000,), (1000, 2000)])
 def test_sizes_that_do_not_tell_latency_from_bandwidth(sizes):
-    notes = Notes()
-    cost = cluster_of([transfer(n, 1e-3) for n in sizes], 2, notes).cost()
+    found = job([transfer(n, 1e-3) for n in sizes])
+    cost = cluster_of(found).cost()
     assert (cost.alpha_s, cost.beta_s_per_byte) == pytest.approx((0.0, 1e-3 / sizes[-1]))
-    assert "all-reduces of sizes that differ enough" in notes.missing[0]
+    assert "all-reduces of sizes that differ enough" in found.notes.missing[0]
 
 
 def test_what_a_trace_does_not_tell():
     with pytest.raises(InputError, match="no all-reduce whose size is known"):
-        cluster_of([transfer(None, 1e-3)], 2, Notes())
+        cluster_of(job([transfer(None, 1e-3)]))
     with pytest.raises(InputError, match="number of workers"):
-        cluster_of([transfer(10, 1e-3)], None, Notes())
+        cluster_of(job([transfer(10, 1e-3)], workers=None))
+    assert cluster_of(job([transfer(10, 1e-3)], workers=None), 4).workers == 4
 
 
 NEW = """# nccl-tests version 2.13.6 nccl-headers=22203 nccl-library=22203

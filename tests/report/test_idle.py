@@ -41,6 +41,17 @@ def test_a_gap_that_no_message_ends_is_shared_by_those_in_flight():
     assert waits(t) == [Wait("b", 3.5, 1), Wait("a", 1.5, 1), Wait(None, 1.0, 1)]
 
 
+def test_a_gap_of_the_hosts_making_is_not_the_messages():
+    """A broadcast of 0.03 s ends with a gap of 6.67 s in which nothing else is sent."""
+    line = timeline(20.0, [(0, 2), (8.67, 20)], [("broadcast 00", 8.64, 8.67)], source="measured")
+    host, message = waits(line)
+    assert (host.message, round(host.seconds, 9)) == (None, 6.64)
+    assert (message.message, round(message.seconds, 9)) == ("broadcast 00", 0.03)
+    assert idle_sentence([host, message], tensors=False).startswith(
+        "No message is in flight during 6.64 s of 6.67 s of idle time: computation waits for its host"
+    )
+
+
 def test_measured_ends_need_not_coincide_exactly():
     spans = ([(0, 2), (5.004, 10)], [("a", 1, 4), ("b", 4, 5)])
     assert [w.message for w in waits(timeline(10.0, *spans, source="measured"))] == ["b"]
