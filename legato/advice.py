@@ -22,8 +22,8 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.ingest.network import cluster_of
 from legato.ingest.traced import Imported, RankMeasure
+from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.compare import compare
 from legato.schedule.published.ddp import ddp
 from legato.simulator.collective import iteration_time, simulate
 
@@ -176,8 +176,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     traced = imported.plan or ddp(workload, cluster)
     traced = msgspec.structs.replace(traced, scheduler="DDP as traced" if imported.plan else "DDP")
     stock, code = _best_buckets(workload, cluster)
-    (ours,) = compare(workload, cluster, ["legato"])
-    plans = (traced, stock, ours.plan)
+    plans = (traced, stock, schedule("legato", workload, cluster))
     drawn = [simulate(workload, plan, cluster) for plan in plans]
     base = drawn[0].iteration_s
     predictions = tuple(
