@@ -15,7 +15,7 @@ from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import app
+from legato.cli.commands import app
 from legato.cli.options import SEVERAL
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
@@ -272,6 +272,36 @@ def test_two_quick_ctrl_c_are_one_line(tmp_path):
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 130 and err == "legato: interrupted\n"
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_one_line():
+    code = """
+import os, signal, sys
+class Press:
+    def find_spec(name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press)
+from legato.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, "legato: interrupted\n")
+
+
+def test_ctrl_c_inside_of_exec_gives_the_same_status(tmp_path):
+    """As while a module makes a dataclass. CPython remembers such a Ctrl-C, and would end `python -m` by SIGINT."""
+    (tmp_path / "pressed.py").write_text("""
+import os, signal
+from legato.cli import commands, main
+commands.app = lambda *_, **__: exec("os.kill(os.getpid(), signal.SIGINT)")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+""")
+    command = [sys.executable, "-m", "pressed"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, "legato: interrupted\n")
 
 
 def test_shell_completion(monkeypatch):

@@ -7,7 +7,8 @@ from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import app, main
+from legato.cli import main
+from legato.cli.commands import app
 from legato.simulator.flow import FABRICS
 
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
