@@ -86,6 +86,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise
         return fail("this command needs PyTorch: pip install 'legato[torch]'", 2)
+    except MemoryError:
+        return fail("this machine's memory does not suffice (a smaller workload, or fewer workers?)", 1)
     except BrokenPipeError:  # the reader has all it wants
         _discard_output()
         return 1

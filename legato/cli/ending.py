@@ -48,6 +48,6 @@ def _end_undisturbed() -> None:
     """Keep the exit status as it is: the interpreter removes handlers before it ends, but not `SIG_IGN`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # CPython reports a signal whose handler is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # After a KeyboardInterrupt inside of `exec`, where dataclasses are made, `python -m` ends itself by SIGINT, even if
-    # it was caught. CPython forgets it at the next `exec`.
+    # After a KeyboardInterrupt inside of `exec`, where dataclasses are made, `python -m` sends itself a SIGINT at its
+    # end, although it was caught, and some library's thread takes it. CPython forgets it at the next `exec`.
     exec("")
