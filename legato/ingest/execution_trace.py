@@ -33,8 +33,6 @@ from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces"]
 
-_LARGEST_BYTES = 2**30
-
 
 class _Values(msgspec.Struct):
     values: list[Any] = []
@@ -120,7 +118,7 @@ class _Dependencies:
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
-        data = read_all(path, _LARGEST_BYTES, progress)
+        data = read_all(path, progress)
         try:
             file = msgspec.json.decode(data, type=_File)
         except RecursionError:
