@@ -66,8 +66,19 @@ def plan(
     names = [] if scheduler == "all" else split(scheduler)
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
+    left_out: list[str] = []
     with progress("planning") as advance:
-        found = compare(job, machines.cluster, names, collective=collective, compute=compute, progress=advance)
+        found = compare(
+            job,
+            machines.cluster,
+            names,
+            collective=collective,
+            compute=compute,
+            progress=advance,
+            left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
+        )
+    for line in left_out:
+        note(line)
     if check_bound:
         with progress("checking the bounds") as advance:
             check_bounds(found, job, machines.cluster, compute=compute, progress=advance)

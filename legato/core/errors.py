@@ -4,6 +4,7 @@
      +-- InputError          an input is wrong (command line: exit status 2)
      |    +-- FileError       a file is wrong: names the path, the field, the value and what was expected
      |    +-- PlanError       a plan does not fit its workload, model or cluster
+     |    +-- TooLargeError   an input asks for more than a stated limit, and nothing has been done
      |    +-- CaptureError    a training step cannot be captured
      +-- RankError           the ranks of a job disagree, or one of them failed
 
@@ -23,6 +24,7 @@ __all__ = [
     "LegatoError",
     "PlanError",
     "RankError",
+    "TooLargeError",
     "missing_extra",
     "unknown_name",
 ]
@@ -52,6 +54,10 @@ class FileError(InputError):
 
 class PlanError(InputError):
     """A plan does not fit the workload, model or cluster it is used with."""
+
+
+class TooLargeError(InputError):
+    """What is asked for is more than a limit that is stated, and would take all memory or time."""
 
 
 class CaptureError(InputError):

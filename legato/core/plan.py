@@ -7,15 +7,18 @@ from typing import Literal
 
 import msgspec
 
-from legato.core.errors import InputError, PlanError
+from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
-__all__ = ["Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
+__all__ = ["MOST_CHUNKS", "Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 
+#: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
+#: to simulate. Real plans have hundreds; only slices of 4 MiB of a model of 4 TB are so many.
+MOST_CHUNKS = 1_000_000
 #: Every byte is aggregated by exactly one message of these kinds.
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
 #: Kinds that only aggregate, and the kind that distributes the result.
@@ -56,8 +59,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.slices:
             raise InputError("message with no slices (expected at least one)")
-        if self.depth < 1:
-            raise InputError(f"depth: {self.depth} (expected at least 1)")
+        if not 1 <= self.depth <= MOST_CHUNKS:
+            raise InputError(f"depth: {self.depth} (expected 1 to {MOST_CHUNKS:,})")
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +99,10 @@ class Plan(
     def __post_init__(self) -> None:
         if not self.messages:
             raise InputError("messages: none given (expected at least one)")
+        chunks = sum(message.depth for message in self.messages)
+        if chunks > MOST_CHUNKS:
+            count = f"{len(self.messages):,} messages of {chunks:,} chunks"
+            raise TooLargeError(f"messages: {count} in all (expected at most {MOST_CHUNKS:,})")
 
     def __str__(self) -> str:
         """The schedule, one line per message."""

@@ -35,7 +35,6 @@ from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces", "is_graph", "pairs"]
 
-_LARGEST_BYTES = 2**30
 #: `Tensor(float)` and `GenericList[Tensor(float)]`.
 _TENSOR = re.compile(r"^(?:GenericList\[)*Tensor\(([^)]*)\).*$")
 
@@ -139,7 +138,7 @@ class _Graph:
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
-        data = read_all(path, _LARGEST_BYTES, progress)
+        data = read_all(path, progress)
         try:
             file = msgspec.json.decode(data, type=_File)
         except RecursionError:

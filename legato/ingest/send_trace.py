@@ -33,7 +33,6 @@ from legato.ingest.traced import Imported, Notes
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
 
 _COLUMNS = ("time_s", "parameter", "size_bytes", "source", "destination")
-_LARGEST_BYTES = 2**30
 #: Running statistics, which are sent beside the gradients but are not learned.
 _STATISTICS = re.compile(r"moving_(mean|variance)|running_(mean|var)\b|num_batches_tracked")
 _SERVER = re.compile(r"(^|[^a-z])(ps|server|parameter_?server)s?(?![a-z])", re.IGNORECASE)
@@ -62,7 +61,7 @@ class Send(NamedTuple):
 def read_send_trace(path: Path, progress: Progress | None = None) -> list[Send]:
     """Read the rows of one file. Raises `FileError`, which names the line and the column."""
     try:
-        text = read_all(path, _LARGEST_BYTES, progress).decode("utf-8-sig")
+        text = read_all(path, progress).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from legato.core.errors import FileError
 
-__all__ = ["Progress", "one_line", "read_all", "read_blocks"]
+__all__ = ["MOST_BYTES", "Progress", "one_line", "read_all", "read_blocks"]
 
 #: `progress(done, total)`, in bytes of the file on disk.
 Progress = Callable[[int, int], None]
@@ -18,12 +18,15 @@ BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
+#: A trace that is read into memory has so many bytes at most, after decompression.
+MOST_BYTES = 2**30
 
 
-def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]:
+def read_blocks(path: Path, progress: Progress | None = None, limit: int | None = None) -> Iterator[bytes]:
     """Yield the file's bytes in blocks of a few MiB, decompressed if the file begins like gzip.
 
-    Raises `FileError` when the file cannot be read, is damaged, or expands more than 200-fold.
+    Raises `FileError` when the file cannot be read, is damaged, expands more than 200-fold, or has more than `limit`
+    bytes.
     """
     try:
         total = path.stat().st_size
@@ -38,6 +41,8 @@ def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]
                 expanded += len(block)
                 if packed and expanded > max(_BOMB_FLOOR_BYTES, _BOMB_RATIO * total):
                     raise FileError(f"{path}: gzip data that expands more than {_BOMB_RATIO}-fold (no trace does)")
+                if limit is not None and expanded > limit:
+                    raise FileError(f"{path}: more than {limit // 2**20} MiB (too large for this kind of trace)")
                 if progress is not None and total:
                     progress(min(file.tell(), total), total)
                 yield block
@@ -51,14 +56,9 @@ def read_blocks(path: Path, progress: Progress | None = None) -> Iterator[bytes]
         raise FileError(f"{one_line(str(path))}: cannot read: {error}") from None
 
 
-def read_all(path: Path, limit: int, progress: Progress | None = None) -> bytes:
-    """All bytes of a file that is read into memory; raises `FileError` above `limit` bytes."""
-    data = bytearray()
-    for block in read_blocks(path, progress):
-        data += block
-        if len(data) > limit:
-            raise FileError(f"{path}: more than {limit // 2**20} MiB (too large for this kind of trace)")
-    return bytes(data)
+def read_all(path: Path, progress: Progress | None = None) -> bytes:
+    """All bytes of a file that is read into memory; raises `FileError` above `MOST_BYTES`."""
+    return b"".join(read_blocks(path, progress, MOST_BYTES))
 
 
 def one_line(text: str, limit: int = 120) -> str:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
-from legato.schedule.basics.heads_tails import Order
+from legato.schedule.basics.heads_tails import Order, check_size
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
 from legato.simulator.collective import simulate
@@ -71,17 +72,29 @@ def compare(
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
     progress: Callable[[int, int], object] | None = None,
+    left_out: Callable[[str, TooLargeError], object] | None = None,
 ) -> list[Candidate]:
     """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
-    Calls `progress(done, total)` after each one. Raises `InputError` as `schedule` does.
+    Calls `progress(done, total)` after each one. Where no names are given, a scheduler
+    for which the workload is too large is left out, and `left_out(name, error)` is called.
+    Raises `InputError` as `schedule` does, and `TooLargeError` on more ops than bounds can have.
     """
-    names = list(names) or scheduler_names(cluster)
+    check_size(workload)
+    chosen = list(names)
+    names = chosen or scheduler_names(cluster)
     bounds: dict[tuple[Order, bool], Bound] = {}
-    found = []
+    found: list[Candidate] = []
     for i, name in enumerate(names):
         start = time.perf_counter()
-        plan = schedule(name, workload, cluster, collective=collective)
+        try:
+            plan = schedule(name, workload, cluster, collective=collective)
+        except TooLargeError as error:
+            if chosen or (name == names[-1] and not found):
+                raise
+            if left_out:
+                left_out(name, error)
+            continue
         plan_s = time.perf_counter() - start
         order, all_reduce_only = kind_of(plan, workload)
         if (order, all_reduce_only) not in bounds:

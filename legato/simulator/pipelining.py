@@ -35,6 +35,7 @@ import math
 
 from legato.core.cluster import PIPELINED, Cluster
 from legato.core.errors import InputError, unknown_name
+from legato.core.plan import MOST_CHUNKS
 
 __all__ = ["PIPELINED", "message_s", "pipelined_s"]
 
@@ -75,12 +76,13 @@ def pipelined_s(
     """Return the seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
 
     The other arguments are those of `Cluster`. Raises `InputError` on a
-    collective that is not in `PIPELINED`, or on fewer than one worker or chunk.
+    collective that is not in `PIPELINED`, on fewer than one worker or chunk, or on more
+    chunks than a plan can have.
     """
     if collective not in PIPELINED:
         raise unknown_name("pipelined collective", collective, PIPELINED)
-    if workers < 1 or depth < 1:
-        raise InputError(f"{workers} workers, depth {depth} (expected at least 1 of each)")
+    if workers < 1 or not 1 <= depth <= MOST_CHUNKS:
+        raise InputError(f"{workers} workers, depth {depth} (expected at least 1 of each, and {MOST_CHUNKS:,} chunks)")
     if workers == 1:
         return 0.0
     chunk, s_per_byte = nbytes / depth, 8 / bandwidth_bps

@@ -1,7 +1,8 @@
-"""Where cells run: in this process, on all cores of this machine, or on a Dask or Ray cluster (joblib's backends).
+"""Where cells run: in this process, on all cores of this machine (loky), or on a Dask or Ray cluster (joblib).
 
-[Note: Ctrl-C] Only this process reacts to it. Workers on this machine ignore it from their start, and are killed
-when the iterator of results is closed.
+On this machine, Ctrl-C is looked for between results, at least every `_LOOK_S`; the workers never get it, and are
+killed at the end. joblib would do the same with its own backend, but it hands out tasks from a callback, which cannot
+be stopped together with the workers: it then prints tracebacks.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import os
 import signal
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import resource_tracker
-from types import FrameType
 from typing import Any, TypeVar
 
 from legato.core.errors import InputError, LegatoError
+from legato.core.interrupts import held_back, kept_from_children, raise_once
 
 __all__ = ["check_backend", "in_parallel"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 _CONNECT_S = 10
+#: Seconds between two looks for Ctrl-C while no cell is finished.
+_LOOK_S = 0.1
+#: Cells per core that workers on this machine have, running or next. loky's thread passes on one more at once.
+_HANDED_OUT = 2
+_MOMENT_S = 1e-3
 #: Cells per core and round, on backends that return results only when a round is done.
 _ROUND = 4
 
@@ -58,31 +64,63 @@ def in_parallel(
     if not items:
         return
     import joblib  # only sweeps need it, and it takes long to import
+    from joblib.parallel import BACKENDS, get_active_backend
+
+    if backend is not None or not isinstance(get_active_backend()[0], BACKENDS["loky"]):
+        yield from _with_joblib(function, items, jobs, backend)
+    elif (cores := min(len(items), jobs or joblib.effective_n_jobs(-1))) > 1:
+        yield from _on_this_machine(function, items, cores)
+    else:
+        yield from map(function, items)
+
+
+def _on_this_machine(function: Callable[[T], R], items: Sequence[T], cores: int) -> Generator[R, None, None]:
+    from joblib.externals.loky import FIRST_COMPLETED, ProcessPoolExecutor, wait
     from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+    left = iter(items)
+    with held_back() as interrupts, ExitStack() as stack:
+        pool = ProcessPoolExecutor(cores)
+        stack.callback(pool.shutdown, kill_workers=True)
+
+        def hand_out(count: int) -> set[Any]:
+            with kept_from_children():
+                futures = {pool.submit(function, item) for item in itertools.islice(left, count)}
+            while not all(future.running() or future.done() for future in futures):
+                time.sleep(_MOMENT_S)  # a pool that is shut down before its thread has seen them prints a traceback
+            return futures
+
+        try:
+            waiting = hand_out(_HANDED_OUT * cores)
+            while waiting and not interrupts:
+                done, waiting = wait(waiting, _LOOK_S, FIRST_COMPLETED)
+                waiting |= hand_out(len(done))
+                for future in done:
+                    yield future.result()
+        except TerminatedWorkerError:
+            raise LegatoError("a worker process was killed, perhaps because memory ran out: try fewer --jobs") from None
+
+
+def _with_joblib(
+    function: Callable[[T], R], items: Sequence[T], jobs: int | None, backend: str | None
+) -> Generator[R, None, None]:
+    """On the backend, or on the one that the caller has chosen in joblib."""
+    import joblib
 
     with _one_interrupt(), _joblib_backend(backend) as active:
         cores = min(len(items), jobs or active.effective_n_jobs(-1))
-        if backend is None and cores <= 1:
-            yield from map(function, items)
-            return
         calls = (joblib.delayed(function)(item) for item in items)
-        options = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)} if backend is None else {}
-        try:
-            if active.supports_return_generator:
-                pool = joblib.Parallel(
-                    n_jobs=cores, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs", **options
-                )
-                with ExitStack() as stack:
-                    with _interrupts_held_back():
-                        results = stack.enter_context(_closing_quietly(pool(calls)))
-                    for result in results:  # noqa: UP028 - `yield from` would close them with the warning
-                        yield result
-            else:
-                with joblib.Parallel(n_jobs=cores, batch_size=1, **options) as pool:
-                    while some := list(itertools.islice(calls, cores * _ROUND)):
-                        yield from pool(some)
-        except TerminatedWorkerError:
-            raise LegatoError("a worker process was killed, perhaps because memory ran out: try fewer --jobs") from None
+        if active.supports_return_generator:
+            pool = joblib.Parallel(n_jobs=cores, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs")
+            with ExitStack() as stack:
+                with held_back():
+                    results = stack.enter_context(_closing_quietly(pool(calls)))
+                for result in results:  # noqa: UP028 - `yield from` would close them with the warning
+                    yield result
+        else:
+            with joblib.Parallel(n_jobs=cores, batch_size=1) as pool:
+                while some := list(itertools.islice(calls, cores * _ROUND)):
+                    yield from pool(some)
 
 
 @contextmanager
@@ -103,44 +141,15 @@ def _one_interrupt() -> Iterator[None]:
     A second one would interrupt joblib while it ends the worker processes, and the program would then hang at exit.
     A handler other than Python's default one stays in place.
     """
-
-    def interrupt(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, raise_once)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Deliver a Ctrl-C inside the block at its end, and never to the threads and processes that are started inside.
-
-    They inherit a signal mask that blocks SIGINT. The terminal sends Ctrl-C to
-    the workers too, and one that is still importing would print a traceback.
-    """
-    resource_tracker.ensure_running()  # when it starts inside the block, CPython 3.11 and 3.12 unblock SIGINT
-    held: list[tuple[int, FrameType | None]] = []
-    handler = signal.getsignal(signal.SIGINT)
-    replaced = threading.current_thread() is threading.main_thread() and callable(handler)
-    if replaced:
-        signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if replaced:
-            signal.signal(signal.SIGINT, handler)
-    if held and callable(handler):
-        handler(*held[0])
 
 
 @contextmanager

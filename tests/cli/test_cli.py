@@ -15,7 +15,7 @@ from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import app
+from legato.cli.commands import app
 from legato.cli.options import SEVERAL
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
@@ -274,6 +274,67 @@ def test_two_quick_ctrl_c_are_one_line(tmp_path):
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 130 and err == "legato: interrupted\n"
+
+
+def test_plan_says_who_is_left_out(capsys, tmp_path):
+    ops = (legato.Op("f", "forward", 1.0), legato.Op("b", "backward", 1.0, (0,)))
+    legato.write(tmp_path / "w.json", legato.Workload("vast", ops, (legato.Tensor("t", 2**50, 1, (0,)),)))
+    status, out, err = run(capsys, "plan", tmp_path / "w.json", "--json")
+    schedulers = [row["scheduler"] for row in json.loads(out)]
+    assert status == 0 and schedulers == [name for name in SCHEDULERS if name not in ("p3", "bytescheduler")]
+    assert "p3 is left out: slice_bytes: 4,194,304 makes 268,435,456 messages (expected at most 1,000,000)" in err
+    assert "makes 268,435,456 messages" in fails(capsys, "plan", tmp_path / "w.json", "--scheduler", "p3")
+
+
+def test_a_plan_with_too_many_chunks_is_refused(capsys, workload, tmp_path):
+    slices = [{"tensor": "w", "start": 0, "stop": 4_000_000}], [{"tensor": "v", "start": 0, "stop": 1_000_000}]
+    messages = [{"slices": s, "depth": 2**31} for s in slices]
+    (tmp_path / "p.json").write_text(json.dumps({"format": "legato.plan/1", "scheduler": "x", "messages": messages}))
+    line = fails(capsys, "simulate", workload, "--plan", tmp_path / "p.json")
+    assert line.endswith("p.json: messages[0].depth: 2147483648 (expected 1 to 1,000,000)")
+
+
+def test_too_little_memory_is_one_line(capsys, monkeypatch, workload):
+    def exhaust(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("legato.schedule.compare.compare", exhaust)
+    status, out, err = run(capsys, "plan", workload)
+    assert (status, out) == (1, "") and len(err.splitlines()) == 1 and "memory" in err
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_one_line():
+    code = """
+import os, signal, sys
+class Press:
+    def find_spec(name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press)
+from legato.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, "legato: interrupted\n")
+
+
+def test_ctrl_c_inside_of_exec_gives_the_same_status(tmp_path):
+    """As while a module makes a dataclass. CPython remembers such a Ctrl-C, and would end `python -m` by SIGINT.
+
+    With a thread that does not block SIGINT, as numpy has some.
+    """
+    (tmp_path / "pressed.py").write_text("""
+import os, signal, threading
+from legato.cli import commands, main
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+commands.app = lambda *_, **__: exec("os.kill(os.getpid(), signal.SIGINT)")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+""")
+    command = [sys.executable, "-m", "pressed"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, "legato: interrupted\n")
 
 
 def test_shell_completion(monkeypatch):

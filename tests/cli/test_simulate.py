@@ -7,7 +7,8 @@ from support.command import run
 from typer.main import get_command
 
 import legato
-from legato.cli import app, main
+from legato.cli import main
+from legato.cli.commands import app
 from legato.simulator.flow import FABRICS
 
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
@@ -135,8 +136,12 @@ def test_a_workload_a_worker(capsys, workload):
         (("--fabric", "hierarchical", "--group", "5"), "a divisor of 8"),
         (("--fidelity", "collective", "--jitter", "0.1"), "--fidelity collective"),
         (("--fidelity", "collective", "--message-bytes", "4MiB"), "message_bytes: means nothing"),
-        (("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"), "makes more than"),
+        (
+            ("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"),
+            "message_bytes: 1 makes 5,000,000 fragments (expected at most 1,000,000)",
+        ),
         (("--workers", "1048576", "--iterations", "1000"), "more than 100,000,000"),
+        (("--sharing", "fair", "--workers", "1000", "--fabric", "ring"), "more than 1,000,000"),
         (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
         (("--plan", "nowhere.json"), "nowhere.json"),
         (("--plan", "p.json", "--scheduler", "ddp"), "one or the other"),

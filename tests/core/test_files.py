@@ -313,7 +313,7 @@ def test_a_wrong_workload_says_what_where_and_what_was_expected(path, literal, l
         ),
         (PLAN, ["messages", 0, "slices", 0, "start"], "-5", "messages[0].slices[0]: slice of 'w1': -5 to 400 (expec"),
         (PLAN, ["messages", 1, "kind"], '"shout"', "messages[1].kind: \"shout\" (expected one of 'all_reduce', "),
-        (PLAN, ["messages", 1, "depth"], "0", "messages[1].depth: 0 (expected at least 1)"),
+        (PLAN, ["messages", 1, "depth"], "0", "messages[1].depth: 0 (expected 1 to 1,000,000)"),
         (PLAN, ["op_order", 0], "1" + "0" * 20, "op_order[0]: 100000000000000000000 (expected int <= 9"),
         (PLAN, ["forward_overlap"], "1", "forward_overlap: 1 (expected bool)"),
         (TIMELINE, ["iteration_s"], "-1", "iteration_s: -1.0 (expected 0 to 1e+18 seconds)"),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import clusters, op_orders, plans, workloads
 
-from legato.core.errors import InputError, PlanError
-from legato.core.plan import Message, Plan, Slice, check_messages, check_plan
+from legato.core.errors import InputError, PlanError, TooLargeError
+from legato.core.plan import MOST_CHUNKS, Message, Plan, Slice, check_messages, check_plan
 from legato.core.workload import Op, Tensor, Workload
 
 WORK = Workload(
@@ -43,6 +43,12 @@ def test_what_a_message_and_a_plan_refuse():
         Message((X,), depth=0)
     with pytest.raises(InputError, match="messages: none given"):
         Plan("p", ())
+    with pytest.raises(InputError, match=r"depth: 2147483648 \(expected 1 to 1,000,000\)"):
+        Message((X,), depth=2**31)
+    most = Message((X,), depth=MOST_CHUNKS)
+    assert Plan("p", (most,)).messages == (most,)
+    with pytest.raises(TooLargeError, match="messages: 2 messages of 1,000,001 chunks in all"):
+        Plan("p", (most, Message((Y,))))
 
 
 def test_sizes():

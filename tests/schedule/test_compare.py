@@ -5,8 +5,10 @@ from hypothesis import given
 from support.strategies import clusters, workloads
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS
+from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.compare import best, compare
 
 
@@ -30,6 +32,36 @@ def test_as_fast_with_fewer_messages_is_better():
     workload = Workload("tiny", ops, tuple(Tensor(f"t{i}", 100, 1, (0,)) for i in range(10)))
     cluster = Cluster.derive(2, 1e9, 1e-9)
     assert len(best(compare(workload, cluster)).plan.messages) == 1
+
+
+def test_who_cannot_plan_so_many_bytes_is_left_out_unless_named():
+    """A tensor of 2^50 bytes has 2^28 slices of 4 MiB."""
+    ops = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
+    workload, cluster = Workload("vast", ops, (Tensor("t", 2**50, 1, (0,)),)), Cluster.derive(2, 1e9, 1e-6)
+    left_out = {}
+    found = compare(workload, cluster, left_out=left_out.__setitem__)
+    assert [c.plan.scheduler for c in found] == [name for name in SCHEDULERS if name not in left_out]
+    assert left_out.keys() == {"p3", "bytescheduler"} and "legato" in SCHEDULERS
+    assert str(left_out["p3"]) == "slice_bytes: 4,194,304 makes 268,435,456 messages (expected at most 1,000,000)"
+    with pytest.raises(TooLargeError, match="partition_bytes: 32,000,000 makes 35,184,373 messages"):
+        compare(workload, cluster, ["fifo", "bytescheduler"])
+
+
+def test_a_workload_that_is_too_large_for_all_is_refused(monkeypatch):
+    monkeypatch.setattr("legato.core.plan.MOST_CHUNKS", 3)
+    ops = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
+    workload = Workload("two", ops, tuple(Tensor(f"t{i}", 8, 1, (0,)) for i in range(2)))
+    with pytest.raises(TooLargeError, match="messages: 4 messages of 4 chunks in all"):  # a push and a pull for each
+        compare(workload, Cluster.derive(2, 1e9, 1e-6, servers=1, collectives=["parameter-server"]))
+
+
+def test_bounds_have_a_limit(monkeypatch):
+    monkeypatch.setattr("legato.schedule.basics.heads_tails._MOST_OPS", 1)
+    ops = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
+    workload = Workload("two", ops, (Tensor("t", 8, 1, (0,)),))
+    for bounded in (compare, lower_bound):
+        with pytest.raises(TooLargeError, match=r"ops: 2 .expected at most 1 to plan for"):
+            bounded(workload, Cluster.derive(2, 1e9, 1e-6))
 
 
 def test_progress_and_names():

@@ -8,6 +8,12 @@ from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.simulator.pipelining import PIPELINED, message_s, pipelined_s
 
+
+def test_more_chunks_than_a_plan_can_have_are_refused():
+    with pytest.raises(InputError, match=r"8 workers, depth 2147483648 .* and 1,000,000 chunks"):
+        seconds("halving-doubling", 8, 2**40, 2**31, 0.0, 1e-9, 1e-10)
+
+
 workers = st.integers(1, 40)
 powers = st.integers(1, 6).map(lambda k: 2**k)
 rates = st.floats(1e-11, 1e-8)

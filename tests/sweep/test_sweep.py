@@ -4,7 +4,11 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
+import signal
 import sys
+import threading
+import time
 import types
 
 import msgspec
@@ -219,6 +223,51 @@ def test_machines_of_all_kinds_are_what_the_simulator_says():
         assert row.iteration_s == expected.iteration_s
         (base,) = [r for r in rows if r.fabric == "parameter-server" and _machines(r) == _machines(row)]
         assert row.speedup == base.iteration_s / row.iteration_s
+
+
+@pytest.mark.processes
+def test_processes_end_without_a_word_while_they_get_work(monkeypatch):
+    """loky's thread is slow here: when it sees that the pool ends, it has not seen the last item."""
+    from joblib.externals.loky.process_executor import _ExecutorManagerThread
+
+    process_result, errors = _ExecutorManagerThread.process_result_item, []
+
+    def slow(self, item):
+        process_result(self, item)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(_ExecutorManagerThread, "process_result_item", slow)
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    results = in_parallel(abs, range(-20, 0), jobs=2)
+    assert next(results) in range(1, 21)
+    results.close()
+    assert not errors
+
+
+@pytest.mark.processes
+def test_ctrl_c_comes_between_results_and_never_to_the_workers():
+    """The first of three is raised when the pool has ended, and the handler from before is back."""
+    raised = []
+
+    def handler(number, frame):
+        raised.append(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        results = in_parallel(_sigint_is_blocked, range(100), jobs=2)
+        assert next(results)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            list(results)
+        assert raised == [[]] and signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _sigint_is_blocked(_):
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def _machines(row):

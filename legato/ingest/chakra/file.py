@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from legato.core.errors import FileError
 from legato.ingest.chakra.schema import GlobalMetadata, Node
-from legato.ingest.source import Progress, one_line, read_blocks
+from legato.ingest.source import MOST_BYTES, Progress, one_line, read_blocks
 
 __all__ = ["TraceNode", "frame", "read_nodes"]
 
@@ -49,7 +49,7 @@ def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
     """Read the nodes of a file in file order. Raises `FileError` when it is no Chakra trace or an id occurs twice."""
     nodes: list[TraceNode] = []
     seen = set()
-    for number, data in enumerate(_messages(path, read_blocks(path, progress))):
+    for number, data in enumerate(_messages(path, read_blocks(path, progress, MOST_BYTES))):
         try:
             message = (Node if number else GlobalMetadata).FromString(data)
         except (DecodeError, ValueError, RecursionError):

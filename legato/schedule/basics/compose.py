@@ -6,11 +6,21 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.files import identity
-from legato.core.plan import Message, Plan, Slice
+from legato.core.plan import MOST_CHUNKS, Message, Plan, Slice
 from legato.core.workload import Workload
 
-__all__ = ["compose", "is_runnable", "message_of", "priorities", "ready_order", "release_times", "resolve_collective"]
+__all__ = [
+    "check_partitions",
+    "compose",
+    "is_runnable",
+    "message_of",
+    "priorities",
+    "ready_order",
+    "release_times",
+    "resolve_collective",
+]
 
 
 def ready_order(workload: Workload) -> list[int]:
@@ -39,6 +49,13 @@ def resolve_collective(cluster: Cluster, collective: str | None) -> str:
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
+
+
+def check_partitions(workload: Workload, option: str, nbytes: int) -> None:
+    """Raise `TooLargeError`, which names the option, if partitions of `nbytes` bytes are too many for a plan."""
+    count = sum(-(-tensor.nbytes // nbytes) for tensor in workload.tensors)
+    if count > MOST_CHUNKS:
+        raise TooLargeError(f"{option}: {nbytes:,} makes {count:,} messages (expected at most {MOST_CHUNKS:,})")
 
 
 def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> Message:

@@ -19,16 +19,25 @@ from collections.abc import Collection, Iterable
 from operator import getitem
 from typing import Literal, NamedTuple
 
-from legato.core.errors import unknown_name
+from legato.core.errors import TooLargeError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import release_times
 from legato.simulator.period import Compute, Period, check_compute
 
-__all__ = ["Detours", "HeadsTails", "Order", "heads_tails"]
+__all__ = ["Detours", "HeadsTails", "Order", "check_size", "heads_tails"]
+
+#: Each op has a bit for each op that it depends on. Where so many ops form one chain, these are 16 GiB.
+_MOST_OPS = 2**19
 
 #: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
 #: workload, "any" keeps only their dependencies. In both, optimizer ops may run at the best time for them.
 Order = Literal["captured", "any"]
+
+
+def check_size(workload: Workload) -> None:
+    """Raise `TooLargeError` if there are too many ops for release times and tails, which every bound needs."""
+    if len(workload.ops) > _MOST_OPS:
+        raise TooLargeError(f"ops: {len(workload.ops):,} (expected at most {_MOST_OPS:,} to plan for)")
 
 
 class HeadsTails(NamedTuple):
@@ -40,8 +49,12 @@ class HeadsTails(NamedTuple):
 
 
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
-    """Release times and tails under a compute setting and an order. Raises `InputError` on an unknown one."""
+    """Release times and tails under a compute setting and an order.
+
+    Raises `InputError` on an unknown one, and `TooLargeError` on too many ops.
+    """
     check_compute(compute)
+    check_size(workload)
     if order not in ("captured", "any"):
         raise unknown_name("order", order, ("captured", "any"))
     period = Period.of(workload)

@@ -37,7 +37,14 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, priorities, ready_order, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    check_partitions,
+    compose,
+    priorities,
+    ready_order,
+    release_times,
+    resolve_collective,
+)
 
 __all__ = ["CREDIT_BYTES", "PARTITION_BYTES", "bytescheduler"]
 
@@ -57,13 +64,14 @@ def bytescheduler(
     """Send partitions of at most `partition_bytes` in the order of the queue, with forward overlap.
 
     The runtime sends whole elements, so `partition_bytes` should be a multiple of
-    16. Raises `InputError` when either option is below 1, or on a collective the
-    cluster lacks.
+    16. Raises `InputError` when either option is below 1, when there are too many
+    partitions, or on a collective the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
         if value < 1:
             raise InputError(f"{option}: {value} (expected at least 1)")
+    check_partitions(workload, "partition_bytes", partition_bytes)
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))

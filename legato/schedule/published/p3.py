@@ -25,7 +25,14 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, priorities, ready_order, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    check_partitions,
+    compose,
+    priorities,
+    ready_order,
+    release_times,
+    resolve_collective,
+)
 
 __all__ = ["p3"]
 
@@ -34,11 +41,13 @@ def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, s
     """Send slices of at most `slice_bytes`, the most urgent first, with forward overlap.
 
     The runtime sends whole elements, so `slice_bytes` should be a multiple of 8.
-    Raises `InputError` when it is below 1, or on a collective the cluster lacks.
+    Raises `InputError` when it is below 1 or makes too many slices, or on a collective
+    the cluster lacks.
     """
     name = resolve_collective(cluster, collective)
     if slice_bytes < 1:
         raise InputError(f"slice_bytes: {slice_bytes} (expected at least 1)")
+    check_partitions(workload, "slice_bytes", slice_bytes)
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))

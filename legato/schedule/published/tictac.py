@@ -57,6 +57,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.placement import Placement
 from legato.core.plan import Plan
 from legato.core.workload import Workload
@@ -68,6 +69,8 @@ __all__ = ["NEVER", "TransferProperties", "find_dependencies", "picoseconds", "t
 
 #: M+ of a transfer that no op needs together with another one.
 NEVER = np.iinfo(np.int64).max
+#: A set of tensors that some op needs takes eight bytes for each tensor: 8 GiB in all.
+_MOST_NEEDS = 2**30
 
 
 def tic(
@@ -165,6 +168,9 @@ class TransferProperties:
             if needs:
                 loads[needs] = loads.get(needs, 0) + time
         transfers = len(transfer_time)
+        if len(loads) * transfers > _MOST_NEEDS:
+            sets = f"{len(loads):,} sets of {transfers:,} tensors"
+            raise TooLargeError(f"tensors: {sets} that ops need (expected at most {_MOST_NEEDS:,} pairs)")
         width = (transfers + 7) // 8
         packed = b"".join(needs.to_bytes(width, "little") for needs in loads)
         #: `_bits[set]`: its transfers, eight to a byte; rows lose a bit when a transfer completes.

@@ -33,10 +33,12 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import compose, is_runnable, resolve_collective
@@ -154,8 +156,14 @@ def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
 
 
 def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
-    """The plans of all other schedulers; without `any_order`, only those that the runtime carries out as predicted."""
-    plans = [scheduler(workload, cluster, collective=collective) for scheduler in PUBLISHED.values()]
+    """The plans of all other schedulers that can plan so many bytes.
+
+    Without `any_order`, only those that the runtime carries out as predicted.
+    """
+    plans = []
+    for scheduler in PUBLISHED.values():
+        with suppress(TooLargeError):
+            plans.append(scheduler(workload, cluster, collective=collective))
     return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and is_runnable(plan))]
 
 

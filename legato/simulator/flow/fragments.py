@@ -16,21 +16,21 @@ keep the plan's order.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.errors import InputError
-from legato.core.plan import Message, Slice
+from legato.core.errors import TooLargeError
+from legato.core.plan import MOST_CHUNKS, Message, Slice
 
 __all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "fragment", "overlaps"]
 
 REDUCING = ("all_reduce", "reduce_scatter", "push")
 DISTRIBUTING = ("all_reduce", "all_gather", "pull")
-_MOST_FRAGMENTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -64,29 +64,48 @@ def fragment(
     """Fragment messages, given with their indices in the plan.
 
     `placement` maps each tensor to its server; it is used if the message has no
-    server. None means that there is one place only. Raises `InputError` on more
+    server. None means that there is one place only. Raises `TooLargeError` on more
     than a million fragments.
     """
-    slices: list[tuple[Slice, ...]] = []
-    index: list[int] = []
-    server: list[int] = []
+    groups = list(_groups(messages, placement, message_bytes))
+    _check_number(groups, message_bytes)
+    slices = tuple(part for group in groups for part in _split(group.slices, group.nbytes, group.pieces))
+    pieces = [group.pieces for group in groups]
+    message = np.repeat(np.array([group.message for group in groups], dtype=np.int64), pieces)
+    return Fragments(slices, message, np.repeat(np.array([group.server for group in groups], dtype=np.int64), pieces))
+
+
+class _Group(NamedTuple):
+    """The slices of a message that go to one server, and the number of fragments that they are split into."""
+
+    message: int
+    server: int
+    slices: list[Slice]
+    nbytes: int
+    pieces: int
+
+
+def _groups(
+    messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
+) -> Iterable[_Group]:
     for i, message in messages:
-        groups: dict[int, list[Slice]] = {}
+        by_server: dict[int, list[Slice]] = {}
         for piece in message.slices:
             where = 0
             if placement is not None:
                 where = placement[piece.tensor] if message.server is None else message.server
-            groups.setdefault(where, []).append(piece)
-        for where, group in groups.items():
+            by_server.setdefault(where, []).append(piece)
+        for where, group in by_server.items():
             nbytes = sum(piece.nbytes for piece in group)
-            pieces = min(nbytes, max(message.depth, math.ceil(nbytes / message_bytes) if message_bytes else 1))
-            if len(slices) + pieces > _MOST_FRAGMENTS:
-                raise InputError(f"message_bytes: {message_bytes} makes more than {_MOST_FRAGMENTS:,} fragments")
-            for part in _split(group, nbytes, pieces):
-                slices.append(part)
-                index.append(i)
-                server.append(where)
-    return Fragments(tuple(slices), np.array(index, dtype=np.int64), np.array(server, dtype=np.int64))
+            pieces = min(nbytes, max(message.depth, -(-nbytes // message_bytes) if message_bytes else 1))
+            yield _Group(i, where, group, nbytes, pieces)
+
+
+def _check_number(groups: Sequence[_Group], message_bytes: int | None) -> None:
+    count = sum(group.pieces for group in groups)
+    if count > MOST_CHUNKS:
+        why = "the depth of messages" if message_bytes is None else f"message_bytes: {message_bytes}"
+        raise TooLargeError(f"{why} makes {count:,} fragments (expected at most {MOST_CHUNKS:,})")
 
 
 def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice, ...]]:
@@ -108,17 +127,27 @@ def _split(group: list[Slice], nbytes: int, pieces: int) -> Iterable[tuple[Slice
 
 
 def overlaps(first: Fragments, second: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the pairs (i, j) of fragments that share bytes: j distributes bytes that i sums."""
+    """Return the pairs (i, j) of fragments that share bytes: j distributes bytes that i sums.
+
+    The fragments of `first` sum every byte once, so those of a tensor are in the order of its bytes when sorted.
+    """
     held: dict[str, list[tuple[int, int, int]]] = {}
     for i, slices in enumerate(first.slices):
         for piece in slices:
             held.setdefault(piece.tensor, []).append((piece.start, piece.stop, i))
-    pairs = {
-        (i, j)
-        for j, slices in enumerate(second.slices)
-        for piece in slices
-        for start, stop, i in held.get(piece.tensor, ())
-        if start < piece.stop and piece.start < stop
-    }
+    for summed in held.values():
+        summed.sort()
+    pairs = set()
+    for j, slices in enumerate(second.slices):
+        for piece in slices:
+            summed = held.get(piece.tensor, [])
+            k = bisect_right(summed, piece.start, key=_stop)
+            while k < len(summed) and summed[k][0] < piece.stop:
+                pairs.add((summed[k][2], j))
+                k += 1
     array = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
     return array[:, 0], array[:, 1]
+
+
+def _stop(summed: tuple[int, int, int]) -> int:
+    return summed[1]

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from legato.core.errors import InputError
+from legato.core.errors import TooLargeError
 
-__all__ = ["NO_LINK", "NO_TAG", "SERVICE", "Graph", "Ids", "Services"]
+__all__ = ["MOST_FAIR_SERVICES", "NO_LINK", "NO_TAG", "SERVICE", "Graph", "Ids", "Services"]
 
 Ids = NDArray[np.int32]
 
@@ -59,6 +59,8 @@ SERVICE = np.dtype(
 
 #: A service takes 64 bytes. Ids and edges are numbers of 32 bits.
 _MOST_SERVICES = 100_000_000
+#: Where transfers share links fairly, each one that starts or ends may change the rates of all the others.
+MOST_FAIR_SERVICES = 1_000_000
 _MOST_EDGES = 2**31 - 1
 
 
@@ -75,9 +77,10 @@ class Services(NamedTuple):
 
 
 class Graph:
-    """Services and edges; they are added as arrays."""
+    """Services and edges; they are added as arrays. A graph has at most `most` services."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_SERVICES) -> None:
+        self._most = most
         self.num_services = self.num_edges = 0
         self._records = np.zeros(1024, SERVICE)
         self._before = np.empty(1024, np.int32)
@@ -103,16 +106,16 @@ class Graph:
         return np.arange(start, start + count, dtype=np.int32).reshape(shape)
 
     def check_room(self, count: int) -> None:
-        """Raise `InputError` if `count` more services are too many."""
-        if self.num_services + count > _MOST_SERVICES:
-            raise _too_large()
+        """Raise `TooLargeError` if `count` more services are too many."""
+        if self.num_services + count > self._most:
+            raise self._too_large()
 
     def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
         """Let `after` wait for `before`, element by element (the two arrays are broadcast)."""
         befores, afters = np.broadcast_arrays(before, after)
         start, count = self.num_edges, befores.size
         if start + count > _MOST_EDGES:
-            raise _too_large()
+            raise self._too_large()
         self.num_edges += count
         for ends, ids in ((self._before, befores), (self._after, (afters << 1) | int(cut_through))):
             _grow(ends, self.num_edges)
@@ -124,6 +127,9 @@ class Graph:
         joined = self.add(moved.shape[:-1])
         self.edge(moved, joined[..., None])
         return joined
+
+    def _too_large(self) -> TooLargeError:
+        return TooLargeError(f"more than {self._most:,} transfers and computations to simulate (fewer workers?)")
 
     def freeze(self, num_links: int) -> Services:
         """Return the graph for the engine. Nothing can be added afterwards."""
@@ -138,7 +144,3 @@ def _grow(array: NDArray[Any], least: int) -> None:
     """Make room for at least `least` entries, in place; no other code holds the array while the graph is built."""
     if least > len(array):
         array.resize(least + least // 8, refcheck=False)
-
-
-def _too_large() -> InputError:
-    return InputError(f"more than {_MOST_SERVICES:,} transfers and computations to simulate (fewer workers?)")

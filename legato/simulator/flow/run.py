@@ -13,7 +13,7 @@ from legato.simulator.flow.compute import check_alike
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fabrics.servers import creation_order
-from legato.simulator.flow.graph import Graph, Services
+from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Services
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.result import FlowResult
 from legato.simulator.flow.topology import Topology
@@ -95,8 +95,9 @@ def compile_flow(
     if iterations is None:
         iterations = 1 if found.synchronous or (alike and not found.servers) else 3
     check_iterations(iterations)
-    graph = Graph()
-    graph.check_room(iterations * size * len(plan.messages))  # every worker sends or receives every message
+    graph = Graph(MOST_FAIR_SERVICES) if network.sharing == "fair" else Graph()
+    # Every worker sends or receives every message, and those that are not simulated have durations, too.
+    graph.check_room(iterations * max(size * len(plan.messages), network.workers))
     topology = Topology(graph, network, size, found.servers, found.local_bandwidth_bps)
     durations = np.array([[op.duration_s for op in one.ops] for one in workloads[:size]])
     if len(durations) < size:

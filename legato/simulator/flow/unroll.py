@@ -64,7 +64,8 @@ class Unrolled:
         self.forward = Stream.forward(workload, plan, op_duration_s)
         distributing = [m for m in indexed if m[1].kind in DISTRIBUTING]
         if fabric.servers and all(message.kind == "all_reduce" for _, message in distributing):
-            distributing.sort(key=lambda m: self._first_use(m[0]))
+            first_use = self._first_uses()
+            distributing.sort(key=lambda m: min(first_use[piece.tensor] for piece in m[1].slices))
         self.distributing = fragment(distributing, placement, fabric.message_bytes)
         self.backward = Stream.backward(workload, plan, self.reducing, op_duration_s)
         self.reads = first_reads(workload, plan, self.forward.ops)
@@ -110,12 +111,10 @@ class Unrolled:
                 found[t].append(i)
         return found
 
-    def _first_use(self, message: int) -> int:
-        names = {piece.tensor for piece in self.plan.messages[message].slices}
+    def _first_uses(self) -> dict[str, int]:
+        """For each tensor, the place in the forward pass of its first reader, or the end."""
         at, never = self.forward.at, len(self.forward.ops)
-        return min(
-            (at[r] for tensor in self.workload.tensors if tensor.name in names for r in tensor.readers), default=never
-        )
+        return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
 
     def _compute(self, stream: Stream, k: int) -> Ids:
         """Add the segments of a stream, after what the workers ran before."""

@@ -157,6 +157,13 @@ def test_a_transfer_with_no_dependencies_and_one_without_a_size(tmp_path):
     assert len(found.workload.tensors) == 1 and any("comm_size of node 9" in line for line in found.notes.missing)
 
 
+def test_a_trace_larger_than_memory_may_be_is_refused(tmp_path, monkeypatch):
+    path = trace(tmp_path / "t.et", *iteration())
+    monkeypatch.setattr("legato.ingest.chakra.file.MOST_BYTES", 20)
+    with pytest.raises(FileError, match=r"more than 0 MiB .too large for this kind of trace"):
+        import_chakra([path])
+
+
 def test_hostile_files_get_one_line(tmp_path):
     good = trace(tmp_path / "good.et", *iteration()).read_bytes()
     cases = {

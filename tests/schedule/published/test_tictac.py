@@ -22,7 +22,7 @@ from support.strategies import workloads
 
 from legato import zoo
 from legato.core.cluster import PARAMETER_SERVER, Cluster, LinearCost
-from legato.core.errors import InputError
+from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule
@@ -286,3 +286,9 @@ def survey(count):
 
 if __name__ == "__main__":
     survey(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+
+
+def test_more_needs_than_memory_holds_are_refused():
+    tensors, sets = 2**16, 2**14 + 1
+    with pytest.raises(TooLargeError, match="tensors: 16,385 sets of 65,536 tensors"):
+        TransferProperties([1 << i for i in range(sets)], [1] * sets, [1] * tensors)

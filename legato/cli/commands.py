@@ -1,0 +1,117 @@
+"""All commands, and how they end.
+
+Wrong input of any kind ends with one line on standard error and exit status 2; a distributed job that fails, or output
+that cannot be written, with one line and exit status 1; Ctrl-C with one line and exit status 130.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import Exit, TyperException
+
+import legato
+from legato.cli import (
+    advise,
+    calibrate,
+    capture,
+    demo,
+    import_,
+    plan,
+    rehearse,
+    report,
+    reproduce,
+    simulate,
+    sweep,
+    workload,
+)
+from legato.cli.ending import INTERRUPTED, fail
+from legato.cli.options import Interrupted
+from legato.core.errors import InputError, LegatoError
+
+__all__ = ["app", "run"]
+
+#: Errors of a device that standard output is sent to.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+app = typer.Typer(
+    name="legato",
+    help="Plan, prove, simulate and run the gradient transfers of data-parallel training.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"legato {legato.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+        raise Exit(2)
+
+
+app.command("demo")(demo.demo)
+app.command("advise")(advise.advise)
+app.command("capture")(capture.capture)
+app.command("import")(import_.import_)
+app.command("calibrate")(calibrate.calibrate)
+app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
+app.command("report")(report.report)
+app.command("simulate")(simulate.simulate)
+app.command("trace")(report.trace)
+app.command("reproduce")(reproduce.reproduce)
+app.command("sweep")(sweep.sweep)
+app.command("verify")(rehearse.verify)
+app.command("workload")(workload.workload)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    try:
+        status = app(list(arguments) if arguments is not None else None, standalone_mode=False)
+        sys.stdout.flush()
+        if status == INTERRUPTED:  # typer returns it for a KeyboardInterrupt
+            return fail("interrupted", INTERRUPTED)
+        return status if isinstance(status, int) else 0
+    except TyperException as error:
+        near = getattr(error, "possibilities", None)  # of a misspelt option
+        message = f"{error.message}; did you mean {' or '.join(near)}?" if near else error.format_message()
+        return fail(message.replace("Value error, ", ""), 2)
+    except Interrupted as error:
+        return fail(str(error), INTERRUPTED)
+    except InputError as error:
+        return fail(str(error), 2)
+    except LegatoError as error:
+        return fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "torch":
+            raise
+        return fail("this command needs PyTorch: pip install 'legato[torch]'", 2)
+    except MemoryError:
+        return fail("this machine's memory does not suffice (a smaller workload, or fewer workers?)", 1)
+    except BrokenPipeError:  # the reader has all it wants
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _discard_output()
+        return fail(f"cannot write standard output: {error.strerror}", 1)
+
+
+def _discard_output() -> None:
+    """Have the interpreter flush what is left of standard output to nowhere, without an error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
