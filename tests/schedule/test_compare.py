@@ -6,8 +6,10 @@ from support.strategies import clusters, workloads
 
 from legato.core.cluster import Cluster
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule import SCHEDULERS
-from legato.schedule.compare import best, compare
+from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.compare import best, better_buckets, compare
+
+OPS = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
 
 
 @given(workloads(), clusters())
@@ -30,6 +32,23 @@ def test_as_fast_with_fewer_messages_is_better():
     workload = Workload("tiny", ops, tuple(Tensor(f"t{i}", 100, 1, (0,)) for i in range(10)))
     cluster = Cluster.derive(2, 1e9, 1e-9)
     assert len(best(compare(workload, cluster)).plan.messages) == 1
+
+
+def test_of_plans_that_are_as_fast_ddp_s_own_is_taken():
+    """All messages hide behind computation; one message of everything is as fast, and the worst on a slower network."""
+    ops = (Op("f", "forward", 1.0), *(Op(f"b{i}", "backward", 1.0, (i,)) for i in range(9)))
+    workload = Workload("hidden", ops, tuple(Tensor(f"t{i}", 2**24, i + 1, (0,)) for i in range(9)))
+    found = compare(workload, Cluster.derive(2, 100e9, 1e-6))
+    chosen = best(found)
+    assert chosen.plan.scheduler == "ddp" and len(chosen.plan.messages) > 1
+    assert min(len(c.plan.messages) for c in found if c.iteration_s <= chosen.iteration_s * 1.005) == 1
+    assert best([c for c in found if c.plan.scheduler != "ddp"]).plan.scheduler == "single"
+
+
+def test_buckets_are_worth_setting_only_where_they_are_faster():
+    plan = schedule("fifo", Workload("w", OPS, (Tensor("t", 2**20, 1, (0,)),)), Cluster.derive(2, 1e9, 1e-6))
+    assert better_buckets(1.01, 1.0, plan) == [1.0]
+    assert better_buckets(1.004, 1.0, plan) == better_buckets(0.9, 1.0, plan) == []
 
 
 def test_progress_and_names():
