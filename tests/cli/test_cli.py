@@ -310,13 +310,36 @@ def test_shell_completion(monkeypatch):
     assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split() == ["plan"]
 
 
-def test_planning_needs_no_torch(workload):
+def run_without(library, *arguments):
+    """A command in a process in which the library is not installed."""
     code = f"""
 import sys
-sys.modules["torch"] = None
+sys.modules[{library!r}] = None
 from legato.cli import main
-main(["plan", {str(workload)!r}, "--json"])
+main({[str(a) for a in arguments]!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "extra"),
+    [
+        ("torch", ("demo",), "demo"),
+        ("transformers", ("demo",), "demo"),
+        ("jinja2", ("demo",), "report"),
+        ("torch", ("rehearse", "W"), "torch"),
+        ("torch", ("rehearse", "W", "--servers", 1), "torch"),
+        ("torch", ("capture", "train.py:training", "-o", "w.json"), "torch"),
+    ],
+)
+def test_what_is_not_installed_is_named_before_any_work(workload, library, arguments, extra):
+    pytest.importorskip("torch")
+    done = run_without(library, *(workload if word == "W" else word for word in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install 'legato[{extra}]'\n"
+
+
+def test_planning_needs_no_torch(workload):
+    done = run_without("torch", "plan", workload, "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == len(SCHEDULERS)
