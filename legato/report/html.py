@@ -4,7 +4,10 @@
 foreign traces. In the page jinja escapes them; the figures' JSON contains no `<`
 (`_json`); and plotly, which interprets some HTML in labels, gets them escaped
 (`figures.label`). In addition, the page's content security policy loads nothing
-from the network and allows only its three scripts, by their hashes.
+from the network and allows only its two scripts, by their hashes.
+
+[Note: plotly waits] plotly.js takes longer to start than the rest of the page. It is
+in the page as text, which the page's own script runs when a figure comes into view.
 """
 
 from __future__ import annotations
