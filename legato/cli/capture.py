@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from legato.cli.options import Json
+from legato.cli.options import Json, check_installed
 from legato.cli.output import note, print_json, progress
 from legato.core import files
 from legato.core.units import format_bytes, format_seconds
@@ -34,6 +34,8 @@ def capture(
 
     Example: [bold]legato capture train.py:training -o resnet.json[/]
     """
+    check_installed("torch", "torch", "legato capture")
+
     from legato.pytorch.recording.capture import capture as run
     from legato.pytorch.recording.load import load_training, set_threads
 

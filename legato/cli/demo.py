@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -39,7 +39,8 @@ def demo(
     """
     check_installed("torch", "demo", "legato demo")
     check_installed("transformers", "demo", "legato demo")
-    check_installed("plotly", "report", "legato demo")
+    for library in ("plotly", "jinja2"):
+        check_installed(library, "report", "legato demo")
 
     from legato import demo as job
     from legato.demo.result import STAGES
@@ -89,7 +90,7 @@ def _on_servers(
             equal = row.max_relative_difference <= tolerance
             shown.append({"model": name, **msgspec.structs.asdict(row), "weights_equal": equal})
             note(
-                f"{row.order:14}{format_seconds(row.iteration_s):>10} per iteration, "
+                f"{row.order:14}{format_seconds(row.iteration_s):>10} per iteration (measured), "
                 f"{format_seconds(row.waited_s):>9} of it waiting for parameters, {row.out_of_order:.1%} out of order; "
                 + (
                     "weights equal DDP's"
@@ -101,6 +102,14 @@ def _on_servers(
         print_json(shown)
     if not all(row["weights_equal"] for row in shown):
         raise RankError("the trained weights differ from DDP's")
+
+
+def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
+    """The row with its speedup over DDP, predicted over predicted and measured over measured."""
+    over = {"predicted_over_ddp": ddp["iteration_s"] / row["iteration_s"]}
+    if row["measured_s"] is not None:
+        over["speedup_over_ddp"] = ddp["measured_s"] / row["measured_s"]
+    return row | over
 
 
 def _show(result: object) -> None:
@@ -119,10 +128,12 @@ def _show(result: object) -> None:
         f"{result.fit_error:.0%} (median), {result.worst_fit_error:.0%} (worst)"
     )
     bound = format_seconds(result.best["lower_bound_s"])
+    rows = job.rows(result)
+    ddp = next(row for row in rows if row["scheduler"] == "ddp")
     print_rows(
-        f"{workload.name} on {cluster.workers} workers, measured {cluster.default_collective}; "
-        f"no plan can be faster than {bound}",
-        job.rows(result),
+        f"{workload.name} on {cluster.workers} workers, calibrated {cluster.default_collective}; "
+        f"no plan is predicted to be faster than {bound}",
+        [_with_speedups(row, ddp) for row in rows],
     )
     equal = (
         "equal, bit for bit"

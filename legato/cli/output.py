@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from legato.core.cluster import LinearCost
 from legato.core.units import format_seconds
@@ -30,10 +31,11 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "iteration_s": ("predicted", format_seconds),
     "measured_s": ("measured", format_seconds),
     "predicted_s": ("predicted", format_seconds),
-    "error": ("error", lambda v: f"{v:+.1%}"),
-    "speedup_over_ddp": ("over ddp", lambda v: f"{v:.2f}x"),
-    "speedup_over_random": ("over random", lambda v: f"{v:.2f}x"),
-    "iterations_per_s": ("per second", lambda v: f"{v:.2f}"),
+    "error": ("prediction\nerror", lambda v: f"{v:+.1%}"),
+    "speedup_over_ddp": ("measured\nover ddp", lambda v: f"{v:.2f}x"),
+    "predicted_over_ddp": ("predicted\nover ddp", lambda v: f"{v:.2f}x"),
+    "speedup_over_random": ("measured\nover random", lambda v: f"{v:.2f}x"),
+    "iterations_per_s": ("measured\nper second", lambda v: f"{v:.2f}"),
     "gap": ("above bound", format_gap),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
@@ -46,6 +48,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup": ("speedup", lambda v: f"{v:.2f}x"),
     "simulate_s": ("simulated in", format_seconds),
 }
+#: What is computed from an iteration time: from the predicted one where a row has it as `iteration_s`.
+_OF_ITERATION = ("gap", "overlap", "utilization")
 #: Wider than any table.
 _WIDEST = 10_000
 
@@ -57,11 +61,17 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s") -> None:
-    """Print one row per scheduler, sorted by the seconds in `by`, with the fastest marked."""
+    """Print one row per scheduler, sorted by the seconds in `by`, with the fastest marked.
+
+    If anything was measured, the heads say what is predicted and what is measured.
+    """
     table = Table(title=title, header_style="dim")
     shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
+    basis = "predicted" if "iteration_s" in shown else "measured"
     for key in shown:
-        table.add_column(_COLUMNS[key][0], justify="left" if key in ("scheduler", "fabric") else "right")
+        name = _COLUMNS[key][0]
+        head = f"{basis}\n{name}" if key in _OF_ITERATION and "measured_s" in shown else name
+        table.add_column(head, justify="left" if key in ("scheduler", "fabric") else "right")
     fastest = min((row[by] for row in rows), default=None)
     for row in sorted(rows, key=lambda r: r[by]):
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
@@ -69,10 +79,11 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
     print_table(table)
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table, keys: int = 1) -> None:
     """Print a table on standard output, with its title in a line above it.
 
-    A table that is wider than the terminal loses its frame, and no name or number is truncated or wrapped.
+    A table that is wider than the terminal loses its frame. If that is not enough, it becomes several tables, each with
+    the first `keys` columns, which name the rows. No name or number is truncated or wrapped.
     """
     console = _console(stderr=False)
     if table.title is not None:
@@ -80,8 +91,30 @@ def print_table(table: Table) -> None:
         table.title = None
     if _width(console, table) > console.width:
         table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 0), False
-    console.width = max(console.width, _width(console, table))
-    console.print(table)
+    for part in _parts(console, table, keys):
+        width = console.width
+        console.width = max(width, _width(console, part))
+        console.print(part)
+        console.width = width
+
+
+def _parts(console: Console, table: Table, keys: int) -> list[Table]:
+    """The table in parts that fit the terminal, each with the first columns and at least one of the others."""
+    names, rest = table.columns[:keys], table.columns[keys:]
+    parts = [_part(table, [*names, *rest[:1]])]
+    for column in rest[1:]:
+        wider = _part(table, [*parts[-1].columns, column])
+        if _width(console, wider) <= console.width:
+            parts[-1] = wider
+        else:
+            parts.append(_part(table, [*names, column]))
+    return parts
+
+
+def _part(table: Table, columns: list[Column]) -> Table:
+    part = copy.copy(table)
+    part.columns = columns
+    return part
 
 
 def _width(console: Console, table: Table) -> int:

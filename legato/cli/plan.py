@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +27,10 @@ from legato.core import files
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
-_WHY_NOT_THE_FASTEST = " (of the runnable plans within 0.5% of the fastest, the one with the fewest messages)"
+if TYPE_CHECKING:
+    from legato.schedule.compare import Candidate
+
+_WHY_NOT_THE_FASTEST = " (of the runnable plans within 0.5% of the fastest: DDP's, or else that of the fewest messages)"
 
 
 def plan(
@@ -61,7 +65,6 @@ def plan(
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
     from legato.schedule.compare import best, check_bounds, compare
-    from legato.schedule.published.ddp import bucket_caps
 
     names = [] if scheduler == "all" else split(scheduler)
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
@@ -93,10 +96,35 @@ def plan(
         return
     bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {machines.describe(collective)}; no plan can be faster than {bound}{proved}", rows)
-    for candidate in found:
-        if candidate.plan.scheduler == "merge-optimal":
-            caps = ", ".join(map(repr, bucket_caps(candidate.plan)))
-            note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{caps}])")
+    _note_collectives(found, collective or machines.cluster.default_collective)
+    _note_buckets({candidate.plan.scheduler: candidate for candidate in found}, chosen)
     if output is not None:
         why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
         note(f"{chosen.plan.scheduler}{why} -> {output}")
+
+
+def _note_collectives(found: list[Candidate], default: str) -> None:
+    """Name the plans that send with other collectives than the one in the title."""
+    for candidate in found:
+        used = dict.fromkeys(message.collective or default for message in candidate.plan.messages)
+        if candidate.plan.messages[0].kind not in ("push", "pull") and list(used) != [default]:
+            names = " and ".join(used)
+            note(f"{candidate.plan.scheduler} sends with {names}; --collective {default} allows only {default}")
+
+
+def _note_buckets(found: dict[str, Candidate], chosen: Candidate) -> None:
+    """Say what stock DDP can do: keep its default buckets, or take those of merge-optimal."""
+    from legato.schedule.compare import SAME, better_buckets
+
+    ddp, merged = found.get("ddp"), found.get("merge-optimal")
+    if ddp is not None and ddp.gap <= SAME:
+        note(f"stay with DDP: with its default buckets it is predicted to be within {SAME:.1%} of the bound")
+    elif ddp is not None and chosen is ddp and len(found) > 1:
+        note(f"stay with DDP: no plan is predicted to be more than {SAME:.1%} faster than its default buckets")
+    elif merged is not None:
+        caps = better_buckets(ddp.iteration_s if ddp else math.inf, merged.iteration_s, merged.plan)
+        if caps:
+            text = ", ".join(map(repr, caps))
+            note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{text}])")
+        else:
+            note(f"stock DDP: no other buckets are predicted to be more than {SAME:.1%} faster than the default ones")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from legato.cli.options import (
     ClusterFile,
     Json,
     Servers,
+    check_installed,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, stages
@@ -23,10 +25,14 @@ from legato.core.errors import InputError
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
 from legato.core.workload import Workload
+from legato.report.doubts import doubts
 
 if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
+
+#: The errors of so many predictions are listed; of more, the median and the worst are.
+_FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
 Iterations = Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1)]
@@ -71,6 +77,8 @@ def rehearse(
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
+    check_installed("torch", "torch", "legato rehearse")
+
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
 
@@ -85,7 +93,7 @@ def rehearse(
     task = _task(workload, scheduler or "ddp,legato", iterations, ratio, None, output)
     with stages(STAGES) as advance:
         found = run(task, workers, bandwidth_bps, advance)
-    _tell(found, f"{workers} workers, {link}", output, json)
+    tell(found, f"{workers} workers, {link}", output, json)
 
 
 def verify(
@@ -122,7 +130,7 @@ def verify(
             with stages(STAGES) as advance:
                 found = rehearse_here(task, advance)
             source = "measured in this job" if cluster is None else f"{cluster}"
-            _tell(found, f"{dist.get_world_size()} workers ({source})", output, json)
+            tell(found, f"{dist.get_world_size()} workers ({source})", output, json)
         else:
             rehearse_here(task, lambda stage, done, total: None)
         dist.barrier()
@@ -160,6 +168,7 @@ def _rehearse_servers(
         found = rehearse_servers(task, workers, bandwidth_bps, advance)
     if output is not None:
         _write_servers(found, output)
+    _note_doubts(found)
     if json:
         print_json(found.rows())
         return
@@ -169,7 +178,7 @@ def _rehearse_servers(
         found.rows(),
         by="measured_s",
     )
-    _note_errors([trial.error for trial in found.trials])
+    _note_errors(found)
 
 
 def _make(output: Path | None) -> None:
@@ -180,9 +189,19 @@ def _make(output: Path | None) -> None:
             raise InputError(f"{output}: {error.strerror}") from None
 
 
-def _note_errors(errors: list[float]) -> None:
-    far = sorted(abs(error) for error in errors)
-    note(f"predictions are off by {far[len(far) // 2]:.1%} (median), {far[-1]:.1%} (worst)")
+def _note_errors(found: Rehearsal | ServerRehearsal) -> None:
+    errors = {trial.scheduler: trial.error for trial in found.trials}
+    if len(errors) > _FEW:
+        far = [abs(error) for error in errors.values()]
+        note(f"predictions are off by {statistics.median(far):.1%} (median), {max(far):.1%} (worst)")
+    else:
+        note("predictions are off by " + " and ".join(f"{error:+.1%} ({name})" for name, error in errors.items()))
+
+
+def _note_doubts(found: Rehearsal | ServerRehearsal) -> None:
+    bounds = {trial.scheduler: trial.predicted.lower_bound_s or 0.0 for trial in found.trials}
+    for doubt in doubts({trial.scheduler: trial.measured_s for trial in found.trials}, bounds):
+        note(doubt)
 
 
 def _task(
@@ -202,9 +221,10 @@ def _task(
     )
 
 
-def _tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
+def tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
     if output is not None:
         _write(found, output)
+    _note_doubts(found)
     if json:
         print_json(found.rows())
         return
@@ -214,7 +234,7 @@ def _tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None
         found.rows(),
         by="measured_s",
     )
-    _note_errors([trial.error for trial in found.trials])
+    _note_errors(found)
 
 
 def _write(found: Rehearsal, folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 
@@ -17,56 +17,61 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-#: A plan that is faster by less counts as equally fast.
-_SAME = 1.005
-
-Timelines = Annotated[list[Path], typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")]
+Inputs = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="T.json...", help="Timelines, predicted or measured; also their workload, cluster and plans."
+    ),
+]
 
 
 def report(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(metavar="T.json...", help="Timelines, predicted or measured; also their workload and cluster."),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="R.html", help="Write the page to this file.")],
+    inputs: Inputs = None,
     json: Json = False,
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file.
 
-    With a workload and a cluster, which [bold]legato rehearse -o DIR[/] writes, the page also recommends a plan.
+    With a workload and a cluster, which [bold]legato rehearse -o DIR[/] writes, the page also recommends a plan; with
+    a plan it says which tensors are in the messages.
 
     Example: [bold]legato report DIR/*.json -o report.html[/]
     """
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    found = [(path, _read(path)) for path in inputs]
-    timelines = tuple(value for _, value in found if isinstance(value, Timeline))
-    workload = _one(found, Workload)
-    cluster = _one(found, Cluster)
+    found = _read(inputs or [])
+    timelines, workload, cluster = tuple(found.of(Timeline)), found.one(Workload), found.one(Cluster)
     if not timelines and workload is None:
         raise InputError("nothing to draw (expected a timeline, or a workload)")
     name = workload.name if workload is not None else timelines[0].name
     advice, plans = _advice(workload, cluster) if workload is not None and cluster is not None else ("", ())
+    plans = (*found.of(Plan), *plans)
     write_report(output, Report((ModelReport(name, workload, cluster, (), _paired(timelines), advice, plans),)))
     _say("report", output, len(timelines), json)
 
 
-def _read(path: Path) -> Timeline | Workload | Cluster:
-    found = files.read(path)
-    if isinstance(found, Plan):
-        raise InputError(f"{path}: a plan (expected a timeline, a workload or a cluster)")
-    return found
+Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan)
 
 
-Noun = TypeVar("Noun", Workload, Cluster)
+class _Files(NamedTuple):
+    """What was read, with the paths, in the order given."""
+
+    found: Sequence[tuple[Path, Timeline | Workload | Cluster | Plan]]
+
+    def of(self, kind: type[Noun]) -> list[Noun]:
+        return [value for _, value in self.found if isinstance(value, kind)]
+
+    def one(self, kind: type[Noun]) -> Noun | None:
+        """The only value of a kind, or None. Raises `InputError` if there are several."""
+        paths = [path for path, value in self.found if isinstance(value, kind)]
+        if len(paths) > 1:
+            raise InputError(f"{paths[0]} and {paths[1]}: two {kind.__name__.lower()}s (expected one at most)")
+        return next(iter(self.of(kind)), None)
 
 
-def _one(found: list[tuple[Path, Timeline | Workload | Cluster]], kind: type[Noun]) -> Noun | None:
-    of_kind = [(path, value) for path, value in found if isinstance(value, kind)]
-    if len(of_kind) > 1:
-        raise InputError(f"{of_kind[0][0]} and {of_kind[1][0]}: two {kind.__name__.lower()}s (expected one at most)")
-    return of_kind[0][1] if of_kind else None
+def _read(paths: Sequence[Path]) -> _Files:
+    return _Files([(path, files.read(path)) for path in paths])
 
 
 def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
@@ -77,16 +82,15 @@ def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
 
 def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
     """A recommendation by prediction, in words, and the plans that it compares."""
-    from legato.schedule.compare import best, compare
-    from legato.schedule.published.ddp import bucket_caps
+    from legato.schedule.compare import SAME, best, better_buckets, compare
 
     ddp, merged, ours = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen, plans = best([ddp, merged, ours]), (ddp.plan, merged.plan, ours.plan)
-    if ddp.iteration_s <= chosen.iteration_s * _SAME:
-        return f"Stay with DDP: no plan is predicted to be more than {_SAME - 1:.1%} faster.", plans
-    caps = ", ".join(map(repr, bucket_caps(merged.plan)))
+    if chosen is ddp:
+        return f"Stay with DDP: no plan is predicted to be more than {SAME:.1%} faster.", plans
+    caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, merged.iteration_s, merged.plan)))
     speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / merged.iteration_s
-    with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if stock > _SAME else ""
+    with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if caps else ""
     return f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}.", plans
 
 
@@ -94,13 +98,13 @@ def trace(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the trace to this file: .json, .et (Chakra) or .csv (sends).")
     ],
-    timelines: Annotated[
-        list[Path] | None, typer.Argument(metavar="T.json...", help="Timelines, predicted or measured.")
-    ] = None,
+    inputs: Inputs = None,
     workload: Annotated[
-        Path | None, typer.Option(metavar="W.json", help="Their workload, which shows where gradients come from.")
+        Path | None, typer.Option(metavar="W.json", help="The workload, if it is not among the T.json.")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="P.json", help="Their plan (.et).")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="P.json", help="The plan (.et), if it is not among the T.json.")
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -114,27 +118,24 @@ def trace(
 ) -> None:
     """Write timelines as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    A NAME.et is a Chakra trace of one plan's execution, for other simulators. A NAME.csv has the sends of a workload,
+    It takes the same files as [bold]legato report[/]; a workload adds arrows from gradients to their messages. A
+    NAME.et is a Chakra trace of one plan's execution, for other simulators. A NAME.csv has the sends of a workload,
     without timelines, in the five columns of the Network Operator Edition.
 
-    Example: [bold]legato trace predicted.json measured.json -o trace.perfetto.json[/]
+    Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
-    from legato.report.perfetto import write_perfetto
-
-    paths = timelines or []
-    found = [files.read(path, Timeline) for path in paths]
+    found = _read([*(inputs or []), *(path for path in (workload, plan) if path is not None)])
+    timelines, job = found.of(Timeline), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})
-        _write_chakra(found, output, workload, plan, workers)
+        _write_chakra(timelines, output, job, found.one(Plan), workers)
     elif output.suffix == ".csv":
-        _refuse(output, {"--plan": plan, "a timeline": paths or None})
-        _write_sends(output, workload, workers, servers)
+        _refuse(output, {"a plan": found.of(Plan) or None, "a timeline": timelines or None})
+        _write_sends(output, job, workers, servers)
     else:
         _refuse(output, {"--plan": plan, "--workers": workers, "--servers": servers})
-        if not found:
-            raise InputError("no timelines given (expected one T.json or more)")
-        write_perfetto(output, found, None if workload is None else files.read(workload, Workload))
-    _say("trace", output, len(found), json)
+        _write_perfetto(timelines, output, job)
+    _say("trace", output, len(timelines), json)
 
 
 def _refuse(output: Path, options: Mapping[str, object]) -> None:
@@ -143,22 +144,30 @@ def _refuse(output: Path, options: Mapping[str, object]) -> None:
             raise InputError(f"{option} means nothing for a trace like {output.name}")
 
 
-def _write_sends(output: Path, workload: Path | None, workers: int | None, servers: int | None) -> None:
+def _write_perfetto(timelines: list[Timeline], output: Path, workload: Workload | None) -> None:
+    from legato.report.perfetto import write_perfetto
+
+    if not timelines:
+        raise InputError("no timelines given (expected one T.json or more)")
+    write_perfetto(output, _paired(tuple(timelines)), workload)
+
+
+def _write_sends(output: Path, workload: Workload | None, workers: int | None, servers: int | None) -> None:
     from legato.ingest.send_trace import export_send_trace
 
     if workload is None:
-        raise InputError("a send trace needs --workload W.json")
-    files.write_text(output, export_send_trace(files.read(workload, Workload), workers or 1, servers or 1))
+        raise InputError("a send trace needs a workload (expected W.json, or --workload W.json)")
+    files.write_text(output, export_send_trace(workload, workers or 1, servers or 1))
 
 
 def _write_chakra(
-    found: list[Timeline], output: Path, workload: Path | None, plan: Path | None, workers: int | None
+    found: list[Timeline], output: Path, workload: Workload | None, plan: Plan | None, workers: int | None
 ) -> None:
     from legato.ingest.chakra.export import export_chakra
 
     if len(found) != 1 or workload is None or plan is None:
-        raise InputError("a Chakra trace needs one timeline, --workload and --plan")
-    data = export_chakra(files.read(workload, Workload), files.read(plan, Plan), found[0])
+        raise InputError("a Chakra trace needs one timeline, its workload and its plan")
+    data = export_chakra(workload, plan, found[0])
     names = [output] if workers is None else [output.with_suffix(f".{rank}.et") for rank in range(workers)]
     for name in names:
         files.write_bytes(name, data)

@@ -90,7 +90,7 @@ def _print_cells(title: str, cells: list[Cell]) -> None:
         published = "" if cell.published is None else f"{cell.published:.4g}"
         ratio = "" if cell.ratio is None else f"{cell.ratio:.3f}"
         table.add_row(cell.table, cell.row, cell.column, published, f"{cell.ours:.4g}", ratio)
-    print_table(table)
+    print_table(table, keys=3)
 
 
 def _make_directory(path: Path) -> None:

@@ -297,7 +297,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
         table.add_column(name, justify="left" if name in ("workload", "fabric", "scheduler") else "right")
     for row in shown[:_MOST_SHOWN]:
         table.add_row(*(text(row) for _, text in kept))
-    print_table(table)
+    print_table(table, keys=[name for name, _ in kept].index("iteration"))
     for error in dict.fromkeys(row.error for row in failed):
         names = ", ".join(dict.fromkeys(f"{row.scheduler} on {row.fabric}" for row in failed if row.error == error))
         note(f"{sum(row.error == error for row in failed):,} failed ({names}): {error}")

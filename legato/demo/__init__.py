@@ -15,11 +15,12 @@ import msgspec
 from legato.core.errors import InputError
 from legato.core.files import write_text
 from legato.core.units import format_seconds
-from legato.demo.result import ModelResult, ServerResult
+from legato.demo.result import ModelResult, ServerResult, measured_names
+from legato.report.doubts import doubts
 from legato.report.html import write_report
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.perfetto import write_perfetto
-from legato.schedule.published.ddp import bucket_caps
+from legato.schedule.compare import SAME, better_buckets
 from legato.testbed.launch import Advance, run_workers
 
 __all__ = ["MODEL_NAMES", "run", "run_servers", "summary", "write_pictures"]
@@ -88,22 +89,43 @@ def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
 
 def rows(result: ModelResult) -> list[dict[str, Any]]:
     """Return the rows of the scheduler table, with measured times beside the predictions."""
-    measured = {"ddp": result.ddp_s, result.plan.scheduler: result.legato_s}
+    measured = dict(zip(measured_names(result.plan), (result.ddp_s, result.legato_s), strict=True))
     return [{**row, "measured_s": measured.get(row["scheduler"])} for row in result.rows]
 
 
 def advice(result: ModelResult) -> str:
-    """Return the recommendation: what was measured, and which buckets to use with stock DDP."""
-    by_name = {row["scheduler"]: row for row in result.rows}
-    ddp, merged = by_name["ddp"], by_name["merge-optimal"]
-    caps = bucket_caps(result.merged)
-    some = ", ".join(map(repr, caps[:4])) + (f", ... {len(caps)} in all" if len(caps) > 4 else "")
+    """Return what was measured, what is predicted for the same two, and for stock DDP with other buckets."""
+    predicted_s = {row["scheduler"]: row["iteration_s"] for row in result.rows}
+    ours = measured_names(result.plan)[1]
+    sentences = [
+        f"Measured: {_compared(ours, result.legato_s, result.ddp_s)}.",
+        f"Predicted: {_compared(result.plan.scheduler, predicted_s[result.plan.scheduler], predicted_s['ddp'])}.",
+    ]
+    caps = better_buckets(predicted_s["ddp"], predicted_s["merge-optimal"], result.merged)
+    if caps:
+        some = ", ".join(map(repr, caps[:4])) + (f", ... {len(caps)} in all" if len(caps) > 4 else "")
+        sentences.append(
+            f"Predicted for stock DDP with bucket_cap_mb_list=[{some}] (legato plan prints it): "
+            f"{predicted_s['ddp'] / predicted_s['merge-optimal']:.2f}x."
+        )
+    return " ".join([*sentences, *(f"Beware: {doubt}." for doubt in result_doubts(result))])
+
+
+def _compared(name: str, seconds: float, ddp_s: float) -> str:
+    """Two times of the same kind, both measured or both predicted."""
+    if name == "ddp":
+        return f"{format_seconds(ddp_s)} per iteration with DDP, and no plan is more than {SAME:.1%} faster"
     return (
-        f"Measured here: {format_seconds(result.legato_s)} per iteration with the plan {result.plan.scheduler}, "
-        f"{format_seconds(result.ddp_s)} with DDP ({result.speedup:.2f}x). With stock DDP, "
-        f"bucket_cap_mb_list=[{some}] (legato plan prints it) is predicted to give "
-        f"{ddp['iteration_s'] / merged['iteration_s']:.2f}x."
+        f"{format_seconds(seconds)} per iteration with {name}, {format_seconds(ddp_s)} with DDP: {ddp_s / seconds:.2f}x"
     )
+
+
+def result_doubts(result: ModelResult) -> list[str]:
+    """Return what speaks against the measurement."""
+    names = measured_names(result.plan)
+    bound_s = result.best["lower_bound_s"]
+    measured = dict(zip(names, (result.ddp_blocks_s, result.legato_blocks_s), strict=True))
+    return doubts(measured, dict.fromkeys(names, bound_s))
 
 
 def write_pictures(results: Sequence[ModelResult], folder: Path) -> tuple[Path, Path]:
@@ -120,7 +142,7 @@ def write_pictures(results: Sequence[ModelResult], folder: Path) -> tuple[Path, 
         )
         for result in results
     ]
-    write_report(report, Report(tuple(models), title="DDP and legato on this machine"))
+    write_report(report, Report(tuple(models), title="Training under DDP and under a plan of legato, on this machine"))
     write_perfetto(trace, [timeline for model in models for timeline in model.timelines])
     write_text(folder / "summary.json", json.dumps([summary(r, report, trace) for r in results], indent=2) + "\n")
     return report, trace

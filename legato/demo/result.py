@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import msgspec
@@ -11,14 +12,22 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["SERVER_STAGES", "STAGES", "ModelResult", "ServerResult", "ServerRow"]
+__all__ = ["SERVER_STAGES", "STAGES", "ModelResult", "ServerResult", "ServerRow", "measured_names"]
 
 #: The stages that are reported as progress, in order.
 STAGES = ("capture", "calibrate", "plan", "train, DDP and legato")
 
 
+def measured_names(plan: Plan) -> tuple[str, str]:
+    """The names of the two trainings: under DDP, and under the plan, which differ also if the plan is DDP's own."""
+    return "ddp", plan.scheduler if plan.scheduler != "ddp" else "ddp in legato's runtime"
+
+
 class ModelResult(msgspec.Struct, frozen=True):
-    """The result for one model. Times are in seconds per iteration; `rows` are those of `legato plan`."""
+    """The result for one model; `rows` are those of `legato plan`, which are predicted.
+
+    `ddp_blocks_s` and `legato_blocks_s` are the seconds per iteration of each timed block of steps.
+    """
 
     model: str
     workload: Workload
@@ -30,20 +39,25 @@ class ModelResult(msgspec.Struct, frozen=True):
     measured: list[Timeline]
     plan: Plan
     merged: Plan
-    ddp_s: float
-    legato_s: float
+    ddp_blocks_s: list[float]
+    legato_blocks_s: list[float]
     max_relative_difference: float
     steps: int
+
+    @property
+    def ddp_s(self) -> float:
+        """The median seconds per iteration under DDP."""
+        return statistics.median(self.ddp_blocks_s)
+
+    @property
+    def legato_s(self) -> float:
+        """The median seconds per iteration under the plan."""
+        return statistics.median(self.legato_blocks_s)
 
     @property
     def best(self) -> dict[str, Any]:
         """The row of the plan that was trained with."""
         return next(row for row in self.rows if row["scheduler"] == self.plan.scheduler)
-
-    @property
-    def speedup(self) -> float:
-        """The measured speedup of legato over DDP."""
-        return self.ddp_s / self.legato_s
 
 
 #: The stages of the demo with parameter servers.

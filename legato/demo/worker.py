@@ -7,7 +7,6 @@ during training. All ranks use the plan of rank 0.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from legato.core import files
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.demo.models import MODELS, Training
-from legato.demo.result import STAGES, ModelResult
+from legato.demo.result import STAGES, ModelResult, measured_names
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.capture import capture
@@ -64,10 +63,6 @@ class Trainee:
         seconds = time.perf_counter() - start
         self._random = torch.get_rng_state()
         return seconds
-
-    @property
-    def iteration_s(self) -> float:
-        return statistics.median(self.block_s)
 
 
 def main(model: str, steps: int, folder: Path) -> None:
@@ -114,8 +109,8 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
             measured=measured,
             plan=plan,
             merged=next((c.plan for c in candidates if c.plan.scheduler == "merge-optimal"), plan),
-            ddp_s=ddp.iteration_s,
-            legato_s=ours.iteration_s,
+            ddp_blocks_s=ddp.block_s,
+            legato_blocks_s=ours.block_s,
             max_relative_difference=difference,
             steps=steps,
         )
@@ -137,12 +132,13 @@ def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) 
 
 
 def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
-    """Return the median traced iteration of each."""
+    """Return the median traced iteration of each, under the names of `result.measured_names`."""
     with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
         ddp.steps(TRACED)
     with ours.wrapped.trace() as under_plan:  # type: ignore[operator]
         ours.steps(TRACED)
-    return [_typical(timelines) for timelines in (under_ddp, under_plan) if timelines]
+    traced = zip(measured_names(plan), (under_ddp, under_plan), strict=True)
+    return [msgspec.structs.replace(_typical(timelines), name=name) for name, timelines in traced if timelines]
 
 
 def _typical(timelines: list[Timeline]) -> Timeline:

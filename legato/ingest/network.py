@@ -14,7 +14,6 @@ from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "read_nccl_tests"]
 
-_LARGEST_BYTES = 16 * 2**20
 _RANK = re.compile(r"#\s+Rank\s+\d+\s")
 _TEST = re.compile(r"#.*?\b(\w+)_perf\b")
 
@@ -62,7 +61,7 @@ def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, li
     has them. `workers` is the number of ranks; by default it is the number that
     the output lists. Raises `FileError` if the file has no such table.
     """
-    text = read_all(path, _LARGEST_BYTES).decode(errors="replace")
+    text = read_all(path).decode(errors="replace")
     lines = text.splitlines()
     test = next((found.group(1) for line in lines if (found := _TEST.match(line))), "all_reduce")
     if test != "all_reduce":

@@ -10,7 +10,10 @@ from __future__ import annotations
 import html
 from typing import Any
 
-__all__ = ["axis", "label", "layout"]
+__all__ = ["BUTTONS", "axis", "label", "layout"]
+
+#: The height of plotly's buttons in pixels; the page shows them below the figure, where they cover nothing.
+BUTTONS = 28
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 

@@ -4,7 +4,10 @@
 foreign traces. In the page jinja escapes them; the figures' JSON contains no `<`
 (`_json`); and plotly, which interprets some HTML in labels, gets them escaped
 (`figures.label`). In addition, the page's content security policy loads nothing
-from the network and allows only its three scripts, by their hashes.
+from the network and allows only its two scripts, by their hashes.
+
+[Note: plotly waits] plotly.js takes longer to start than the rest of the page. It is
+in the page as text, which the page's own script runs when a figure comes into view.
 """
 
 from __future__ import annotations
@@ -27,8 +30,6 @@ from legato.report.sweeps import sweep_sections
 
 __all__ = ["render", "write_report"]
 
-_SUBTITLE = "Where an iteration's time goes, and how close its schedule is to the best possible one"
-_SWEEP_SUBTITLE = "How long an iteration takes on other networks and with other schedulers"
 _ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 <path d="M4 14C9 4.5 23 4.5 28 14" fill="none" stroke="#5d7186" stroke-width="3" stroke-linecap="round"/>
 <rect x="3" y="18" width="9" height="10" fill="#e08a1e"/><rect x="12" y="18" width="9" height="10" fill="#1b8a77"/>
@@ -51,15 +52,16 @@ def render(report: Report) -> str:
     figures: dict[str, Any] = {}
     sections = [section(model, number, figures) for number, model in enumerate(report.models)]
     sweeps = sweep_sections(report.sweep, figures)
-    names = [model.name for model in report.models] or ["sweep of " + ", ".join(part["name"] for part in sweeps)]
+    job = ", ".join([model.name for model in report.models] or [part["name"] for part in sweeps])
     plotly_js = plotly.offline.get_plotlyjs()
     script = _asset("page.js")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(_asset("page.html")).render(
-        title=f"legato: {report.title or ', '.join(names)}",
-        subtitle=report.title or (_SUBTITLE if report.models else _SWEEP_SUBTITLE),
+        title=f"legato: {report.title or job}",
+        job=job,
+        subtitle=report.title,
         icon="data:image/svg+xml," + quote(_ICON.replace("\n", "")),
         policy=_policy(plotly_js, script),
         style=Markup(_asset("page.css")),

@@ -35,10 +35,10 @@
       const hits = wanted ? at.filter((span) => hit[span[0]]) : [];
       found.set(div, hits);
       next = 0;
+      draw(div);
       const different = new Set(hits.map((span) => span[0])).size;
       box.querySelector("output").textContent = !wanted ? "" : !hits.length ? "no match"
         : `${hits.length} found, ${different} different ${different === 1 ? "name" : "names"}; press Enter for the next`;
-      draw();
     });
     input.addEventListener("keydown", (event) => {
       const hits = found.get(div) || [];
@@ -66,17 +66,31 @@
     });
   }
 
-  function draw() {
-    const style = getComputedStyle(document.documentElement);
-    for (const div of document.querySelectorAll("[data-figure]")) {
-      const { data, layout } = themed(figures[div.dataset.figure], style, "");
-      Plotly.react(div, [...data, ...marks(div, style)], layout, {
-        responsive: true, displaylogo: false, doubleClick: "reset",
-        displayModeBar: /^(timelines|sweep)/.test(div.dataset.figure) ? "hover" : false,
-        modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
-      });
-    }
+  // plotly.js takes longer to start than everything else on the page, so it waits, as text, for the first figure in view.
+  function start() {
+    if (window.Plotly) return;
+    const script = document.createElement("script");
+    script.textContent = document.getElementById("plotly").textContent;
+    document.head.append(script);
   }
+
+  function draw(div) {
+    start();
+    near.unobserve(div);
+    drawn.add(div);
+    const style = getComputedStyle(document.documentElement);
+    const { data, layout } = themed(figures[div.dataset.figure], style, "");
+    Plotly.react(div, [...data, ...marks(div, style)], layout, {
+      responsive: true, displaylogo: false, doubleClick: "reset",
+      displayModeBar: /^(timelines|sweep)/.test(div.dataset.figure) ? "hover" : false,
+      modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
+    });
+  }
+
+  const drawn = new Set(), divs = [...document.querySelectorAll("[data-figure]")];
+  const near = new IntersectionObserver((seen) => {
+    for (const { target, isIntersecting } of seen) if (isIntersecting) draw(target);
+  }, { rootMargin: "300px" });
 
   function sort(button) {
     const th = button.closest("th"), table = th.closest("table"), column = th.cellIndex;
@@ -99,6 +113,10 @@
   }
   for (const box of document.querySelectorAll(".finder")) search(box);
   for (const box of document.querySelectorAll("[data-filter]")) filter(box);
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const div of divs) {
+    div.style.minHeight = `${figures[div.dataset.figure].layout.height || 450}px`;  // what follows stays in its place
+    near.observe(div);
+  }
+  addEventListener("beforeprint", () => divs.forEach(draw));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(draw));
 })();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from legato.core.cluster import Cluster
@@ -12,7 +12,7 @@ from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
 from legato.report.idle import idle_costs, idle_sentence
 from legato.report.model import ModelReport
-from legato.report.schedulers import entries, headline, scheduler_table
+from legato.report.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
 from legato.report.tables import bar_percent, heads, percent, table_cell
 from legato.report.timelines import draw_timelines
 from legato.report.workloads import draw_op_times, draw_readiness, draw_tensor_sizes
@@ -25,26 +25,39 @@ _MOST_WAITS = 6
 def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any]:
     """The values that the template needs for one workload; adds its figures to `figures` by id."""
     table = entries(model)
+    single = _single(model.timelines, table)
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
-        "headline": headline(table),
+        "headline": headline(table, model.name),
+        "bound": bound_sentence(table),
         "facts": _facts(model),
         "advice": model.advice,
         "table": scheduler_table(table) if table else None,
         "timelines": "",
         "worker_note": "",
-        "waits": _waits(model.timelines, model.plans),
+        "waits": _waits(model.timelines, model.plans, single),
+        "single": single,
         "workload": _workload(model.workload, model.cluster, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
     }
     if model.timelines:
         part["timelines"] = f"timelines-{number}"
-        figures[part["timelines"]] = draw_timelines(model.timelines)
+        figures[part["timelines"]] = draw_timelines(model.timelines, single)
         workers = max(len({s.worker for s in t.spans}) for t in model.timelines)
         if workers > 1:
             part["worker_note"] = f"Only the first of {workers} workers is shown; `legato trace` shows all of them."
     return part
+
+
+def _single(timelines: Sequence[Timeline], table: Sequence[Entry]) -> frozenset[int]:
+    """The timelines of single iterations of which the table has the median: their own time is another one."""
+    medians = {e.scheduler: e.measured_s for e in table}
+    return frozenset(
+        i
+        for i, t in enumerate(timelines)
+        if t.source == "measured" and medians.get(t.name) not in (None, t.iteration_s)
+    )
 
 
 def _facts(model: ModelReport) -> str:
@@ -64,12 +77,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int]) -> list[dict[str, Any]]:
     """For each timeline the tensors or messages that computation waits for longest, with bars of one scale."""
     found = [(t, *idle_costs(t, plans)) for t in timelines]
     largest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
     parts = []
-    for timeline, every, tensors in found:
+    for i, (timeline, every, tensors) in enumerate(found):
         idle = sum(w.seconds for w in every)
         rest = every[_MOST_WAITS:]
         lines = [
@@ -81,11 +94,12 @@ def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan]) -> list[dict[st
             for w in every[:_MOST_WAITS]
         ]
         share = idle / timeline.iteration_s if timeline.iteration_s else 0.0
-        summary = f"idle for {format_seconds(idle)} of {format_seconds(timeline.iteration_s)} ({percent(share)})"
+        whole = "the iteration" if i in single else format_seconds(timeline.iteration_s)
+        summary = f"idle for {format_seconds(idle)}, {percent(share)} of {whole}"
         parts.append(
             {
                 "name": timeline.name,
-                "source": timeline.source,
+                "source": "one measured iteration" if i in single else timeline.source,
                 "summary": summary if every else "never idle",
                 "sentence": idle_sentence(every, tensors),
                 "lines": lines,

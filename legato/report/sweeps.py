@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from legato.core.units import format_bandwidth, format_seconds
-from legato.report.figures import axis, label, layout
+from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.model import SweepRow
 from legato.report.tables import bar_percent, factor, heads, in_one_unit, percent, table_cell
 
@@ -32,8 +32,6 @@ _SAME = 1.0005  # iteration times whose ratio is smaller count as equal
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "pentagon", "hexagon")
 _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
-#: The height of plotly's buttons above the legend, in pixels.
-_BUTTONS = 26
 
 #: A table of more rows would make the page slow; the file of rows has them all.
 _MOST_ROWS = 2000
@@ -273,7 +271,7 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
         text = " · ".join(_described(name, value) for name, value in zip(others, panel, strict=True))
         notes.append(_note(label(text), left + width / 2, top))
     legend = {"orientation": "h", "x": 0, "y": 1 + _TOP / height, "yanchor": "bottom", "font": {"color": "@soft"}}
-    margin = {"l": 74, "r": 18, "t": _TOP + _BUTTONS + 34 if named else _TOP, "b": 52}
+    margin = {"l": 74, "r": 18, "t": _TOP + 34 if named else _TOP, "b": 52 + BUTTONS}
     return layout(
         height=height + margin["t"] + margin["b"] + 18 * named * (len(_names(rows)) // 6),
         margin=margin,
@@ -297,14 +295,21 @@ def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
     title, write = _AXES[x]
     values = sorted({getattr(row, x) for row in rows})
     ticks = values if len(values) <= 6 else [value for (value,) in _spread([(v,) for v in values], 6)]
+    texts, unit = _without_unit([write(value) for value in ticks])
     return axis(
-        title,
+        f"{title} [{unit}]" if unit else title,
         type="log" if values[0] > 0 else "linear",
         tickvals=ticks,
-        ticktext=[write(value) for value in ticks],
+        ticktext=texts,
         tickangle=0,
         minor={"ticks": ""},
     )
+
+
+def _without_unit(texts: list[str]) -> tuple[list[str], str]:
+    """The numbers and their unit, if all of them have the same: labels with units would overlap in narrow panels."""
+    units = {text.partition(" ")[2] for text in texts}
+    return ([text.partition(" ")[0] for text in texts], units.pop()) if len(units) == 1 else (texts, "")
 
 
 def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]:

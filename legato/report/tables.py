@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bar_percent", "factor", "heads", "in_one_unit", "percent", "table_cell", "time_unit"]
+__all__ = ["bar_percent", "factor", "heads", "in_one_unit", "percent", "table_cell", "table_of", "time_unit"]
 
 
 def heads(
@@ -13,6 +13,22 @@ def heads(
 ) -> list[dict[str, Any]]:
     """The heads of the columns; the rows are sorted by column `ordered`, and `help` has the tooltips."""
     return [{"text": n, "sorted": i == ordered, "help": (help or {}).get(n, "")} for i, n in enumerate(names)]
+
+
+def table_of(
+    columns: Sequence[tuple[str, Sequence[dict[str, Any]]]],
+    help: Mapping[str, str],
+    ordered: str = "",
+    best: int | None = None,
+) -> dict[str, Any]:
+    """The table of columns (name, cells) for the template, without columns that are empty; row `best` is marked."""
+    shown = [(name, cells) for name, cells in columns if any(cell["sort"] != "" for cell in cells)]
+    names = [name for name, _ in shown]
+    rows = [
+        {"cells": list(cells), "best": i == best}
+        for i, cells in enumerate(zip(*(cells for _, cells in shown), strict=True))
+    ]
+    return {"heads": heads(names, names.index(ordered) if ordered in names else None, help), "rows": rows}
 
 
 def table_cell(text: str, sort: float | str | None, href: str = "", bar: float | None = None) -> dict[str, Any]:

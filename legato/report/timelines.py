@@ -9,14 +9,14 @@ the number of bars depends on the pixels of a lane and not on the number of ops.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from legato.core.timeline import Span, Timeline
 from legato.core.units import format_bytes, format_seconds
-from legato.report.figures import axis, label, layout
+from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.idle import drawn_worker, idle_causes, idle_gaps
 from legato.report.tables import in_one_unit, percent, time_unit
 
@@ -90,12 +90,14 @@ def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
     return bars
 
 
-def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) -> dict[str, Any]:
     """The figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
     Each timeline has a lane for computation, with idle gaps hatched, and one for
     the network. A solid line marks the end of the iteration, a dashed one the
-    lower bound.
+    lower bound, to which only predictions are compared. The timelines whose
+    numbers are in `single` are single iterations, whose time is not written: the
+    page has the median.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))
@@ -112,10 +114,10 @@ def draw_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
     lines = [_line_trace("end of iteration", "@ink", "solid"), _line_trace("proven lower bound", "@bound", "dash")]
     for i, timeline in enumerate(timelines):
         _add_line(lines[0], timeline.iteration_s, i, scale)
-        if timeline.lower_bound_s:
+        if timeline.lower_bound_s and timeline.source == "predicted":
             _add_line(lines[1], timeline.lower_bound_s, i, scale)
     data += [line for line in lines if line["x"]]
-    shape = _layout(timelines, unit, first / scale, longest / scale)
+    shape = _layout(timelines, single, unit, first / scale, longest / scale)
     return {"data": data, "layout": shape, "spans": _index(timelines, scale)}
 
 
@@ -216,27 +218,34 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
     trace["y"] += [top, -i * _PITCH - _ROWS["network"] - 0.6, None]
 
 
-def _layout(timelines: Sequence[Timeline], unit: str, first: float, longest: float) -> dict[str, Any]:
+def _facts(timeline: Timeline, end: str) -> list[str]:
+    """What stands behind a timeline's name; `end` is the time of the iteration, or empty."""
+    facts = [f"{timeline.source} <b>{end}</b>" if end else "one measured iteration"]
+    if timeline.lower_bound_s and timeline.source == "predicted":
+        facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
+    idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
+    if timeline.iteration_s:
+        facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)}")
+    return facts
+
+
+def _layout(
+    timelines: Sequence[Timeline], single: Collection[int], unit: str, first: float, longest: float
+) -> dict[str, Any]:
     ticks = {-i * _PITCH - top: lane for i in range(len(timelines)) for lane, top in _ROWS.items()}
     ends = in_one_unit([t.iteration_s for t in timelines])
     notes = []
     for i, (timeline, end) in enumerate(zip(timelines, ends, strict=True)):
-        y = -i * _PITCH - 0.62
-        facts = [f"<b>{end}</b>"]
-        if timeline.lower_bound_s:
-            facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the lower bound")
-        idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
-        if timeline.iteration_s:
-            facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)} of the time")
-        title = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{timeline.source}</span>"
-        notes.append(_note(title, 0, "left", y, 15, "@ink"))
-        notes.append(_note("  ·  ".join(facts), 1, "right", y, 12, "@soft"))
+        facts = "  ·  ".join(_facts(timeline, "" if i in single else end))
+        # One text from the left edge: two, from both edges, would overlap in a narrow window.
+        text = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{facts}</span>"
+        notes.append(_note(text, 0, "left", -i * _PITCH - 0.62, 15, "@ink"))
     margin = (longest - first) * 0.012 or 1
     return layout(
         barmode="overlay",
         bargap=0,
-        height=_HEIGHT * len(timelines) + 100,
-        margin={"l": 72, "r": 24, "t": 44, "b": 56},
+        height=_HEIGHT * len(timelines) + 100 + BUTTONS,
+        margin={"l": 72, "r": 24, "t": 44, "b": 56 + BUTTONS},
         dragmode="zoom",
         annotations=notes,
         uniformtext={"mode": "hide", "minsize": 10},

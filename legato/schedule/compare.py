@@ -18,12 +18,13 @@ from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import Order, check_size
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
+from legato.schedule.published.ddp import bucket_caps
 from legato.simulator.collective import simulate
 
-__all__ = ["Candidate", "best", "check_bounds", "compare"]
+__all__ = ["SAME", "Candidate", "best", "better_buckets", "check_bounds", "compare"]
 
-#: A plan with more messages is chosen only if it is faster by more than this fraction.
-_NOT_WORTH_A_MESSAGE = 0.005
+#: Predictions that differ by no more than this fraction count as equal: none is more exact.
+SAME = 0.005
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -131,12 +132,21 @@ def check_bounds(
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the fewest messages among those within half a per cent of the fastest.
+    """DDP's own plan if it is within half a per cent of the fastest, else the plan with the fewest messages that is.
 
-    The model leaves out what a message costs the host, and no prediction is exact
-    to half a per cent. If any candidates are runnable, only those count.
+    The model leaves out what a message costs the host. In a tie `single` has the
+    fewest messages, but loses most where the network is slower than predicted, so
+    DDP's plan comes before it. If any candidates are runnable, only those count.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
-    as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + _NOT_WORTH_A_MESSAGE)]
-    return min(as_fast, key=lambda candidate: (len(candidate.plan.messages), candidate.iteration_s))
+    as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + SAME)]
+    return min(as_fast, key=lambda c: (c.plan.scheduler != "ddp", len(c.plan.messages), c.iteration_s))
+
+
+def better_buckets(ddp_s: float, merged_s: float, merged: Plan) -> list[float]:
+    """The `bucket_cap_mb_list` of a plan of merged tensors, or [] if DDP's default buckets are predicted to be as fast.
+
+    `ddp_s` and `merged_s` are the predicted seconds per iteration under DDP's default buckets and under the plan.
+    """
+    return bucket_caps(merged) if ddp_s > merged_s * (1 + SAME) else []

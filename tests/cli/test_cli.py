@@ -78,6 +78,36 @@ def test_plan_by_hand(capsys, workload):
     assert row["iteration_s"] == pytest.approx(0.02 + (0.002 + 5_000_000 * 8e-9) + 0.01)
 
 
+def save(path, backward_s, sizes, forward_s=0.01, readers=(0,)):
+    """A workload with one backward op per tensor."""
+    ops = [legato.Op("f", "forward", forward_s)]
+    ops += [legato.Op(f"b{i}", "backward", backward_s, (i,)) for i in range(len(sizes))]
+    tensors = [legato.Tensor(f"w{i}", nbytes, i + 1, readers) for i, nbytes in enumerate(sizes)]
+    legato.write(path, legato.Workload("job", tuple(ops), tuple(tensors)))
+    return path
+
+
+def test_the_network_is_named_also_where_a_plan_sends_otherwise(capsys, workload):
+    _, out, err = run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--latency", "1ms")
+    assert out.startswith("toy on 8 workers, 10 Gbit/s, latency 1 ms, ring;")
+    assert "legato sends with " in err and "--collective ring allows only ring" in err
+    assert "sends with" not in run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--collective", "ring")[2]
+
+
+def test_buckets_are_printed_only_where_they_gain(capsys, tmp_path):
+    """154 tensors: DDP's buckets hide behind computation, gain no more than half a per cent, or gain."""
+    names = ("--scheduler", "ddp,merge-optimal", "--collective", "ring")
+    hidden = save(tmp_path / "hidden.json", 0.01, [1000] * 154)
+    err = run(capsys, "plan", hidden, *names)[2]
+    assert "stay with DDP: with its default buckets it is predicted to be within 0.5% of the bound" in err
+    assert "bucket_cap_mb_list" not in err
+    exposed = save(tmp_path / "exposed.json", 1e-6, [2**20] * 154, forward_s=10.0, readers=())
+    err = run(capsys, "plan", exposed, *names, "--bandwidth", "100Mbit")[2]
+    assert "stay with DDP: no plan is predicted to be more than 0.5% faster" in err and "bucket_cap" not in err
+    late = save(tmp_path / "late.json", 0.05, [1_000_000, 5_000_000])
+    assert "bucket_cap_mb_list=[0.95" in run(capsys, "plan", late, *names, "--bandwidth", "1Gbit")[2]
+
+
 def test_plan_writes_plan_and_timeline(capsys, workload, tmp_path):
     plan, timeline = tmp_path / "p.json", tmp_path / "t.json"
     status, out, _ = run(capsys, "plan", workload, "-o", plan, "--timeline", timeline)
@@ -343,13 +373,36 @@ def test_shell_completion(monkeypatch):
     assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split() == ["plan"]
 
 
-def test_planning_needs_no_torch(workload):
+def run_without(library, *arguments):
+    """A command in a process in which the library is not installed."""
     code = f"""
 import sys
-sys.modules["torch"] = None
+sys.modules[{library!r}] = None
 from legato.cli import main
-main(["plan", {str(workload)!r}, "--json"])
+main({[str(a) for a in arguments]!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "extra"),
+    [
+        ("torch", ("demo",), "demo"),
+        ("transformers", ("demo",), "demo"),
+        ("jinja2", ("demo",), "report"),
+        ("torch", ("rehearse", "W"), "torch"),
+        ("torch", ("rehearse", "W", "--servers", 1), "torch"),
+        ("torch", ("capture", "train.py:training", "-o", "w.json"), "torch"),
+    ],
+)
+def test_what_is_not_installed_is_named_before_any_work(workload, library, arguments, extra):
+    pytest.importorskip("torch")
+    done = run_without(library, *(workload if word == "W" else word for word in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install 'legato[{extra}]'\n"
+
+
+def test_planning_needs_no_torch(workload):
+    done = run_without("torch", "plan", workload, "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == len(SCHEDULERS)

@@ -15,14 +15,38 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("width", [20, 60, 80, 120])
-def test_a_terminal_shows_every_word_whole(monkeypatch, width):
+def printed(monkeypatch, width, rows, **options):
+    """The lines that a terminal of this width gets."""
     out = io.StringIO()
     monkeypatch.setattr(output, "_console", lambda stderr: Console(file=out, width=width, force_terminal=True))
-    output.print_rows(TITLE, ROWS)
-    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    output.print_rows(TITLE, rows, **options)
+    return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+def test_a_terminal_shows_every_word_whole(monkeypatch, width):
+    lines = printed(monkeypatch, width, ROWS)
     assert lines[0] == TITLE
-    assert [line for line in lines if "multicast+aggregation" in line and "171 ms" in line]
+    for cell in ("171 ms", "1.00", "60.0%", "20 ms"):
+        assert [line for line in lines if "multicast+aggregation" in line and cell in line], cell
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_no_line_of_a_table_is_wider_than_the_terminal(monkeypatch, width):
+    title, *lines = printed(monkeypatch, width, ROWS)
+    assert title == TITLE and max(map(len, lines)) <= width
+    assert sum("fabric" in line for line in lines) == (2 if width == 60 else 4)
+
+
+def test_what_is_measured_and_what_is_predicted_stands_in_the_heads(monkeypatch):
+    rows = [{"scheduler": "ddp", "iteration_s": 1.0, "measured_s": 1.1, "speedup_over_ddp": 1.0, "gap": 0.1}]
+    heads = printed(monkeypatch, 200, rows)[1:4]
+    assert re.findall(r"\w+", heads[1]) == ["measured", "predicted"]
+    assert re.findall(r"\w+ ?\w+", heads[2]) == ["scheduler", "predicted", "measured", "over ddp", "above bound"]
+    rows = [{"scheduler": "tac", "measured_s": 1.1, "predicted_s": 1.0, "overlap": 0.5}]
+    assert re.findall(r"\w+", printed(monkeypatch, 200, rows, by="measured_s")[2]) == [
+        "measured"
+    ]  # TicTac's overlap of a real run
 
 
 def test_a_pipe_gets_plain_text_of_any_width(capfd):

@@ -10,6 +10,8 @@ import legato
 from legato.schedule import schedule
 from legato.simulator.collective import simulate
 
+VERBS = ("report", "trace")
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -75,6 +77,26 @@ def test_a_trace_has_arrows_from_gradients_where_the_workload_is_known(capsys, f
         assert run(capsys, "trace", timeline, *more, "-o", trace)[0] == 0
         counts.append(sum(event["ph"] == "s" for event in json.loads(trace.read_text())["traceEvents"]))
     assert 0 < counts[0] < counts[1]
+
+
+def test_trace_takes_what_report_takes(capsys, folder):
+    """The same files give a page and a trace, with the workload's arrows; a plan tells what is in the messages."""
+    job, cluster = legato.read(folder / "workload.json"), legato.read(folder / "cluster.json")
+    legato.write(folder / "plan.json", schedule("ddp", job, cluster))
+    inputs = sorted(folder.glob("*.json"))
+    assert run(capsys, "report", *inputs, "-o", folder / "r.html")[0] == 0
+    status, out, _ = run(capsys, "trace", *inputs, "-o", folder / "t.perfetto.json", "--json")
+    assert status == 0 and json.loads(out)["timelines"] == 4
+    found = json.loads((folder / "t.perfetto.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in found if e["name"] == "process_name"] == [
+        f"{name} ({source})" for name in ("ddp", "legato") for source in ("predicted", "measured")
+    ]
+    both = {verb: run(capsys, verb, *inputs, folder / "workload.json", "-o", folder / "x")[2] for verb in VERBS}
+    assert all("two workloads (expected one at most)" in err for err in both.values())
+    timeline, plan = folder / "ddp.predicted.json", folder / "plan.json"
+    assert run(capsys, "report", timeline, plan, "-o", folder / "r.html")[0] == 0
+    assert "tensors takes" in (folder / "r.html").read_text()
+    assert run(capsys, "trace", timeline, plan, folder / "workload.json", "-o", folder / "t.et")[0] == 0
 
 
 @pytest.mark.parametrize(

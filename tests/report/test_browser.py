@@ -36,22 +36,32 @@ FLAGS = [
 ]
 
 
-def browse(path, profile, width=1280, *flags):
+def browse(path, profile, width=1280, height=1000, *flags):
     """(the document after its scripts, what they wrote to the console)"""
-    command = [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},1000", f"file://{path}"]
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        *flags,
+        f"--user-data-dir={profile}",
+        f"--window-size={width},{height}",
+        f"file://{path}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 def ask(path, script, profile, width=1280, *flags):
-    """What the JavaScript expression gives on a copy of the page (whose policy would not let it run)."""
+    """What the JavaScript expression gives on a copy of the page, whose policy would not let it run; all is drawn."""
     page = path.read_text()
     copy = path.with_name(f"asked-{path.name}")
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page, count=1)
     end = page.rindex("</body>")
-    extra = f'<pre id="answer"></pre><script>answer.textContent = encodeURIComponent(JSON.stringify({script}))</script>'
+    script = (
+        f'dispatchEvent(new Event("beforeprint")); answer.textContent = encodeURIComponent(JSON.stringify({script}))'
+    )
+    extra = f'<pre id="answer"></pre><script>{script}</script>'
     copy.write_text(page[:end] + extra + page[end:])
-    document, console = browse(copy, profile, width, *flags)
+    document, console = browse(copy, profile, width, 1000, *flags)
     assert console == []
     return json.loads(unquote(re.search(r'<pre id="answer">([^<]+)</pre>', document).group(1)))
 
@@ -75,11 +85,28 @@ def test_the_console_would_tell(tmp_path, profile):
 
 
 def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, profile):
-    document, console = browse(report, profile)
+    """In a window as high as the page, all figures come into view."""
+    document, console = browse(report, profile, 1280, 20_000)
     assert console == []
     assert document.count("js-plotly-plot") >= 8
     assert document.count("barlayer") >= 4
     assert document.count('class="point"') > 300
+
+
+def test_text_comes_first_and_a_figure_when_it_comes_into_view(report, profile):
+    """Plotly is text until a figure is near the window; figures further down keep their room."""
+    document, console = browse(report, profile, 1280, 1000)
+    drawn, all_figures = document.count("js-plotly-plot"), document.count("data-figure=")
+    assert console == [] and 1 <= drawn < all_figures == 8
+    begin = """(() => {
+      const text = document.getElementById("plotly");
+      return {type: text.type, begins: document.body.innerText.slice(0, 40), scripts: document.scripts.length,
+              heights: [...document.querySelectorAll(".plot")].map((div) => [
+                parseFloat(div.style.minHeight), div.getBoundingClientRect().height])};
+    })()"""
+    seen = ask(report, begin, profile)
+    assert seen["type"] == "text/plain" and "resnet-50" in seen["begins"] and seen["scripts"] == 5
+    assert all(height == pytest.approx(kept, abs=8) for kept, height in seen["heights"])
 
 
 SORT = """(() => {
@@ -101,6 +128,18 @@ LAYOUT = """({
     div.querySelectorAll(".main-svg").length > 0, div.getBoundingClientRect().width,
     div.querySelector(".main-svg").getBoundingClientRect().width]),
   paper: getComputedStyle(document.querySelector(".plot .main-svg")).backgroundColor,
+  tables: [...document.querySelectorAll("table")].map((table) => {
+    const box = table.closest(".scroll");
+    return table.scrollWidth <= box.clientWidth || getComputedStyle(box).overflowX === "auto";
+  }),
+  covered: [...document.querySelectorAll(".plot")].flatMap((div) => {
+    const rect = (e) => e.getBoundingClientRect(), bar = div.querySelector(".modebar");
+    const texts = [...div.querySelectorAll(".legendtext, .annotation-text, .xtitle, .xtick text")];
+    return bar === null ? [] : texts.filter((text) => {
+      const a = rect(bar), b = rect(text);
+      return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+    }).map((text) => text.textContent);
+  }),
   fills: new Set([...document.querySelectorAll(".barlayer path")].map((p) => p.style.fill)).size,
 })"""
 
@@ -153,7 +192,7 @@ def test_a_click_sorts_the_table_by_number(answers):
 
 
 def check_layout(seen, width, paper):
-    assert seen["wide"] <= 0
+    assert seen["wide"] <= 0 and all(seen["tables"]) and seen["covered"] == []
     assert len(seen["plots"]) == 8
     assert all(drawn and svg == pytest.approx(div, abs=2) and div <= width for drawn, div, svg in seen["plots"])
     assert seen["paper"] == paper and seen["fills"] >= 5
@@ -165,7 +204,7 @@ def test_it_fits_a_wide_window_and_is_light(answers):
 
 def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, profile):
     dark = "--blink-settings=preferredColorScheme=0"
-    check_layout(ask(report, LAYOUT, profile, 800, dark), 800, "rgb(26, 32, 41)")
+    check_layout(ask(report, LAYOUT, profile, 700, dark), 700, "rgb(26, 32, 41)")
 
 
 def test_zooming_one_timeline_zooms_all(answers):
@@ -185,7 +224,7 @@ def test_names_stay_text_in_the_browser(tmp_path, profile):
     })()"""
     answer = ask(tmp_path / "evil.html", script, profile)
     assert answer["title"] == f"legato: {EVIL}" and answer["heading"] == EVIL
-    assert answer["scripts"] == 4 and answer["injected"] == 0
+    assert answer["scripts"] == 5 and answer["injected"] == 0
     assert any("waits for </script><script>alert(1)</script>" in text for text in answer["drawn"])
 
 
@@ -215,7 +254,7 @@ SWEEP = """(() => {
   Plotly.relayout(div, {"xaxis.range": [0.7, 0.8]});
   seen.zoomed = div.layout.xaxis.range;
   seen.lines = div.querySelectorAll(".scatterlayer .trace").length;
-  seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  seen.layout = LAYOUT;
   return seen;
 })()"""
 
@@ -224,7 +263,7 @@ SWEEP = """(() => {
 def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width, profile):
     write_report(tmp_path / "sweep.html", Report(sweep=tuple(sweep_rows())))
     assert browse(tmp_path / "sweep.html", profile, width)[1] == []
-    seen = ask(tmp_path / "sweep.html", SWEEP, profile, width)
+    seen = ask(tmp_path / "sweep.html", SWEEP.replace("LAYOUT", LAYOUT), profile, width)
     assert seen["all"] == 8 and seen["some"] == ["ring", "ring"] and seen["said"] == "2 of 8"
     assert seen["sorted"] == [8, 4] and seen["zoomed"] == [0.7, 0.8] and seen["lines"] == 4
-    assert seen["wide"] <= 0
+    assert seen["layout"]["wide"] <= 0 and seen["layout"]["covered"] == [] and all(seen["layout"]["tables"])

@@ -1,51 +1,130 @@
 """The table of schedulers, its headline, and how numbers are written."""
 
+import msgspec
 import pytest
 from support.report_samples import CLUSTER, cnn, model, row, run, timelines
 
 from legato.core.errors import InputError
+from legato.core.units import format_seconds
 from legato.report.model import ModelReport, Report, SchedulerRow
-from legato.report.schedulers import Entry, entries, headline
+from legato.report.schedulers import Entry, bound_sentence, entries, headline, overview, scheduler_table
+from legato.report.sections import section
 from legato.report.tables import in_one_unit, percent
 
 
 def sentence(*table):
-    return "".join(text for text, _ in headline(list(table)))
+    return "".join(text for text, _ in headline(list(table), "job"))
 
 
-def entry(name, predicted, gap=None, measured=None):
-    return Entry(name, predicted_s=predicted, measured_s=measured, gap=gap)
+def entry(name, predicted, gap=None, measured=None, **more):
+    return Entry(name, predicted_s=predicted, measured_s=measured, gap=gap, **more)
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "words", "bound"),
     [
         (
-            [entry("ddp", 1.24, 0.28), entry("legato", 1.0, 0.031)],
-            "legato is 1.24× faster than DDP; its plan is 3.1% above the proven lower bound.",
+            [entry("ddp", 1.24, 0.28, exposed={"predicted": 0.25}), entry("legato", 1.0, 0.031)],
+            "An iteration takes 1,240 ms under DDP (predicted), 25.0% of it exposed communication; "
+            "legato is 1.24× as fast.",
+            "The prediction for legato is 3.1% above the proven lower bound.",
         ),
         (
-            [entry("ddp", 1.24, 0.28, 1.5), entry("legato", 1.0, 0.031, 1.2), entry("pace", 0.9, 0.0)],
-            "legato is 1.25× faster than DDP (measured); its plan is 3.1% above the proven lower bound.",
+            [
+                entry("ddp", 1.24, 0.28, 1.5, exposed={"predicted": 0.25, "measured": 0.4}),
+                entry("legato", 1.0, 0.031, 1.2),
+                entry("pace", 0.9, 0.0),
+            ],
+            "An iteration takes 1,500 ms under DDP (measured), 40.0% of it exposed communication; "
+            "legato is 1.25× as fast.",
+            "The prediction for legato is 3.1% above the proven lower bound.",
         ),
-        ([entry("ddp", 2.0), entry("fifo", 1.0)], "fifo is 2.00× faster than DDP."),
-        ([entry("fifo", 1.0, 0.0), entry("ddp", 2.0)], "fifo is 2.00× faster than DDP; no plan can be faster."),
+        (
+            [entry("fifo", 1.0, 0.0), entry("ddp", 2.0)],
+            "An iteration takes 2,000 ms under DDP (predicted); fifo is 2.00× as fast.",
+            "No plan is predicted to be faster than fifo: its prediction is at the proven lower bound.",
+        ),
         (
             [entry("ddp", 1.0, 0.5), entry("legato", 0.999, 0.499)],
-            "DDP is as fast as the best of 2 schedulers; its plan is 50.0% above the proven lower bound.",
+            "An iteration takes 1,000 ms under DDP (predicted); none of 2 schedulers is more than 0.5% faster.",
+            "The prediction for DDP is 50.0% above the proven lower bound.",
         ),
         (
             [entry("ddp", 1.0, 0.1, 1.0), entry("legato", 0.9, 0.0, 1.1)],
-            "DDP is as fast as the best of 2 schedulers (measured); its plan is 10.0% above the proven lower bound.",
+            "An iteration takes 1,000 ms under DDP (measured); none of 2 schedulers is more than 0.5% faster.",
+            "The prediction for DDP is 10.0% above the proven lower bound.",
         ),
-        ([entry("fifo", 0.1323)], "fifo takes 132.3 ms."),
-        ([entry("ddp", 0.1323)], "DDP takes 132.3 ms."),
-        ([entry("pace", 1.0), entry("legato", 1.0), entry("ddp", 2.0)], "legato is 2.00× faster than DDP."),
-        ([], ""),
+        (
+            [entry("ddp", 2.0), entry("legato", 1.0, measured=1.1)],  # DDP was not measured
+            "An iteration takes 1,100 ms under legato (measured).",
+            "",
+        ),
+        ([entry("fifo", 0.1323)], "An iteration takes 132.3 ms under fifo (predicted).", ""),
+        ([entry("job", None, measured=0.1323)], "An iteration takes 132.3 ms (measured).", ""),
+        (
+            [entry("fifo", 1.0, num_messages=9), entry("pace", 1.001, num_messages=3), entry("ddp", 2.0)],
+            "An iteration takes 2,000 ms under DDP (predicted); pace is 2.00× as fast.",
+            "",
+        ),
+        ([], "", ""),
     ],
 )
-def test_the_headline(table, words):
+def test_the_headline_compares_one_kind_of_time_and_says_which(table, words, bound):
     assert sentence(*table) == words
+    assert bound_sentence(table) == bound
+
+
+def columns(table):
+    return {head["text"]: [row["cells"][i]["text"] for row in table["rows"]] for i, head in enumerate(table["heads"])}
+
+
+def test_speedups_are_of_measured_times_or_of_predicted_ones_and_never_of_both():
+    """DDP is measured to take 4 s and predicted to take 2 s; pace was not measured, fifo not predicted."""
+    table = [
+        entry("ddp", 2.0, 1.0, 4.0, overlap=0.5),
+        entry("legato", 1.0, 0.0, 3.2, overlap=0.9),
+        entry("pace", 1.6, 0.6),
+        Entry("fifo", measured_s=5.0, overlap=0.1),
+    ]
+    assert columns(scheduler_table(table)) == {
+        "scheduler": ["legato", "pace", "ddp", "fifo"],
+        "measured": ["3,200 ms", "", "4,000 ms", "5,000 ms"],
+        "measured over DDP": ["1.25×", "", "1.00×", "0.80×"],
+        "predicted": ["1,000 ms", "1,600 ms", "2,000 ms", ""],
+        "predicted over DDP": ["2.00×", "1.25×", "1.00×", ""],
+        "prediction error": ["−68.8%", "", "−50.0%", ""],
+        "predicted above bound": ["0.0%", "60.0%", "100%", ""],
+        "predicted overlap": ["90.0%", "", "50.0%", ""],
+    }
+    assert "measured overlap" in columns(scheduler_table(table[3:]))
+
+
+def test_the_table_of_all_workloads_does_not_mix_either():
+    """Only the plan was measured: its measured time has no speedup, its predicted one has."""
+    rows = [msgspec.structs.replace(r, measured_s=1.0 if r.scheduler == "legato" else None) for r in model().rows]
+    shown = ModelReport("x", rows=tuple(rows))
+    found = columns(overview([shown, shown]))
+    assert found["taken"] == ["legato"] * 2 and found["measured"] == ["1,000 ms"] * 2
+    assert "measured over DDP" not in found
+    ddp, legato = rows[0].iteration_s, rows[2].iteration_s
+    assert found["predicted over DDP"] == [f"{ddp / legato:.2f}×"] * 2
+
+
+def test_a_plan_has_one_measured_time_on_a_page():
+    """The row has the median of a training, the timeline is one traced iteration of it."""
+    shown = model()
+    rows = [msgspec.structs.replace(r, measured_s=0.123456) if r.scheduler == "ddp" else r for r in shown.rows]
+    figures = {}
+    part = section(msgspec.structs.replace(shown, rows=tuple(rows)), 0, figures)
+    traced = next(t for t in shown.timelines if (t.name, t.source) == ("ddp", "measured"))
+    said = [note["text"] for note in figures["timelines-0"]["layout"]["annotations"]]
+    times = in_one_unit([t.iteration_s for t in shown.timelines])
+    written = times[shown.timelines.index(traced)]
+    assert not any(written in text for text in said) and any("one measured iteration" in text for text in said)
+    assert [w["source"] for w in part["waits"]].count("one measured iteration") == 1
+    assert format_seconds(traced.iteration_s) not in next(w for w in part["waits"] if "one" in w["source"])["summary"]
+    whole = section(shown, 0, figures)
+    assert not whole["single"] and "one measured iteration" not in str(figures["timelines-0"]["layout"])
 
 
 def test_rows_become_the_table_and_measured_timelines_fill_it():

@@ -28,6 +28,13 @@ def test_a_line_a_fabric_and_a_panel_a_bandwidth():
     assert points(draw_sweep(found, "bandwidth_bps", "iteration_s"))["ring", "x2"] == [(1e9, 1000), (1e10, 100)]
 
 
+def test_labels_of_one_unit_leave_it_to_the_title():
+    shape = draw_sweep(sweep_rows(), "bandwidth_bps", "iteration_s")["layout"]
+    assert shape["xaxis"]["ticktext"] == ["1", "10"] and shape["xaxis"]["title"]["text"] == "link bandwidth [Gbit]"
+    shape = draw_sweep(sweep_rows(links=(1e8, 1e9)), "bandwidth_bps", "iteration_s")["layout"]
+    assert shape["xaxis"]["ticktext"] == ["100 Mbit", "1 Gbit"] and shape["xaxis"]["title"]["text"] == "link bandwidth"
+
+
 def test_without_an_axis_there_are_bars():
     (trace,) = draw_sweep(sweep_rows(workers=(4,), links=(1e9,)), "", "iteration_s")["data"]
     assert trace["type"] == "bar" and trace["x"] == ["parameter-server", "ring"] and trace["y"] == [4000, 1000]

@@ -6,11 +6,13 @@ import sys
 import pytest
 from support.rehearsing import legato, needs_hosts, run, workload
 
+from legato.cli.rehearse import tell
 from legato.core import files
+from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.timeline import Timeline
 from legato.schedule import SCHEDULERS
-from legato.testbed.rehearsal import BUCKETS, Task, rehearse, select
+from legato.testbed.rehearsal import BUCKETS, Rehearsal, Task, Trial, rehearse, select
 
 KEYS = {"scheduler", "measured_s", "predicted_s", "error", "speedup_over_ddp", "lower_bound_s", "num_messages"}
 
@@ -74,6 +76,33 @@ def test_tasks_that_make_no_sense(field, value, said):
 def test_one_host_has_nothing_to_exchange():
     with pytest.raises(InputError, match="1 hosts: there is nothing to exchange"):
         rehearse(Task(workload(), ("ddp",)), 1, 1e9, lambda *_: None)
+
+
+def rehearsal(bound_s=0.5, **measured):
+    """A result: every prediction is one second."""
+    trials = [
+        Trial(name, tuple(seconds), Timeline(name, "predicted", 1.0, (), bound_s), bound_s, 1)
+        for name, seconds in measured.items()
+    ]
+    return Rehearsal(workload(), Cluster.derive(2, 1e9, 0.0), 0.0, tuple(trials))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (rehearsal(ddp=[1.0], legato=[0.5]), "predictions are off by +0.0% (ddp) and +100.0% (legato)"),
+        (rehearsal(ddp=[1.0], p3=[0.8], legato=[0.5]), "predictions are off by 25.0% (median), 100.0% (worst)"),
+        (rehearsal(ddp=[1.0], p3=[0.8], pace=[1.0], legato=[0.5]), "off by 12.5% (median), 100.0% (worst)"),
+        (rehearsal(1.5, ddp=[1.0], legato=[0.75]), "(ddp, legato) are up to 50% below the lower bound"),
+        (rehearsal(ddp=[1.0, 1.0, 2.0, 2.0]), "the machine was busy while measuring"),
+    ],
+)
+def test_what_a_rehearsal_says_of_its_predictions_and_of_itself(capsys, found, said):
+    tell(found, "2 workers", None, json=False)
+    assert said in capsys.readouterr().err
+    tell(found, "2 workers", None, json=True)
+    err = capsys.readouterr().err  # doubts are also for those who read the JSON
+    assert "predictions" not in err and (said in err) == ("off by" not in said)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Doubts about a measurement: what the measured times say against the calibration, and against each other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+__all__ = ["doubts", "spread"]
+
+#: A measured time that is below a lower bound by more than this share contradicts it. Predictions for quiet machines
+#: are off by a per cent (docs/rehearsal.md), and the bound is made of the same costs.
+_BELOW = 0.02
+#: The largest `spread` that iterations have on a quiet machine.
+_SPREAD = 0.1
+#: Fewer iterations have no quartiles worth the name.
+_FEWEST = 4
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """The distance between the quartiles as a share of the median, which single late iterations do not change."""
+    if len(seconds) < _FEWEST:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, method="inclusive")
+    return (high - low) / middle if middle > 0 else 0.0
+
+
+def doubts(measured: Mapping[str, Sequence[float]], bounds: Mapping[str, float]) -> list[str]:
+    """One sentence for each doubt about iterations (seconds by plan), given lower bounds (seconds by plan)."""
+    found = []
+    below = {n: 1 - statistics.median(measured[n]) / bound for n, bound in bounds.items() if bound > 0}
+    below = {name: share for name, share in below.items() if share > _BELOW}
+    if below:
+        found.append(
+            f"the calibration cannot be right, because measured iterations ({', '.join(below)}) are up to "
+            f"{max(below.values()):.0%} below the lower bound: the machine was busy while calibrating; run it again"
+        )
+    spreads = {name: spread(seconds) for name, seconds in measured.items()}
+    wide = max(spreads, key=lambda name: spreads[name], default="")
+    if wide and spreads[wide] > _SPREAD:
+        found.append(
+            f"the machine was busy while measuring: the quartiles of the iterations of {wide} are "
+            f"{spreads[wide]:.0%} of their median apart (at most {_SPREAD:.0%} on a quiet machine); run it again"
+        )
+    return found

@@ -1,0 +1,76 @@
+"""What the demo says of its measurements and predictions, from results made by hand."""
+
+import msgspec
+import pytest
+from support.report_samples import cnn
+
+from legato import demo
+from legato.cli.demo import _show as show
+from legato.core.cluster import Cluster
+from legato.demo.result import ModelResult, measured_names
+from legato.report.doubts import doubts
+from legato.schedule.compare import compare
+
+JOB = cnn(12)
+SLOW, FAST = Cluster.derive(2, 2e9, 30e-6), Cluster.derive(2, 40e12, 1e-9)
+
+
+def result(cluster=SLOW, scheduler="legato", slowdown=(1.5, 1.2)):
+    """The result where DDP and the plan are measured this much above their predictions."""
+    found = {c.plan.scheduler: c for c in compare(JOB, cluster, ["ddp", "merge-optimal", "legato"])}
+    ddp, chosen = found["ddp"], found[scheduler]
+    return ModelResult(
+        model="cnn",
+        workload=JOB,
+        cluster=cluster,
+        fit_error=0.0,
+        worst_fit_error=0.0,
+        rows=[c.row() for c in found.values()],
+        predicted=[found[name].timeline for name in dict.fromkeys(("ddp", scheduler))],
+        measured=[
+            msgspec.structs.replace(c.timeline, name=name, source="measured", lower_bound_s=None)
+            for name, c in zip(measured_names(chosen.plan), (ddp, chosen), strict=True)
+        ],
+        plan=chosen.plan,
+        merged=found["merge-optimal"].plan,
+        ddp_blocks_s=[ddp.iteration_s * slowdown[0]] * 8,
+        legato_blocks_s=[chosen.iteration_s * slowdown[1]] * 8,
+        max_relative_difference=0.0,
+        steps=8,
+    )
+
+
+def test_measured_times_are_compared_with_measured_ones_and_predictions_with_predictions(capsys):
+    one = result()
+    predicted = {row["scheduler"]: row["iteration_s"] for row in one.rows}
+    over = predicted["ddp"] / predicted["legato"]
+    measured, told = demo.advice(one).split(" Predicted: ")
+    assert measured.startswith("Measured: ") and measured.endswith(f"with DDP: {over * 1.5 / 1.2:.2f}x.")
+    assert f"with DDP: {over:.2f}x." in told
+    show(one)
+    lines = capsys.readouterr().out.splitlines()
+    cells = next(line for line in lines if " legato " in line)
+    assert f"{over:.2f}x" in cells and f"{over * 1.5 / 1.2:.2f}x" in cells
+    heads = " ".join(lines[2:4])
+    assert heads.count("over ddp") == 2 and heads.count("predicted") >= 4 and heads.count("measured") == 2
+
+
+def test_where_ddp_s_own_plan_is_taken_ddp_has_one_measured_time(tmp_path):
+    """The other training is DDP's plan in legato's runtime: it is no second measurement of DDP."""
+    one = result(FAST, "ddp", (1.5, 1.4))
+    assert demo.rows(one)[0]["measured_s"] == one.ddp_s
+    assert [t.name for t in one.measured] == ["ddp", "ddp in legato's runtime"]
+    said = demo.advice(one)
+    assert "ddp in legato's runtime" in said and "bucket_cap_mb_list" not in said
+    assert "with DDP, and no plan is more than 0.5% faster." in said.split("Predicted: ")[1]
+    demo.write_pictures([one], tmp_path)
+    assert "ddp in legato&#39;s runtime" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("slowdown", "said"), [((0.4, 0.4), "the calibration cannot be right"), ((1.5, 1.2), "")])
+def test_a_measurement_that_cannot_be_is_doubted_beside_it(slowdown, said):
+    one = result(slowdown=slowdown)
+    assert ("Beware: " in demo.advice(one)) == bool(said) and said in demo.advice(one)
+    spread = msgspec.structs.replace(one, legato_blocks_s=[1.0, 2.0] * 4)
+    assert any("the machine was busy" in doubt for doubt in demo.result_doubts(spread))
+    assert doubts({"ddp": one.ddp_blocks_s}, {"ddp": 0.0}) == []
