@@ -21,13 +21,13 @@ from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.ingest.network import cluster_of
-from legato.ingest.traced import Imported, RankMeasure
+from legato.ingest.traced import Imported, Notes, RankMeasure
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp
 from legato.simulator.collective import iteration_time, simulate
 
-__all__ = ["Advice", "Prediction", "RankTimes", "Seconds", "advise", "changes", "network_of", "times_of"]
+__all__ = ["Advice", "Prediction", "RankTimes", "Seconds", "advise", "changes", "times_of", "with_workers"]
 
 #: A smaller share of an iteration is not worth a change of code.
 _WORTH = 0.02
@@ -96,7 +96,7 @@ class Advice(msgspec.Struct, frozen=True):
 
     `measured_s` is the step that was planned for, without what late ranks
     delayed, and `error` how far the traced plan's prediction is from it (0.1: the
-    prediction is 10% longer). `predictions` begin with the traced plan; `gap` is
+    prediction is 10% longer; None for another network). `predictions` begin with the traced plan; `gap` is
     how far legato's plan is above `lower_bound_s`. All are empty or None if
     `lacking` says why nothing can be predicted. `code` is the line to try.
     """
@@ -142,37 +142,41 @@ def _times(rank: int, steps: Sequence[RankMeasure]) -> RankTimes:
     )
 
 
-def network_of(imported: Imported, workers: int | None = None) -> Cluster:
-    """The cluster that the trace's all-reduces tell of; for another number of workers, as rings of the same links.
-
-    Raises `InputError` if the trace does not tell what an all-reduce costs.
-    """
-    traced = cluster_of(imported, workers)
-    if workers is None or workers == traced.workers:
+def with_workers(traced: Cluster, workers: int, notes: Notes) -> Cluster:
+    """The cluster of a trace with another number of workers, as rings over the same links."""
+    if workers == traced.workers:
         return traced
     if traced.workers < 2:
         raise InputError(f"--workers {workers}: the trace is of one worker (expected --bandwidth and --latency too)")
-    imported.notes.assume(f"an all-reduce between {workers} workers is a ring over the links of {traced.workers}")
+    notes.assume(f"an all-reduce between {workers} workers is a ring over the links of {traced.workers}")
     cost, sent = traced.cost(), 2 * (traced.workers - 1)
     bandwidth_bps = 8 * sent / traced.workers / cost.beta_s_per_byte
     return Cluster.derive(workers, bandwidth_bps, cost.startup_s / sent, collectives=["ring"])
 
 
-def advise(imported: Imported, cluster: Cluster | None, lacking: str = "") -> Advice:
+def advise(imported: Imported, cluster: Cluster | None = None, workers: int | None = None) -> Advice:
     """Judge a job by its traces.
 
-    `cluster` is the network to plan for. Without one, or if the traces lack what
-    a plan needs, the verdict tells where the time goes and what is missing.
+    `cluster` is the network to plan for, by default that of the traces, with
+    `workers` workers. If the traces lack what a plan needs, the verdict tells
+    where the time goes and what is missing.
     """
     ranks = times_of(imported.steps)
     name = imported.timeline.name if imported.timeline is not None else "trace"
+    known = Advice(name, ranks, imported.workers, ())
+    lacking, traced = imported.lacking, None
+    if cluster is None and not lacking:
+        try:
+            traced = cluster_of(imported, workers)
+            cluster = with_workers(traced, workers or traced.workers, imported.notes)
+        except InputError as error:
+            lacking = f"the trace does not tell what the network costs: {error}; or give --workers and --bandwidth"
     if imported.workload is None or cluster is None:
-        lacking = imported.lacking or lacking
-        return Advice(name, ranks, imported.workers, tuple(_bottleneck(ranks)), lacking=lacking)
-    return _predicted(Advice(name, ranks, imported.workers, ()), imported, imported.workload, cluster)
+        return msgspec.structs.replace(known, verdict=tuple(_bottleneck(ranks)), lacking=lacking)
+    return _predicted(known, imported, imported.workload, cluster, as_traced=cluster is traced)
 
 
-def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: Cluster) -> Advice:
+def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: Cluster, *, as_traced: bool) -> Advice:
     traced = imported.plan or ddp(workload, cluster)
     traced = msgspec.structs.replace(traced, scheduler="DDP as traced" if imported.plan else "DDP")
     stock, code = _best_buckets(workload, cluster)
@@ -184,10 +188,13 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
         for plan, line in zip(plans, drawn, strict=True)
     )
     measured_s = next(m.undelayed_s for m in imported.ranks if m.rank == imported.rank)
-    error = base / measured_s - 1 if imported.plan is not None and measured_s > 0 else None
+    as_traced = as_traced and imported.plan is not None
+    error = base / measured_s - 1 if as_traced and measured_s > 0 else None
     bound_s = lower_bound(workload, cluster).seconds
     verdict, code = _verdict(known.ranks, predictions, error, code)
-    measured = () if imported.timeline is None else (imported.timeline,)
+    measured: tuple[Timeline, ...] = () if imported.timeline is None else (imported.timeline,)
+    if as_traced:  # what was predicted and what was measured belong together
+        measured = tuple(msgspec.structs.replace(line, name=traced.scheduler) for line in measured)
     return msgspec.structs.replace(
         known,
         verdict=tuple(verdict),

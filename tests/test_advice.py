@@ -1,14 +1,14 @@
 """`legato advise`: from traces of known jobs to the right verdict, through the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support import kineto_samples as samples
 from support.command import run
 
-from legato.advice import Advice, RankTimes, Seconds, advise, changes, network_of
+from legato.advice import Advice, RankTimes, Seconds, advise, changes, with_workers
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.errors import InputError
 from legato.ingest.kineto.importer import import_kineto
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.simulator.collective import simulate
@@ -26,7 +26,7 @@ def job(tmp_path):
 
 
 def test_the_breakdown_is_the_mean_and_the_spread_over_the_steps(job):
-    (rank,) = advise(job, None, "no network").ranks
+    (rank,) = advise(job).ranks
     assert rank.steps == 4 and rank.late_s is None
     assert rank.iteration_s.mean == pytest.approx((2200e-6 + 3 * 1000e-6) / 4)
     assert rank.iteration_s.spread == pytest.approx(1200e-6 * 3**0.5 / 4)
@@ -37,12 +37,12 @@ def test_the_breakdown_is_the_mean_and_the_spread_over_the_steps(job):
 
 def test_the_traced_plan_is_predicted_beside_what_was_measured(job):
     """All-reduces of 4 and 12 kB take 60 and 250 us, and the period is 1,000 us."""
-    network = network_of(job)
+    found = advise(job)
+    network = found.cluster
     assert network.workers == 2
     cost = network.cost()
     # A line through both points would be below zero at 0 bytes.
     assert (cost.cost(4000), cost.cost(12000)) == pytest.approx((76e-6, 228e-6), rel=0.01)
-    found = advise(job, network)
     assert found.measured_s == pytest.approx(1000e-6) and abs(found.error) < 0.03
     assert [p.plan for p in found.predictions] == ["DDP as traced", "DDP, best buckets", "legato"]
     traced, _, ours = found.predictions
@@ -75,18 +75,19 @@ def test_ddps_own_buckets_where_messages_are_dear(job):
 def test_the_host_is_the_bottleneck(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(samples.record().text())
-    found = advise(import_kineto([path]), None)
+    found = advise(import_kineto([path]))
     assert found.verdict[0].startswith("The host is the bottleneck: the device waits for it 45% of the time")
 
 
 def test_late_ranks_are_named(tmp_path):
     paths = [written(tmp_path, "0.json", rank=0, late_us=400), written(tmp_path, "1.json", rank=1)]
-    found = advise(import_kineto(paths), None)
+    found = advise(import_kineto(paths))
     assert any(line.endswith("Rank 1 waits least: the others wait for it.") for line in found.verdict)
 
 
 def test_another_number_of_workers_is_a_ring_over_the_same_links(job):
-    two, eight = network_of(job), network_of(job, workers=8)
+    two = advise(job).cluster
+    eight = with_workers(two, 8, job.notes)
     assert eight.workers == 8 and list(eight.collectives) == ["ring"]
     assert eight.cost().beta_s_per_byte == pytest.approx(two.cost().beta_s_per_byte * (7 / 8) / (1 / 2))
     assert eight.cost().alpha_s == pytest.approx(two.cost().startup_s * 7)
@@ -162,8 +163,15 @@ def test_import_writes_the_network_and_says_what_a_plan_lacks(tmp_path, capsys):
     assert status == 2 and "310 us" in err and err.splitlines()[-1].startswith("legato: no workload: ProfilerStep#")
 
 
-def test_a_second_opinion_needs_a_network(job):
-    with pytest.raises(InputError, match="number of workers"):
-        from dataclasses import replace
+def test_only_the_network_that_was_traced_tells_how_good_the_prediction_is(job):
+    own, other = advise(job), advise(job, Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
+    assert own.error is not None and other.error is None and advise(job, workers=4).error is None
+    assert [line.name for line in own.timelines[:2]] == ["DDP as traced"] * 2
+    assert [line.source for line in own.timelines[:2]] == ["measured", "predicted"]
+    assert other.timelines[0].name == "job"
 
-        network_of(replace(job, workers=None))
+
+def test_what_the_network_costs_may_not_be_in_the_trace(job):
+    found = advise(replace(job, workers=None))
+    assert "number of workers" in found.lacking and found.cluster is None and found.predictions == ()
+    assert advise(replace(job, workers=None), workers=2).cluster.workers == 2

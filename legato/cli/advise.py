@@ -65,8 +65,7 @@ def advise(
         jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
     found = []
     for job in jobs:
-        network, lacking = _network(job, cluster, workers, bandwidth, latency)
-        found.append(judge(job, network, lacking))
+        found.append(judge(job, _network(job, cluster, workers, bandwidth, latency), workers))
     told = changes(*found) if len(found) == 2 else []
     if output is not None:
         _write(output, jobs, found)
@@ -84,24 +83,19 @@ def advise(
 
 def _network(
     job: Imported, file: Path | None, workers: int | None, bandwidth: str | None, latency: str | None
-) -> tuple[Cluster | None, str]:
-    """The network to plan for; None, and why, if neither the trace nor the options tell."""
-    from legato.advice import network_of
-
+) -> Cluster | None:
+    """The network that the options describe, or None if it is the trace's."""
     if file is not None:
         refuse_beside_cluster(workers=workers, bandwidth=bandwidth, latency=latency)
-        return files.read(file, Cluster), ""
+        return files.read(file, Cluster)
     if bandwidth is not None:
         count = workers or job.workers
         if count is None or count < 2:
             raise InputError("the trace does not tell the number of workers (expected --workers)")
-        return Cluster.derive(count, parse_bandwidth(bandwidth), parse_seconds(latency or LATENCY)), ""
+        return Cluster.derive(count, parse_bandwidth(bandwidth), parse_seconds(latency or LATENCY))
     if latency is not None:
         raise InputError("--latency without --bandwidth (expected both or neither)")
-    try:
-        return network_of(job, workers), ""
-    except InputError as error:
-        return None, f"the trace does not tell what the network costs: {error}; or give --workers and --bandwidth"
+    return None
 
 
 def _show(advice: Advice) -> None:

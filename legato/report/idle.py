@@ -14,6 +14,8 @@ from legato.core.units import format_seconds
 
 __all__ = ["Wait", "drawn_worker", "idle_causes", "idle_costs", "idle_gaps", "idle_sentence", "waits"]
 
+#: A share of an iteration that is a rounding error.
+_ROUNDING = 1e-9
 #: A message caused a gap when the two end within this share of an iteration of each other.
 _TOLERANCE = {"predicted": 1e-6, "measured": 5e-3}
 #: The sentence names the most expensive tensors that together cost this share of the idle time, at most five.
@@ -47,7 +49,7 @@ def idle_gaps(timeline: Timeline, worker: int = 0) -> list[tuple[float, float]]:
     )
     gaps, at = [], 0.0
     for start, end in [*computing, (timeline.iteration_s, timeline.iteration_s)]:
-        if min(start, timeline.iteration_s) > at:
+        if min(start, timeline.iteration_s) > at + _ROUNDING * timeline.iteration_s:
             gaps.append((at, min(start, timeline.iteration_s)))
         at = max(at, end)
     return gaps
