@@ -164,7 +164,9 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     ranks = times_of(imported.steps)
     name = imported.timeline.name if imported.timeline is not None else "trace"
     known = Advice(name, ranks, imported.workers, ())
-    lacking, traced = imported.lacking, None
+    lacking, traced = imported.lacking or _sharded(imported), None
+    if lacking:
+        cluster = None
     if cluster is None and not lacking:
         try:
             traced = cluster_of(imported, workers)
@@ -176,10 +178,16 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     return _predicted(known, imported, imported.workload, cluster, as_traced=cluster is traced)
 
 
+def _sharded(imported: Imported) -> str:
+    """Why plans of all-reduces say nothing about this job, or ""."""
+    kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
+    return f"the job sends gradients by {' and '.join(sorted(kinds))} (FSDP?)" if kinds - {"all_reduce"} else ""
+
+
 def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: Cluster, *, as_traced: bool) -> Advice:
     traced = imported.plan or ddp(workload, cluster)
     traced = msgspec.structs.replace(traced, scheduler="DDP as traced" if imported.plan else "DDP")
-    stock, code = _best_buckets(workload, cluster)
+    stock, code = _best_buckets(workload, cluster, traced)
     plans = (traced, stock, schedule("legato", workload, cluster))
     drawn = [simulate(workload, plan, cluster) for plan in plans]
     base = drawn[0].iteration_s
@@ -210,9 +218,12 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     )
 
 
-def _best_buckets(workload: Workload, cluster: Cluster) -> tuple[Plan, str]:
-    """DDP's fastest buckets among those of one cap, and the code that makes them; DDP's defaults on a tie."""
-    tried = {"DistributedDataParallel(model)": ddp(workload, cluster)}
+def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
+    """DDP's fastest buckets and the code that makes them ("" for the traced ones), the least change on a tie.
+
+    They are the traced buckets, DDP's default ones, or those of one cap.
+    """
+    tried = {"": traced, "DistributedDataParallel(model)": ddp(workload, cluster)}
     for cap in _CAPS_MIB:
         tried[f"DistributedDataParallel(model, bucket_cap_mb={cap})"] = ddp(workload, cluster, bucket_bytes=cap * _MIB)
     seconds = {code: iteration_time(workload, plan, cluster) for code, plan in tried.items()}

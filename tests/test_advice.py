@@ -72,6 +72,14 @@ def test_ddps_own_buckets_where_messages_are_dear(job):
     assert found.predictions[1].win > 0.1
 
 
+def test_the_traced_buckets_may_be_ddps_best(job):
+    """DDP's smallest cap, 1 MiB, puts all into one message, of which nothing hides behind computation."""
+    found = advise(job, Cluster(2, {"c": LinearCost(0.0, 2e-8)}))
+    traced, stock, _ = found.predictions
+    assert stock.iteration_s == traced.iteration_s and stock.win == 0
+    assert "bucket_cap_mb" not in " ".join(found.verdict) + found.code
+
+
 def test_the_host_is_the_bottleneck(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(samples.record().text())
@@ -169,6 +177,15 @@ def test_only_the_network_that_was_traced_tells_how_good_the_prediction_is(job):
     assert [line.name for line in own.timelines[:2]] == ["DDP as traced"] * 2
     assert [line.source for line in own.timelines[:2]] == ["measured", "predicted"]
     assert other.timelines[0].name == "job"
+
+
+def test_of_sharded_gradients_there_is_the_breakdown_only(tmp_path):
+    path = tmp_path / "t.json"
+    text = samples.ahead().text().replace("AllReduce", "ReduceScatter").replace("all_reduce", "reduce_scatter")
+    path.write_text(text.replace('"allreduce"', '"_reduce_scatter_base"'))
+    found = advise(import_kineto([path]), Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
+    assert found.lacking == "the job sends gradients by reduce_scatter (FSDP?)" and found.predictions == ()
+    assert found.ranks[0].communication_s.median == pytest.approx(310e-6)
 
 
 def test_what_the_network_costs_may_not_be_in_the_trace(job):

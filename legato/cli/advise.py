@@ -9,7 +9,15 @@ import typer
 from rich.table import Table
 
 from legato.cli.import_ import show_notes
-from legato.cli.options import LATENCY, WORKERS_HELP, Bandwidth, ClusterFile, Json, Latency, refuse_beside_cluster
+from legato.cli.options import (
+    BANDWIDTH_HELP,
+    LATENCY,
+    LATENCY_HELP,
+    WORKERS_HELP,
+    ClusterFile,
+    Json,
+    refuse_beside_cluster,
+)
 from legato.cli.output import describe_cost, format_gap, note, print_json, print_table, progress
 from legato.core import files
 from legato.core.cluster import Cluster
@@ -40,8 +48,13 @@ def advise(
         int | None,
         typer.Option(help=WORKERS_HELP, show_default="the trace's", min=2, max=2**20, rich_help_panel="Network"),
     ] = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help=BANDWIDTH_HELP, show_default="the trace's", rich_help_panel="Network")
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(help=LATENCY_HELP, show_default=f"{LATENCY} with --bandwidth", rich_help_panel="Network"),
+    ] = None,
     rank: Annotated[int | None, typer.Option(help="Rank to plan for.", show_default="the lowest")] = None,
     step: Annotated[str | None, typer.Option(help="Step to plan for.", show_default="the one of median length")] = None,
     output: Annotated[

@@ -103,7 +103,7 @@ def import_kineto(
         steps=tuple(m[r] for m in measures for r in sorted(traces)),
         transfers=tuple(t for steps in every for t in steps[chosen].transfers),
         workers=traces[chosen].workers,
-        plan=None if workload is None else _plan(sent),
+        plan=None if workload is None else _plan(mine, sent),
         rank=chosen,
     )
 
@@ -131,8 +131,10 @@ def _steps(
     return whole
 
 
-def _plan(sent: Sequence[Gradient]) -> Plan | None:
+def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:
     """The all-reduces that were sent as a plan; None if some gradient was sent otherwise."""
+    if any(t.kind != "all_reduce" for t in step.transfers if t.carries_gradients):
+        return None
     transfers: dict[int, list[Slice]] = {}
     for gradient in sent:
         if gradient.transfer is None:
