@@ -168,9 +168,9 @@ def _rehearse_servers(
         found = rehearse_servers(task, workers, bandwidth_bps, advance)
     if output is not None:
         _write_servers(found, output)
-    _note_doubts(found)
     if json:
         print_json(found.rows())
+        _note_doubts(found)
         return
     compute, alone = (format_seconds(s) for s in (found.trials[0].computation_s, found.trials[0].communication_s))
     print_rows(
@@ -179,6 +179,7 @@ def _rehearse_servers(
         by="measured_s",
     )
     _note_errors(found)
+    _note_doubts(found)
 
 
 def _make(output: Path | None) -> None:
@@ -224,9 +225,9 @@ def _task(
 def tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
     if output is not None:
         _write(found, output)
-    _note_doubts(found)
     if json:
         print_json(found.rows())
+        _note_doubts(found)
         return
     compute, bound = found.workload.compute_s, min(trial.lower_bound_s for trial in found.trials)
     print_rows(
@@ -235,6 +236,7 @@ def tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
         by="measured_s",
     )
     _note_errors(found)
+    _note_doubts(found)
 
 
 def _write(found: Rehearsal, folder: Path) -> None:
