@@ -4,11 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import kineto_samples as samples
 from support.command import run
+from support.strategies import examples
 
 from legato.advice import Advice, RankTimes, Seconds, advise, changes, with_workers
 from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
 from legato.ingest.kineto.importer import import_kineto
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.simulator.collective import simulate
@@ -192,3 +196,27 @@ def test_what_the_network_costs_may_not_be_in_the_trace(job):
     found = advise(replace(job, workers=None))
     assert "number of workers" in found.lacking and found.cluster is None and found.predictions == ()
     assert advise(replace(job, workers=None), workers=2).cluster.workers == 2
+
+
+@examples(200)
+@given(st.data())
+def test_any_trace_that_can_be_imported_gets_a_verdict(tmp_path_factory, data):
+    """Whatever kernels, marks and sizes are missing, moved or changed: a breakdown that adds up, or one clear line."""
+    r = samples.ahead(shapes=data.draw(st.booleans()), sized=data.draw(st.booleans()))
+    kept = data.draw(st.lists(st.booleans(), min_size=len(r.events), max_size=len(r.events)))
+    r.events = [event for event, keep in zip(r.events, kept, strict=True) if keep or data.draw(st.booleans())]
+    for event in data.draw(st.lists(st.sampled_from(r.events or [{}]), max_size=6)):
+        event["ts"] = data.draw(st.integers(0, 6000))
+        if "In msg nelems" in event.get("args", {}):
+            event["args"]["In msg nelems"] = data.draw(st.integers(-1, 2**40))
+    path = tmp_path_factory.mktemp("t") / "t.json"
+    path.write_text(r.text())
+    try:
+        found = advise(import_kineto([path]))
+    except InputError as error:
+        assert str(error).isprintable()
+        return
+    assert found.lacking or (found.verdict and found.predictions[-1].iteration_s >= found.lower_bound_s * (1 - 1e-9))
+    (rank,) = found.ranks
+    parts = rank.computation_s.mean + rank.exposed_s.mean + rank.host_s.mean
+    assert parts == pytest.approx(rank.iteration_s.mean, abs=1e-9)

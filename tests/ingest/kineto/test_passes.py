@@ -7,6 +7,7 @@ import pytest
 from support import kineto_samples as samples
 from support.ranks import run_script
 
+from legato.advice import advise
 from legato.ingest.kineto.importer import import_kineto
 
 KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating")
@@ -79,3 +80,17 @@ def test_two_models_that_take_turns(traces):
     missing = " ".join(found.notes.missing)
     assert "a single update" in missing and "a single backward pass that sends gradients: 2 of 2 do" in missing
     assert found.workload.nbytes == 4 * (96 * 160 + 160 + 160 * 32 + 32)  # of the second
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_steps_get_a_verdict_that_adds_up(traces, kind):
+    found = advise(read(traces, kind))
+    assert found.workers == 2 and len(found.ranks) == 2 and found.verdict and not found.lacking
+    for rank in found.ranks:
+        parts = (rank.computation_s, rank.exposed_s, rank.late_s, rank.host_s)
+        assert sum(part.mean for part in parts) == pytest.approx(rank.iteration_s.mean)
+        assert rank.steps == 3 and rank.communication_s.mean > 0
+    traced, _, ours = found.predictions
+    assert ours.iteration_s <= traced.iteration_s * (1 + 1e-9)
+    assert ours.iteration_s >= found.lower_bound_s * (1 - 1e-9)
