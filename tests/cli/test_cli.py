@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import PATIENCE_S
+from support import PATIENCE_S, unmeasured
 from support.command import run
 from typer.main import get_command
 
@@ -297,6 +297,7 @@ def test_two_quick_ctrl_c_are_one_line(tmp_path):
         command,
         stderr=subprocess.PIPE,
         text=True,
+        env=unmeasured(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
     )
     with process, open(tmp_path / "w.json", "w"):  # opens when the command has opened the other end

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support import PATIENCE_S
+from support import PATIENCE_S, unmeasured
 from support.command import run
 
 import legato
@@ -117,6 +117,7 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
         start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,
+        env=unmeasured(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's tests ignore it
     )
     kept = tmp_path / "s.csv.cells.jsonl"

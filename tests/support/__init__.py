@@ -12,3 +12,9 @@ def environment(**variables):
     """The environment of a process that imports `support` too."""
     path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables}
+
+
+def unmeasured():
+    """The environment of a process that gets a signal: coverage would handle SIGTERM itself, and Ctrl-C may come while
+    it holds its lock, which it then waits for until the end of time."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.pytorch.servers import parameter_servers
-from support import PATIENCE_S
 
 STEPS = 5
+#: The parameter servers' own patience. Where a rank that refuses does not end, the others learn of it by waiting.
+PATIENCE_S = 20.0
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -347,4 +348,4 @@ def late():
     """The last rank does not come."""
     model, chosen = build()
     if dist.get_rank() < dist.get_world_size() - 1:
-        parameter_servers(model, chosen, loop, patience_s=10)
+        parameter_servers(model, chosen, loop, patience_s=PATIENCE_S)

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from legato.pytorch.servers import parameter_servers
-from support import PATIENCE_S
-from support.serving import Net, batch, build, distance, loop, values
+from support.serving import PATIENCE_S, Net, batch, build, distance, loop, values
 
 
 def backward(model, step, part, parts):

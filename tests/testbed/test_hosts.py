@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support import unmeasured
 
 from legato.core.errors import InputError
 from legato.testbed import hosts as testbed
@@ -201,9 +202,7 @@ def test_nothing_is_left_behind_by_an_owner_that_is_told_to_end():
         "import signal; from legato.testbed.hosts import Hosts\n"
         f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
     )
-    # Coverage would handle SIGTERM itself.
-    unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    with subprocess.Popen([sys.executable, "-c", code], env=unmeasured, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen([sys.executable, "-c", code], env=unmeasured(), stdout=subprocess.PIPE, text=True) as owner:
         child = int(owner.stdout.readline())
         while owner.poll() is None:  # again and again, also while it removes what it made
             owner.terminate()

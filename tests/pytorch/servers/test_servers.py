@@ -128,8 +128,6 @@ DISAGREEMENTS = {
     "step twice": "optimizer.step() without a backward pass before it",
 }
 FATES = list(itertools.product((1, 2), ("killed", "stopped")))  # a worker, a server
-#: The parameter servers' own patience with a rank that was stopped.
-SERVERS_PATIENCE_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +141,7 @@ def failures(tmp_path_factory):
             if case in DISAGREEMENTS:
                 ranks.begin(serving.refused, case)
             else:
-                ranks.begin(serving.for_ever, 2, SERVERS_PATIENCE_S, str(folder / "-".join(map(str, case))))
+                ranks.begin(serving.for_ever, 2, serving.PATIENCE_S, str(folder / "-".join(map(str, case))))
         deadline = time.monotonic() + PATIENCE_S
         for victim, fate in FATES:
             while not (folder / f"{victim}-{fate}").exists():
@@ -180,7 +178,7 @@ def test_a_rank_that_does_not_come_is_named(four_ranks):
     outcomes = four_ranks.outcomes(serving.late)
     assert outcomes[3] == (True, None)
     for ok, text in outcomes[:3]:
-        assert not ok and text.startswith("RankError: rank 3 did not join within 10 s")
+        assert not ok and text.startswith(f"RankError: rank 3 did not join within {serving.PATIENCE_S:g} s")
 
 
 def test_training_goes_on_without_its_agent():
