@@ -70,7 +70,8 @@ class RankTimes(msgspec.Struct, frozen=True):
 
     An iteration is computing, exposed communication, waiting for late ranks and
     waiting for the host. `communication_s` includes what is hidden behind
-    computing. `late_s` is None if the ranks' traces do not tell.
+    computing. `late_s` is None where the collectives of several ranks could not be
+    compared, for example with the trace of one rank alone.
     """
 
     rank: int
@@ -96,9 +97,10 @@ class Advice(msgspec.Struct, frozen=True):
 
     `measured_s` is the step that was planned for, without what late ranks
     delayed, and `error` how far the traced plan's prediction is from it (0.1: the
-    prediction is 10% longer; None for another network). `predictions` begin with the traced plan; `gap` is
-    how far legato's plan is above `lower_bound_s`. All are empty or None if
-    `lacking` says why nothing can be predicted. `code` is the line to try.
+    prediction is 10% longer; None for another network). `predictions` begin with
+    the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
+    are empty or None if `lacking` says why nothing can be predicted. `code` is
+    the line to try.
     """
 
     name: str
@@ -268,7 +270,7 @@ def _bottleneck(ranks: Sequence[RankTimes]) -> list[str]:
             f"Late ranks cost {shares['late_s']:.0%} of the time, which no plan of transfers changes. Rank "
             f"{late.rank} waits least: the others wait for it."
         )
-    if shares["exposed_s"] < _WORTH:
+    if _mean(ranks, "communication_s") > 0 and shares["exposed_s"] < _WORTH:
         lines.append(f"Communication is hidden: {shares['exposed_s']:.1%} of the time is exposed.")
     return lines
 

@@ -10,7 +10,7 @@ from support import kineto_samples as samples
 from support.command import run
 from support.strategies import examples
 
-from legato.advice import Advice, RankTimes, Seconds, advise, changes, with_workers
+from legato.advice import Advice, RankTimes, Seconds, _bottleneck, advise, changes, with_workers
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.ingest.kineto.importer import import_kineto
@@ -109,6 +109,20 @@ def times(iteration, host=0.0, noise=0.0):
     steps = [iteration - noise, iteration, iteration + noise]
     none, computing = Seconds.of([0.0]), Seconds.of([0.05])
     return RankTimes(0, 3, Seconds.of(steps), computing, none, none, None, Seconds.of([host]))
+
+
+def test_of_many_ranks_those_that_wait_least_and_most_are_shown(tmp_path, capsys):
+    paths = [written(tmp_path, f"{k}.json", rank=k, workers=10, late_us=10 * k) for k in range(10)]
+    status, out, err = run(capsys, "advise", *paths)
+    assert status == 0 and "10 of 10 ranks" in out and "only the 8 ranks that wait least and most" in err
+    shown = [int(line.split("│")[1]) for line in out.splitlines() if line.startswith("│")]
+    assert shown == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
+def test_without_communication_nothing_is_said_to_be_hidden():
+    none, computing = Seconds.of([0.0]), Seconds.of([0.1])
+    job = RankTimes(0, 1, computing, computing, none, none, None, none)
+    assert _bottleneck([job]) == []
 
 
 def test_what_changed():

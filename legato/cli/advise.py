@@ -16,6 +16,7 @@ from legato.cli.options import (
     WORKERS_HELP,
     ClusterFile,
     Json,
+    check_installed,
     refuse_beside_cluster,
 )
 from legato.cli.output import describe_cost, format_gap, note, print_json, print_table, progress
@@ -74,11 +75,11 @@ def advise(
 
     if output is not None and output.suffix != ".html":
         raise InputError(f"--output {output}: {output.suffix or 'no suffix'} (expected .html)")
+    if output is not None:
+        check_installed("plotly", "report", f"{output}")
     with progress("reading") as advance:
         jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
-    found = []
-    for job in jobs:
-        found.append(judge(job, _network(job, cluster, workers, bandwidth, latency), workers))
+    found = [judge(job, _network(job, cluster, workers, bandwidth, latency), workers) for job in jobs]
     told = changes(*found) if len(found) == 2 else []
     if output is not None:
         _write(output, jobs, found)
@@ -152,6 +153,8 @@ def _table(advice: Advice) -> None:
         times = (r.iteration_s, r.computation_s, r.communication_s, r.exposed_s)
         table.add_row(str(r.rank), *map(str, times), late, str(r.host_s))
     print_table(table)
+    if len(advice.ranks) > _MOST_ROWS:
+        note(f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all")
 
 
 def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:

@@ -96,10 +96,10 @@ class RankMeasure:
     In the remaining time, `idle_s`, the device had nothing to do: it waited for
     its host. So C + exposed N + exposed waiting + idle = T. `undelayed_s` is T
     without the time by which late ranks delayed computation that had been
-    launched. `overlap` (alpha), `rho` and `utilization`
-    are defined as in TicTac and Caramel. `host_overlap` is alpha with the time
-    in which the device waits for its host counted as computation, and waiting
-    for late ranks not counted: the overlap that a plan can change.
+    launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac
+    and Caramel. `host_overlap` is alpha with the time in which the device waits
+    for its host counted as computation, and waiting for late ranks not counted:
+    the overlap that a plan can change.
     """
 
     rank: int
@@ -124,10 +124,10 @@ class Imported:
 
     `workload` is None if the trace lacks what a plan needs; `lacking` says what.
     The workload is that of `rank`. `ranks` are the measurements of the step that
-    the workload and the timeline show, `steps` those of all steps that were read. `transfers` are the
-    collectives of these steps on that rank. `workers` is the number of the job's
-    workers, and `plan` what the step sent; both are None if the trace does not
-    tell.
+    the workload and the timeline show, `steps` those of all steps that were read.
+    `transfers` are the collectives of these steps on that rank. `workers` is the
+    number of the job's workers, and `plan` what the step sent; both are None if
+    the trace does not tell.
     """
 
     workload: Workload | None
