@@ -10,6 +10,13 @@ both ends of each link: the host's eth0 shapes what the host sends, and the
 switch's port what the host receives. A link is therefore full duplex, and
 several senders to one host share that host's link.
 
+[Note: users] Whoever may not make namespaces may nearly always make a user
+namespace first, and is root inside it. Only the processes that `Hosts` starts
+enter it; the caller does not. A process inside has user id 0, but no more
+rights outside than the caller: its files belong to the caller. Nothing is
+mounted, because containers forbid it, and all files are where they are outside:
+/proc and /sys show the machine's processes and interfaces.
+
 [Note: burst] A token bucket lets a burst pass unshaped. If the bucket is too
 large, small messages take no time; if it is too small, the timer refills it too
 late for the rate. TCP passes down segments of up to 64 KiB, which tbf has to
@@ -27,10 +34,11 @@ estimate of the link's rate, and from time to time sends almost nothing to
 measure the delay. Congestion control is set on the route to the other hosts,
 because a namespace can select only what the machine allows.
 
-[Note: cleanup] A namespace's name has the process id and the start time of its
-owner. Leaving the context removes everything, after success, an error, Ctrl-C
-or SIGTERM. An owner that was killed with SIGKILL leaves its namespaces behind;
-the next `Hosts` sees that the owner is gone, and removes them.
+[Note: cleanup] The namespaces have no names, so they end with their last
+process. A process waits in each until its standard input ends, which is a pipe
+from the owner. The one in the switch is process 1 of a process namespace, in
+which all programs run: with it, the kernel ends them all. Leaving the context
+closes the pipes, and so does the kernel when the owner is killed.
 """
 
 from __future__ import annotations
@@ -38,31 +46,48 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from legato.core.errors import InputError
 
-__all__ = ["Hosts", "remove_stale", "why_unavailable"]
+__all__ = ["Hosts", "why_unavailable"]
 
-_NETNS = Path("/var/run/netns")
-_NAME = re.compile(r"legato-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:\d+|switch)")
 _SEGMENT_S = 500e-6
 _SEGMENT_BYTES = (4096, 65536)
 _BUCKET = 2  # segments
 _QUEUE = "50ms"
-_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-_PATIENCE_S = 3.0
+_SETTINGS = Path("/proc/sys")
+_PATIENCE_S = 10.0
+_PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "unshare": "util-linux",
+}
+#: Where programs of the administrator are, which are not on the PATH of all users.
+_SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+_USER_NAMESPACE = ("--user", "--map-root-user")
+#: CAP_NET_ADMIN and CAP_SYS_ADMIN.
+_CAPABILITIES = 1 << 12 | 1 << 21
+#: What Linux says when it does not let somebody make namespaces: it may not, or there are as many as there may be.
+_DENIALS = ("Operation not permitted", "Permission denied", "No space left on device")
+#: The settings that forbid namespaces: (name, value that forbids them, value that does not).
+_OBSTACLES = (
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+    ("user.max_user_namespaces", "0", "1000"),
+    ("user.max_net_namespaces", "0", "1000"),
+    ("user.max_pid_namespaces", "0", "1000"),
+)
 
 
 class Hosts:
@@ -87,7 +112,7 @@ class Hosts:
             raise InputError(f"links of {bandwidth_bps:g} bit/s (expected at least 1Mbit)")
         self.count = count
         self.bandwidth_bps = bandwidth_bps
-        self._names: list[str] = []
+        self._holders: list[subprocess.Popen[str]] = []  # of the switch, and of every host
         self._processes: list[subprocess.Popen[Any]] = []
 
     def address(self, i: int) -> str:
@@ -95,19 +120,21 @@ class Hosts:
         return f"10.77.0.{range(1, self.count + 1)[i]}"
 
     def popen(self, i: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process inside host i, with the `options` of `subprocess.Popen`; its pid is that of the program."""
-        process = subprocess.Popen(["ip", "netns", "exec", self._names[range(self.count)[i]], *arguments], **options)
+        """Start a program inside host i, with the `options` of `subprocess.Popen`.
+
+        The process that is returned waits for the program, ends as it does, and
+        takes it along when it is killed. Ctrl-C does not reach it.
+        """
+        spaces = f"--pid=/proc/{self._holders[0].pid}/ns/pid_for_children"
+        command = [*self._inside(range(self.count)[i] + 1), spaces, "setpriv", "--pdeathsig", "KILL", *arguments]
+        process = subprocess.Popen(command, **{"process_group": 0, **options})
         self._processes.append(process)
         return process
 
     def __enter__(self) -> Hosts:
-        for program in ("ip", "tc"):
-            if shutil.which(program) is None:
-                raise InputError(f"shaped hosts need Linux and its `{program}` on PATH (install iproute2)")
-        remove_stale()
-        pid = os.getpid()
-        prefix = f"legato-{pid}-{_start_time(pid)}-{secrets.token_hex(4)}"
-        self._names = [*(f"{prefix}-{i}" for i in range(self.count)), f"{prefix}-switch"]
+        for program, package in _PROGRAMS.items():
+            if shutil.which(program, path=_environment()["PATH"]) is None:
+                raise InputError(f"shaped hosts need Linux and its `{program}` on PATH (install {package})")
         main = threading.current_thread() is threading.main_thread()
         self._handles = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self._handles:
@@ -132,38 +159,85 @@ class Hosts:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _make(self) -> None:
-        *hosts, switch = self._names
-        _tool("ip", "-batch", "-", lines=[f"netns add {name}" for name in self._names])
+        self._user = () if _is_capable() else _USER_NAMESPACE
+        self._hold("unshare", *self._user, "--net", "--pid", "--fork", "--kill-child")
+        hosts = range(1, self.count + 1)
+        for _ in hosts:
+            self._hold(*self._inside(0), "unshare", "--net")
         links = ["link add name bridge0 type bridge", "link set bridge0 up"]
-        for i, host in enumerate(hosts):
+        for i in hosts:
             links += [
-                f"link add name port{i} type veth peer name {self.interface} netns {host}",
+                f"link add name port{i} type veth peer name {self.interface} netns {self._holders[i].pid}",
                 f"link set port{i} master bridge0 up",
             ]
-        _tool("ip", "-n", switch, "-batch", "-", lines=links)
+        self._tool(0, "ip", links)
         segment = int(min(max(_SEGMENT_S * self.bandwidth_bps / 8, _SEGMENT_BYTES[0]), _SEGMENT_BYTES[1]))
         burst = int(_BUCKET * max(_SEGMENT_S * self.bandwidth_bps / 8, segment))
         shape = f"root tbf rate {self.bandwidth_bps:.0f}bit burst {burst}b latency {_QUEUE}"
-        control = "cubic" if "cubic" in _CONGESTION_CONTROLS.read_text().split() else "reno"  # every kernel has that
-        for i, host in enumerate(hosts):
+        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+        control = "cubic" if "cubic" in known else "reno"  # every kernel has that
+        for i in hosts:
+            address = self.address(i - 1)
             setup = [
                 "link set lo up",
-                f"address add {self.address(i)}/24 dev {self.interface}",
+                f"address add {address}/24 dev {self.interface}",
                 f"link set {self.interface} gso_max_size {segment} up",
-                f"route replace 10.77.0.0/24 dev {self.interface} src {self.address(i)} congctl {control}",
+                f"route replace 10.77.0.0/24 dev {self.interface} src {address} congctl {control}",
             ]
-            _tool("ip", "-n", host, "-batch", "-", lines=setup)
-            _tool("tc", "-n", host, "-batch", "-", lines=[f"qdisc add dev {self.interface} {shape}"])
-        _tool("tc", "-n", switch, "-batch", "-", lines=[f"qdisc add dev port{i} {shape}" for i in range(self.count)])
+            self._tool(i, "ip", setup)
+            self._tool(i, "tc", [f"qdisc add dev {self.interface} {shape}"])
+        self._tool(0, "tc", [f"qdisc add dev port{i} {shape}" for i in hosts])
+
+    def _inside(self, k: int) -> list[str]:
+        """Return the start of a command that runs in the network of the switch (0) or of a host (from 1)."""
+        user = [f"--user=/proc/{self._holders[0].pid}/ns/user"] if self._user else []
+        return ["nsenter", "--preserve-credentials", *user, f"--net=/proc/{self._holders[k].pid}/ns/net"]
+
+    def _hold(self, *command: str) -> None:
+        """Start a process that waits, in the namespaces that this command makes, until its standard input ends."""
+        process = subprocess.Popen(
+            [*command, "sh", "-c", "echo && exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            process_group=0,  # Ctrl-C does not reach it
+        )
+        self._holders.append(process)
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise self._refusal("unshare", process.communicate()[1])
+
+    def _tool(self, k: int, program: str, lines: Sequence[str]) -> None:
+        """Run `ip` or `tc` on a list of commands, in the network of the switch (0) or of a host (from 1)."""
+        done = subprocess.run(
+            [*self._inside(k), program, "-batch", "-"],
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            env=_environment(),
+            process_group=0,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise self._refusal(program, done.stderr)
+
+    def _refusal(self, program: str, said: str) -> InputError:
+        """Return the error that says why this machine cannot have hosts, and what to do."""
+        problem = (said.strip().splitlines() or ["no reason given"])[0].removeprefix(f"{program}: ")
+        need = "shaped hosts need Linux with network namespaces, veth, bridge and tbf"
+        if any(denial in problem for denial in _DENIALS):
+            need = f"shaped hosts need root, or user namespaces{_obstacle()}"
+        return InputError(f"{need} ({program}: {problem})")
 
     def _remove(self) -> None:
-        for process in self._processes:  # a process that was just started may not be inside its host yet
-            process.terminate()
-        _remove(self._names, self._processes)
+        for holder in self._holders:  # with that of the switch, which is the first, all processes end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead process that nobody reaps holds it up
+                holder.communicate(timeout=_PATIENCE_S)
         for process in self._processes:
-            process.kill()
             process.wait()
-        self._names, self._processes = [], []
+        self._holders, self._processes = [], []
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -185,84 +259,27 @@ def why_unavailable() -> str:
     return ""
 
 
-def remove_stale() -> list[str]:
-    """Remove the namespaces whose owners are gone, with all processes in them; returns their names.
-
-    Namespaces that this module did not create, or whose owner is alive, are not touched.
-    """
-    stale = []
-    for name in os.listdir(_NETNS) if _NETNS.is_dir() else []:
-        made = _NAME.fullmatch(name)
-        if made and _start_time(int(made["pid"])) != int(made["start"]):
-            stale.append(name)
-    _remove(stale)
-    return stale
+def _environment() -> dict[str, str]:
+    """Return the environment of the tools: they are found, and speak English."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
+    return {**os.environ, "PATH": path, "LC_ALL": "C"}
 
 
-def _start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it does not exist or is a zombie."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else int(fields[18])
+def _is_capable() -> bool:
+    """Whether this process may make network namespaces itself, as root may, unless it is root of a container."""
+    effective = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
+    return int(effective, 16) & _CAPABILITIES == _CAPABILITIES
 
 
-def _tool(*command: str, lines: Sequence[str]) -> None:
-    """Run `ip` or `tc` on a list of commands, in its own process group so that Ctrl-C does not interrupt it."""
-    done = subprocess.run(
-        command, input="\n".join(lines) + "\n", capture_output=True, text=True, process_group=0, check=False
-    )
-    if done.returncode != 0:
-        problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
-        raise InputError(
-            f"shaped hosts need root, and Linux with network namespaces, veth, bridge and tbf ({command[0]}: {problem})"
+def _obstacle() -> str:
+    """Return what forbids namespaces on this machine, and what allows them, as far as it can be known."""
+    for name, forbids, allows in _OBSTACLES:
+        setting = _SETTINGS.joinpath(*name.split("."))
+        if setting.is_file() and setting.read_text().strip() == forbids:
+            return f", which {name}={forbids} forbids: `sudo sysctl {name}={allows}` allows them"
+    if Path("/proc/self/status").read_text().partition("Seccomp:")[2].split()[:1] == ["2"]:
+        return (
+            ", which a seccomp filter forbids, probably the container's: "
+            "`docker run --security-opt seccomp=unconfined` allows them"
         )
-
-
-def _remove(names: Sequence[str], own: Sequence[subprocess.Popen[Any]] = ()) -> None:
-    """End all processes in these namespaces, and delete the namespaces."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        _signal_all(names, how)
-        deadline = time.monotonic() + _PATIENCE_S
-        while _running(names, own) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    for name in names:
-        if (_NETNS / name).exists():  # ip may not have created it, or another process may have removed it
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, process_group=0, check=False)
-
-
-def _running(names: Sequence[str], own: Sequence[subprocess.Popen[Any]]) -> bool:
-    return any(process.poll() is None for process in own) or any(_inside(names))
-
-
-def _inside(names: Sequence[str]) -> Iterator[int]:
-    """Yield the ids of the processes in these namespaces."""
-    spaces = {key for name in names if (key := _key(_NETNS / name))} - {_key(Path("/proc/self/ns/net"))}
-    if spaces:
-        yield from (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_in(int(pid), spaces))
-
-
-def _signal_all(names: Sequence[str], how: signal.Signals) -> None:
-    spaces = {key for name in names if (key := _key(_NETNS / name))}
-    for pid in _inside(names):
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)  # unlike an id, it cannot pass to another process
-            try:
-                if _is_in(pid, spaces):
-                    signal.pidfd_send_signal(handle, how)
-            finally:
-                os.close(handle)
-
-
-def _is_in(pid: int, spaces: Collection[tuple[int, int] | None]) -> bool:
-    return _key(Path(f"/proc/{pid}/ns/net")) in spaces
-
-
-def _key(path: Path) -> tuple[int, int] | None:
-    """Return what identifies a network namespace."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+    return ""

@@ -87,6 +87,7 @@ def _in_hosts(
     """Start one process per worker, each in its own host; end them and remove the hosts on exit."""
     with Hosts(workers, bandwidth_bps) as hosts:
         shared = {
+            "LEGATO_FLIGHT_DIR": str(Path(log.name).parent),  # process ids, which name the records, start anew
             **os.environ,
             **_QUIET,
             "WORLD_SIZE": str(workers),

@@ -6,18 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support import unmeasured
+from support import PATIENCE_S, environment, unmeasured
+from support.rehearsing import NOBODY, ORDINARY_USER, needs_hosts, needs_hosts_without_root, processes_with, run
 
 from legato.core.errors import InputError
 from legato.testbed import hosts as testbed
-from legato.testbed.hosts import Hosts, remove_stale, why_unavailable
+from legato.testbed.hosts import Hosts, why_unavailable
 
-WHY_NOT = why_unavailable() if sys.platform == "linux" else "not Linux"
-needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 MBIT = 1e6
 LINK_BPS = 50 * MBIT
 #: Of a link's rate: headers and start-up cost less than this, bursts are smaller than this.
@@ -46,25 +46,35 @@ print(began, flush=True)
 """
 
 
-def left_behind():
-    """Namespaces that are there now, but for those of another process that uses the testbed at the same time."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    names = {line.split()[0] for line in listed.splitlines()}
-    owners = {name: made["pid"] for name in names if (made := testbed._NAME.fullmatch(name))}
-    return {n for n in names if owners.get(n) == str(os.getpid()) or not os.path.exists(f"/proc/{owners.get(n)}")}
+def machine():
+    """The machine's own interfaces, and its namespaces that have names."""
+    named = Path("/run/netns")
+    return set(os.listdir("/sys/class/net")), set(os.listdir(named)) if named.is_dir() else set()
 
 
-def interfaces():
-    return set(os.listdir("/sys/class/net"))
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Returns the processes that the test started and that still run; in the end, there must be none."""
+    before = machine()
+    monkeypatch.setenv("STARTED_BY_TEST", str(tmp_path))
+    yield lambda: processes_with(f"STARTED_BY_TEST={tmp_path}")
+    assert processes_with(f"STARTED_BY_TEST={tmp_path}") == set() and machine() == before
+
+
+def soon(holds):
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
 
 
 @pytest.fixture(scope="module")
 def four():
-    before = left_behind(), interfaces()
+    before = machine()
     with Hosts(count=4, bandwidth_bps=LINK_BPS) as hosts:
-        assert interfaces() == before[1], "the machine's own network got something"
+        assert machine() == before, "the machine's own network got something"
         yield hosts
-    assert (left_behind(), interfaces()) == before
+    assert machine() == before
 
 
 def rates(hosts, flows):
@@ -117,116 +127,151 @@ def test_congestion_control_is_not_the_machines_choice(four):
 
 @needs_hosts
 def test_a_process_inside_sees_its_host_and_nothing_else(four):
-    look = "import os; print(sorted(n for _, n in __import__('socket').if_nameindex()), os.environ['A'], os.getpid())"
+    look = "import os; print(sorted(n for _, n in __import__('socket').if_nameindex()), os.environ['A'])"
     process = four.popen(
         3, [sys.executable, "-c", look], env={**os.environ, "A": "b"}, stdout=subprocess.PIPE, text=True
     )
     said, _ = process.communicate()
-    assert said == f"['eth0', 'lo'] b {process.pid}\n"
+    assert said == "['eth0', 'lo'] b\n"
     assert [four.address(i) for i in range(4)] == [f"10.77.0.{i}" for i in (1, 2, 3, 4)]
     with pytest.raises(IndexError):
         four.address(4)
 
 
+@needs_hosts
+def test_what_a_process_inside_writes_belongs_to_whoever_started_it(four, tmp_path):
+    four.popen(0, ["sh", "-c", "id -u > here"], cwd=tmp_path).wait()
+    written = tmp_path / "here"
+    assert (written.stat().st_uid, written.stat().st_gid) == (os.getuid(), os.getgid())
+    assert written.read_text() == "0\n"
+
+
 #: Says when it is there, starts a child, and does not mind being asked to end.
 STUBBORN = (
     "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait(); signal.pause()"
+    "child = subprocess.Popen(['sleep', '600']); print('ready', flush=True); child.wait(); signal.pause()"
+)
+#: Makes hosts in which that runs.
+OWNER = (
+    "import signal; from legato.testbed.hosts import Hosts\n"
+    f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
 )
 
 
 def start_stubborn(hosts):
     process = hosts.popen(1, [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
-    return process, int(process.stdout.readline())
-
-
-def runs(pid):
-    return testbed._start_time(pid) is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 @needs_hosts
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
-def test_nothing_is_left_behind(monkeypatch, error):
-    monkeypatch.setattr(testbed, "_PATIENCE_S", 0.3)
-    before = left_behind(), interfaces()
+def test_nothing_is_left_behind(started, error):
     with pytest.raises(error) if error else ExitStack(), Hosts(2, 100 * MBIT) as hosts:
-        process, child = start_stubborn(hosts)
-        assert left_behind() > before[0] and runs(child)
+        process = start_stubborn(hosts)
+        assert started()
         if error:
             raise error
-    assert process.returncode == -signal.SIGKILL and not runs(child)
-    assert (left_behind(), interfaces()) == before
+    assert process.returncode == -signal.SIGKILL
 
 
 @needs_hosts
-def test_nothing_is_left_behind_when_it_cannot_be_made(monkeypatch):
+def test_nothing_is_left_behind_when_it_cannot_be_made(started, monkeypatch):
     """tc is what fails here, when all the namespaces are there already."""
-    before = left_behind()
     monkeypatch.setattr(testbed, "_QUEUE", "nonsense")
-    with pytest.raises(InputError, match=r"^shaped hosts need root.* \(tc: .*nonsense"), Hosts(2, 100 * MBIT):
+    with pytest.raises(InputError, match=r"^shaped hosts need Linux .* \(tc: .*nonsense"), Hosts(2, 100 * MBIT):
         pytest.fail("it was made")
-    assert left_behind() == before
 
 
 @needs_hosts
-def test_what_a_killed_owner_left_is_swept_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(testbed, "_PATIENCE_S", 0.3)
-    before = left_behind()
-    code = (
-        "import signal; from legato.testbed.hosts import Hosts\n"
-        f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
-    )
-    with Hosts(1, 100 * MBIT) as mine:
-        resident = mine.popen(0, ["sleep", "600"])
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
-            child = int(owner.stdout.readline())
-            owner.kill()
-        foreign = f"legato-{owner.pid}"  # looks like one of ours, but is not named as ours are
-        subprocess.run(["ip", "netns", "add", foreign], check=True)
-        try:
-            assert runs(child)
-            swept = remove_stale()
-            assert len(swept) == 3 and all(name.startswith(f"legato-{owner.pid}-") for name in swept)
-            assert not runs(child) and resident.poll() is None
-            assert left_behind() == before | {foreign} | set(mine._names)
-            assert remove_stale() == []
-        finally:
-            subprocess.run(["ip", "netns", "delete", foreign], check=True)
-    assert left_behind() == before
+def test_nothing_is_left_behind_by_an_owner_that_is_killed(started):
+    with subprocess.Popen([sys.executable, "-c", OWNER], env=unmeasured(), stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout.readline() == "ready\n" and started() > {owner.pid}
+        owner.kill()
+    assert soon(lambda: not started())
 
 
 @needs_hosts
-def test_nothing_is_left_behind_by_an_owner_that_is_told_to_end():
-    before = left_behind(), interfaces()
-    code = (
-        "import signal; from legato.testbed.hosts import Hosts\n"
-        f"with Hosts(2, 1e8) as hosts: hosts.popen(1, [{sys.executable!r}, '-c', {STUBBORN!r}]); signal.pause()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], env=unmeasured(), stdout=subprocess.PIPE, text=True) as owner:
-        child = int(owner.stdout.readline())
+def test_nothing_is_left_behind_by_an_owner_that_is_told_to_end(started):
+    with subprocess.Popen([sys.executable, "-c", OWNER], env=unmeasured(), stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout.readline() == "ready\n"
         while owner.poll() is None:  # again and again, also while it removes what it made
             owner.terminate()
             time.sleep(0.02)
-        assert owner.wait(60) == 128 + signal.SIGTERM
-    assert not runs(child) and (left_behind(), interfaces()) == before
+        assert owner.wait(60) == 128 + signal.SIGTERM and not started()
 
 
 @needs_hosts
-def test_an_owner_whose_id_went_to_another_process_is_gone():
-    start = testbed._start_time(os.getpid())
-    name = f"legato-{os.getpid()}-{start - 1}-00000000-0"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    assert remove_stale() == [name]
+def test_what_is_killed_takes_its_program_along(started):
+    with Hosts(2, 100 * MBIT) as hosts:
+        before = started()
+        process = hosts.popen(0, ["sh", "-c", "echo ready; exec sleep 600"], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n" and started() > before
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM and soon(lambda: started() == before)
 
 
-def test_why_not(monkeypatch, tmp_path):
+@needs_hosts
+def test_hosts_outlive_the_thread_that_made_them(started):
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(1) as pool:
+            hosts = pool.submit(stack.enter_context, Hosts(2, 100 * MBIT)).result()
+            process = pool.submit(start_stubborn, hosts).result()
+        assert hosts.popen(0, ["true"]).wait() == 0 and process.poll() is None
+
+
+@needs_hosts_without_root
+@pytest.mark.skipif(os.getuid() != 0, reason="they all ran without root")
+def test_all_this_holds_without_root(tmp_path):
+    tests = ["-m", "pytest", __file__, "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", tmp_path / "tests"]
+    done = run([*ORDINARY_USER, sys.executable, *tests], cwd=Path(__file__).parents[2], env=environment())
+    assert done.returncode == 0 and re.search(r"\d\d passed, 1 skipped", done.stdout), done.stdout
+
+
+@needs_hosts_without_root
+def test_where_namespaces_are_forbidden_one_line_says_what_to_do():
+    look = "from legato.testbed.hosts import why_unavailable; print(why_unavailable())"
+    done = run([*NOBODY, sys.executable, "-c", look], env=environment())
+    assert done.stdout == (
+        "shaped hosts need root, or user namespaces, which user.max_user_namespaces=0 forbids: `sudo sysctl "
+        "user.max_user_namespaces=1000` allows them (unshare: unshare failed: No space left on device)\n"
+    ), done.stderr
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Makes the folder in which all programs are that fail, with these words."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert re.fullmatch(r"shaped hosts need Linux and its `ip` on PATH \(install iproute2\)", why_unavailable())
-    program = tmp_path / "ip"
-    program.write_text("#!/bin/sh\necho 'mount failed: Operation not permitted' >&2\nexit 1\n")
-    program.chmod(0o755)
-    Path(tmp_path / "tc").symlink_to(program)
-    assert why_unavailable().endswith("(ip: mount failed: Operation not permitted)")
+    monkeypatch.setattr(testbed, "_SBIN", ())
+
+    def make(said):
+        for name in testbed._PROGRAMS:
+            program = tmp_path / name
+            program.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+            program.chmod(0o755)
+
+    return make
+
+
+def test_what_is_not_installed(programs):
+    assert why_unavailable() == "shaped hosts need Linux and its `ip` on PATH (install iproute2)"
+    programs("unshare: unshare failed: Invalid argument")
+    assert why_unavailable() == (
+        "shaped hosts need Linux with network namespaces, veth, bridge and tbf (unshare: unshare failed: "
+        "Invalid argument)"
+    )
+
+
+@pytest.mark.parametrize(("name", "forbids", "allows"), testbed._OBSTACLES)
+def test_the_setting_that_forbids_namespaces_is_named(programs, tmp_path, monkeypatch, name, forbids, allows):
+    monkeypatch.setattr(testbed, "_SETTINGS", tmp_path)
+    setting = tmp_path.joinpath(*name.split("."))
+    setting.parent.mkdir()
+    setting.write_text(f"{allows}\n")
+    programs("unshare: write failed /proc/self/uid_map: Operation not permitted")
+    assert name not in why_unavailable()
+    setting.write_text(f"{forbids}\n")
+    assert f"user namespaces, which {name}={forbids} forbids: `sudo sysctl {name}={allows}`" in why_unavailable()
 
 
 @pytest.mark.parametrize(("count", "bandwidth_bps"), [(0, 1e9), (251, 1e9), (2, 0.0), (2, float("nan")), (2, 1e5)])

@@ -5,16 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.rehearsing import needs_hosts, processes_with
 
 from legato.core.errors import RankError
-from legato.testbed.hosts import why_unavailable
 from legato.testbed.launch import run_workers
-
-WHY_NOT = why_unavailable()
-needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 
 WORKER = """
 import json, os, signal, sys, time
@@ -48,12 +44,13 @@ def test_progress_is_passed_on_and_the_rest_logged(tmp_path, worker, bandwidth_b
 
 
 @needs_hosts
-def test_workers_know_one_another(tmp_path, worker):
-    names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+def test_workers_know_one_another_and_where_records_go(tmp_path, worker, monkeypatch):
+    monkeypatch.delenv("LEGATO_FLIGHT_DIR", raising=False)
+    names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "LEGATO_FLIGHT_DIR"]
     worker(WORKER + f"log(str(rank) + ' ' + str([os.environ[n] for n in {names}]))\n")
     run(tmp_path, 1e9, workers=2)
     lines = sorted((tmp_path / "log").read_text().splitlines())
-    assert lines == [f"{rank} ['2', '0', '10.77.0.1', 'eth0', '1']" for rank in (0, 1)]
+    assert lines == [f"{rank} ['2', '0', '10.77.0.1', 'eth0', '1', '{tmp_path}']" for rank in (0, 1)]
 
 
 @needs_hosts
@@ -88,10 +85,8 @@ def test_ctrl_c_ends_all(tmp_path, worker):
     )
     with owner:
         assert owner.stdout.readline()
-        while len(pids := (tmp_path / "log").read_text().split()) < 2:
+        while len((tmp_path / "log").read_text().split()) < 2:
             time.sleep(0.01)
         os.killpg(owner.pid, signal.SIGINT)
         assert "KeyboardInterrupt" in owner.communicate()[1]
-    assert not any(Path("/proc", pid).exists() for pid in pids)
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"legato-{owner.pid}-" not in listed
+    assert processes_with(str(tmp_path)) == set()
