@@ -4,7 +4,7 @@
                                     [--least]
 
 Without a bandwidth the ranks talk over loopback; with one, each is in a host of
-its own behind a link of it (root). Prints Markdown: the median time of gloo's
+its own behind a link of it. Prints Markdown: the median time of gloo's
 own all-reduce, and that of each other way as a multiple of it. All ways take
 turns within a round, so that a machine that slows down slows all of them; a
 message takes as long as its slowest rank says. On a machine that others use at

@@ -3,7 +3,7 @@
     python benchmarks/parameter_servers.py                                   # layers, 2 workers, 1 server, 500 Mbit
     python benchmarks/parameter_servers.py --models resnet-v1-50 --servers 1,2 --bandwidth 1Gbit --iterations 10
 
-Needs root: every worker, server and inference agent has a host of its own, as in
+Every worker, server and inference agent has a host of its own, as in
 `legato rehearse --servers`. `layers` is a chain of 16 layers of 128 KiB, 2 ms
 forward and 3 ms backward each; any other model is one of `legato workload`.
 Cells are kept in the output file as they are finished; those that are there

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +29,14 @@ def calibrate(
     max_message: Annotated[
         str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
     ] = "64MiB",
+    training: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Measure also how much messages and the computation of this training step, which legato capture "
+            "takes too, slow each other down on the processors.",
+        ),
+    ] = None,
     nccl_tests: Annotated[
         Path | None,
         typer.Option(
@@ -43,7 +52,8 @@ def calibrate(
     """Measure the cost of an all-reduce between the processes of this job.
 
     Start it under torchrun, on the machines and with the number of processes that will train. With --collectives,
-    a plan can choose a collective for every message. With --nccl-tests it needs neither torchrun nor PyTorch.
+    a plan can choose a collective for every message. Where training computes on the CPU, --training makes predictions
+    count what computation and messages take from each other. With --nccl-tests it needs neither torchrun nor PyTorch.
 
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """
@@ -63,18 +73,33 @@ def calibrate(
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
     names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
     sizes = sizes_up_to(parse_bytes(max_message))
+    compute = None if training is None else _passes(training)
     dist.init_process_group(backend)
     try:
         if dist.get_rank() == 0:
             with progress("measuring all-reduce") as advance:
-                found = run(sizes=sizes, collectives=names, depths=chunks, progress=advance)
+                found = run(sizes=sizes, collectives=names, depths=chunks, compute=compute, progress=advance)
         else:
-            found = run(sizes=sizes, collectives=names, depths=chunks)
+            found = run(sizes=sizes, collectives=names, depths=chunks, compute=compute)
         if dist.get_rank() == 0:
             files.write(output, found.cluster)
             _show(found, output, json)
     finally:
         dist.destroy_process_group()
+
+
+def _passes(training: str) -> Callable[[], None]:
+    """The forward and backward pass of a training step in a file."""
+    from legato.pytorch.recording.load import load_training
+
+    _, optimizer, loss = load_training(training)
+
+    def compute() -> None:
+        optimizer.zero_grad()
+        total: Any = loss()
+        total.backward()
+
+    return compute
 
 
 def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
@@ -126,3 +151,5 @@ def _show(found: object, output: Path, json: bool) -> None:
         f"the fit is off by {found.median_error:.0%} "
         f"(median), {found.worst_error:.0%} (worst) -> {output}"
     )
+    if found.cluster.contention is not None:
+        note(f"{found.cluster.contention}")

@@ -44,6 +44,14 @@ def plan(
     reduce: Reduce = None,
     collective: Collective = None,
     compute: Compute = "one",
+    any_order: Annotated[
+        bool,
+        typer.Option(
+            "--any-order",
+            help="Let `legato` plan any order of computation, also one that can only be simulated. "
+            "In the graphs of a compiled model it plans any order anyway.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -77,6 +85,7 @@ def plan(
             names,
             collective=collective,
             compute=compute,
+            any_order=any_order,
             progress=advance,
             left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
         )

@@ -11,7 +11,7 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bandwidth, format_seconds
 
-__all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "LinearCost"]
+__all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "Contention", "LinearCost"]
 
 
 #: A relative error that counts as none.
@@ -98,6 +98,12 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return alpha, beta
 
 
+def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
+    """The sum of two costs for the smallest message and for large ones."""
+    floor = a.startup_s + b.startup_s if a.floor_s or b.floor_s else 0.0
+    return LinearCost(a.alpha_s + b.alpha_s, a.beta_s_per_byte + b.beta_s_per_byte, floor)
+
+
 def _tree(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
     return 2 * latency * math.log2(n), (2 * byte + reduce) * math.log2(n)
 
@@ -143,6 +149,29 @@ def _parameter_server(workers: int, servers: int, latency: float, byte: float, r
     return 2 * latency, 2 * byte * max(1.0, workers / servers) + reduce * (workers - 1) / servers
 
 
+class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What messages and computation take from each other where the same processor does both.
+
+    If workers compute all the while that a message of n bytes is in flight, it
+    takes `delay.cost(n)` seconds longer, and `overhead.cost(n)` seconds of the
+    processor are lost to computation (the overhead o of LogP, per message, and
+    that of LogGPO, per byte). Of a message that is in flight beside computation
+    for a part of its way, the same part counts. `pack_s_per_byte` is the time
+    that the worker spends on copying a byte of a gradient into its message.
+    """
+
+    delay: LinearCost
+    overhead: LinearCost
+    pack_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.pack_s_per_byte) and self.pack_s_per_byte >= 0):
+            raise InputError(f"pack_s_per_byte: {self.pack_s_per_byte} (expected a finite number, at least 0)")
+
+    def __str__(self) -> str:
+        return f"beside computation: {self.delay} longer, and takes {self.overhead} from computation"
+
+
 class Cluster(
     msgspec.Struct,
     frozen=True,
@@ -160,6 +189,8 @@ class Cluster(
     `depths` holds the measured costs of collectives in chunks: by name, then by
     depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
     averaged gradient from its message into the gradient that the optimizer reads.
+    `contention` is None where computation and messages do not slow each other
+    down, for example because a network card does the work.
     """
 
     workers: Int64
@@ -170,6 +201,7 @@ class Cluster(
     reduce_s_per_byte: float = 0.0
     depths: dict[str, dict[int, LinearCost]] = {}
     unpack_s_per_byte: float = 0.0
+    contention: Contention | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -242,7 +274,8 @@ class Cluster(
             for depth, cost in measured.items()
         ]
         heading = f"{count(self.workers, 'worker')}{servers}{speed}{latency}"
-        return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0)])
+        beside = [] if self.contention is None else [f"  {self.contention}"]
+        return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
 
     @property
     def default_collective(self) -> str:
@@ -261,6 +294,18 @@ class Cluster(
             raise unknown_name("collective", name, self.collectives)
         measured = self.depths.get(name, {})
         return measured.get(max((d for d in measured if d <= depth), default=1), self.collectives[name])
+
+    def while_computing(self) -> Cluster:
+        """Return the cluster on which every message costs what it does while workers compute, without contention."""
+        if self.contention is None:
+            return self
+        delay = self.contention.delay
+        return msgspec.structs.replace(
+            self,
+            collectives={name: _sum(cost, delay) for name, cost in self.collectives.items()},
+            depths={name: {d: _sum(cost, delay) for d, cost in of.items()} for name, of in self.depths.items()},
+            contention=None,
+        )
 
     def least_costs(self) -> list[LinearCost]:
         """Return straight lines; no message, of any collective and depth, takes less than the lowest of them.

@@ -86,13 +86,16 @@ class Plan(
     `forward_overlap` a forward op waits only for the parameters that it reads;
     without it every forward op waits for the last message. `op_order` is the
     order in which a worker runs its ops over one period, backward first; empty
-    means `Workload.iteration_order()`.
+    means `Workload.iteration_order()`. `node_order` names those ops, in the same
+    order, that are nodes of a compiled model's graphs, which the runtime sorts
+    by it; it is empty if no node changes its place.
     """
 
     scheduler: str
     messages: tuple[Message, ...]
     forward_overlap: bool = False
     op_order: tuple[Int64, ...] = ()
+    node_order: tuple[str, ...] = ()
     workload_id: str = ""
     cluster_id: str = ""
 

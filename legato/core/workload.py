@@ -32,6 +32,11 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     duration_s: float
     deps: tuple[Int64, ...] = ()
 
+    @property
+    def graph(self) -> str:
+        """The graph of a compiled model of which the op is a node (`graph 0/backward`); empty if of none."""
+        return self.name.rpartition("/")[0] if self.name.startswith("graph ") else ""
+
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One trained parameter and its gradient, which has `nbytes` bytes.

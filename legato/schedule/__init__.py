@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
+from legato.core.files import identity
 from legato.core.plan import Plan
 from legato.core.workload import Workload
+from legato.schedule.basics.compose import with_node_order
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
 from legato.schedule.search.legato import legato
 
@@ -27,8 +31,10 @@ def scheduler_names(cluster: Cluster) -> list[str]:
 def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) -> Plan:
     """Plan with the scheduler of this name; `options` are passed to it.
 
-    Raises `InputError`, with the nearest names, on a scheduler or an option
-    that does not exist, and whatever the scheduler itself raises.
+    Where computation and messages share a machine (`Cluster.contention`), a published
+    scheduler plans with what messages cost beside computation; `legato` knows more.
+    Raises `InputError`, with the nearest names, on a scheduler or an option that does
+    not exist, and whatever the scheduler itself raises.
     """
     every = SCHEDULERS | SERVER_SCHEDULERS
     if name not in every:
@@ -37,4 +43,7 @@ def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) ->
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
-    return every[name](workload, cluster, **options)
+    if name == "legato" or cluster.contention is None:
+        return with_node_order(every[name](workload, cluster, **options), workload)
+    plan = every[name](workload, cluster.while_computing(), **options)
+    return with_node_order(msgspec.structs.replace(plan, cluster_id=identity(cluster)), workload)

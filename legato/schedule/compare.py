@@ -21,7 +21,7 @@ from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
 from legato.schedule.published.ddp import bucket_caps
 from legato.simulator.collective import simulate
 
-__all__ = ["SAME", "Candidate", "best", "better_buckets", "check_bounds", "compare"]
+__all__ = ["SAME", "Candidate", "best", "better_buckets", "check_bounds", "compare", "contestants"]
 
 #: Predictions that differ by no more than this fraction count as equal: none is more exact.
 SAME = 0.005
@@ -32,8 +32,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `bound` holds for all plans of the same kind: in the captured order of ops or
     in any order, with all-reduces only or also with their halves. `runnable` says
-    whether the PyTorch runtime carries the plan out as predicted: it sends
-    all-reduces, or their halves in pairs, in the captured order.
+    whether the PyTorch runtime carries the plan out as predicted (`is_runnable`).
     """
 
     plan: Plan
@@ -72,11 +71,13 @@ def compare(
     *,
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
+    any_order: bool = False,
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, TooLargeError], object] | None = None,
 ) -> list[Candidate]:
     """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
+    With `any_order`, `legato` plans for all orders of computation, as if none had to be run.
     Calls `progress(done, total)` after each one. Where no names are given, a scheduler
     for which the workload is too large is left out, and `left_out(name, error)` is called.
     Raises `InputError` as `schedule` does, and `TooLargeError` on more ops than bounds can have.
@@ -89,7 +90,8 @@ def compare(
     for i, name in enumerate(names):
         start = time.perf_counter()
         try:
-            plan = schedule(name, workload, cluster, collective=collective)
+            options = {"any_order": True} if any_order and name == "legato" else {}
+            plan = schedule(name, workload, cluster, collective=collective, **options)
         except TooLargeError as error:
             if chosen or (name == names[-1] and not found):
                 raise
@@ -104,7 +106,7 @@ def compare(
             )
         bound = bounds[order, all_reduce_only]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        found.append(Candidate(plan, timeline, bound, plan_s, runnable=order == "captured" and is_runnable(plan)))
+        found.append(Candidate(plan, timeline, bound, plan_s, is_runnable(plan, workload)))
         if progress:
             progress(i + 1, len(names))
     return found
@@ -141,7 +143,30 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
     as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + SAME)]
-    return min(as_fast, key=lambda c: (c.plan.scheduler != "ddp", len(c.plan.messages), c.iteration_s))
+    return min(as_fast, key=_simplicity)
+
+
+def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidate]:
+    """DDP's own plan and those with which to compare it in training: the simplest first, no two the same.
+
+    Besides DDP's plan these are at most `most` runnable ones, the fastest by prediction,
+    but among them the fastest with forward overlap and the fastest without: what a
+    prediction leaves out is likely to hit all plans of one kind.
+    """
+    different: dict[Any, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: (c.plan.scheduler != "ddp", c.iteration_s)):
+        if candidate.runnable:
+            plan = candidate.plan
+            different.setdefault((plan.messages, plan.forward_overlap, plan.node_order), candidate)
+    own = [candidate for candidate in different.values() if candidate.plan.scheduler == "ddp"]
+    others = [candidate for candidate in different.values() if candidate.plan.scheduler != "ddp"]
+    kinds = {candidate.plan.forward_overlap: candidate for candidate in reversed(others)}
+    chosen = [*kinds.values(), *(c for c in others if c not in kinds.values())][:most]
+    return sorted(own + chosen, key=_simplicity)
+
+
+def _simplicity(candidate: Candidate) -> tuple[bool, int, float]:
+    return candidate.plan.scheduler != "ddp", len(candidate.plan.messages), candidate.iteration_s
 
 
 def better_buckets(ddp_s: float, merged_s: float, merged: Plan) -> list[float]:

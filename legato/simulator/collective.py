@@ -18,11 +18,22 @@ in which they arrived. Only partitioned tensors that are not contiguous in memor
 (`legato.core.layout`) are copied: the worker's stream gathers each of them just
 before the first op that reads it.
 
+[Note: contention] Where a processor both computes and sends (`Cluster.contention`),
+time goes by in stretches in which the stream runs one op, or none, and the network
+carries one message, or none. A message moves on at the pace 1 / (cost + delay) while
+an op runs, and at 1 / cost while none does. The op runs at the pace 1 - overhead /
+(cost + delay) while a message is in flight, but at `LEAST_PACE` at least. An op
+that produces gradients also copies them into their messages. Without forward overlap,
+a stream that waits for the last message unpacks those that have arrived meanwhile,
+beside the messages that are still on their way. With compute "unlimited" nothing
+contends.
+
 All workers behave alike, so the spans are those of worker 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,17 +46,25 @@ from legato.core.workload import Workload
 from legato.simulator.period import Compute, Period, check_compute
 from legato.simulator.pipelining import message_s
 
-__all__ = ["iteration_time", "iteration_times", "simulate"]
+__all__ = ["LEAST_PACE", "iteration_time", "iteration_times", "simulate"]
 
+#: Computation goes on at this pace at least, however much a message takes from it.
+LEAST_PACE = 0.05
 _UNKNOWN = -1.0
+_UNPACKING = -1  # what a stream does that runs no op, but unpacks messages
 _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 
 
 class _Priced(NamedTuple):
-    """A message's tensors, and the seconds that it keeps the network busy."""
+    """A message's tensors, and the seconds that it keeps the network busy.
+
+    Beside computation it takes `delay_s` longer and takes `overhead_s` from it.
+    """
 
     tensors: list[int]
     cost_s: float
+    delay_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 def simulate(
@@ -65,17 +84,16 @@ def simulate(
     """
     period = Period.of(workload)
     priced = _prepare(period, plan, cluster, compute)
-    done = _Run(period, plan, priced, compute, cluster)
-    done.run()
+    done = _run(period, plan, priced, compute, cluster)
     spans = [
         Span(0, "compute", op.name, start, end, op.phase)
         for op, start, end in zip(workload.ops, done.op_start, done.op_end, strict=True)
         if start < end
     ]
     spans += [
-        Span(0, "network", _label(message), start, start + sent.cost_s, "message", message.nbytes)
-        for message, sent, start in zip(plan.messages, priced, done.message_start, strict=True)
-        if sent.cost_s > 0
+        Span(0, "network", _label(message), start, end, "message", message.nbytes)
+        for message, start, end in zip(plan.messages, done.message_start, done.message_end, strict=True)
+        if start < end
     ]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     return Timeline(plan.scheduler, "predicted", done.iteration_s, tuple(spans), lower_bound_s)
@@ -93,8 +111,7 @@ def iteration_times(
     period = Period.of(workload)
     times = []
     for plan in plans:
-        done = _Run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
-        done.run()
+        done = _run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
         times.append(done.iteration_s)
     return times
 
@@ -123,10 +140,23 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             unsent[message.kind, piece.tensor] -= 1
             if first is not None and unsent.get((first, piece.tensor)):
                 raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
-        whole = message.kind == "all_reduce"
+        share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
-        priced.append(_Priced(tensors, seconds if whole else seconds / 2))
+        priced.append(_Priced(tensors, share * seconds, *_contended(cluster, message.nbytes, share)))
     return priced
+
+
+def _contended(cluster: Cluster, nbytes: int, share: float) -> tuple[float, float]:
+    if cluster.contention is None:
+        return 0.0, 0.0
+    return share * cluster.contention.delay.cost(nbytes), share * cluster.contention.overhead.cost(nbytes)
+
+
+def _run(period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> _Run:
+    kind = _ContendedRun if cluster.contention is not None and compute == "one" else _Run
+    done = kind(period, plan, priced, compute, cluster)
+    done.run()
+    return done
 
 
 class _Run:
@@ -146,6 +176,7 @@ class _Run:
         self.op_start = [0.0] * len(self.order)
         self.op_end = [_UNKNOWN] * len(self.order)
         self.message_start: list[float] = []
+        self.message_end: list[float] = []
         self.arrival = [0.0] * len(period.ready_op)  # when the last byte so far arrives
         self.missing = [0] * len(period.ready_op)  # messages that have not been sent yet
         for message in priced:
@@ -217,10 +248,15 @@ class _Run:
                 return
             start = max(self.network, max(ready))
             self.message_start.append(start)
-            self.network = start + message.cost_s
-            for t in message.tensors:
-                self.arrival[t] = self.network
-                self.missing[t] -= 1
+            self.arrives(message, start + message.cost_s)
+
+    def arrives(self, message: _Priced, moment: float) -> None:
+        """Note that the message in flight has arrived."""
+        self.network = moment
+        self.message_end.append(moment)
+        for t in message.tensors:
+            self.arrival[t] = moment
+            self.missing[t] -= 1
 
     def deadlock(self) -> str:
         """Say why neither cursor can advance: a message waits for an op that comes after an op that waits for it."""
@@ -232,3 +268,71 @@ class _Run:
             f"({ops[tensor.ready_after].name!r}), "
             f"which op_order puts after op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
         )
+
+
+class _ContendedRun(_Run):
+    """The same, where messages and computation slow each other down ([Note: contention])."""
+
+    def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
+        super().__init__(period, plan, priced, compute, cluster)
+        assert cluster.contention is not None
+        self.duration = list(period.duration_s)
+        for t, tensor in enumerate(period.workload.tensors):
+            self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
+        self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
+        self.packed_bytes = 0  # that have arrived and are still to be unpacked
+
+    def run(self) -> None:
+        """Go from one moment to the next at which an op or a message begins or ends."""
+        now = op_left = message_left = 0.0  # seconds of computation, and a fraction of the message, still to go
+        op = message = None
+        while self.computed < len(self.order) or len(self.message_end) < len(self.messages):
+            if op is None and self.computed < len(self.order):
+                i = self.order[self.computed]
+                if self.packed_bytes and not self.backward[i]:
+                    op, op_left, self.packed_bytes = _UNPACKING, self.packed_bytes * self.unpack_s_per_byte, 0
+                elif self.may_run(i):
+                    gather_s = self.gather_s.get(i, 0.0)
+                    op, op_left, self.op_start[i] = i, gather_s + self.duration[i], now + gather_s
+            if message is None and (k := len(self.message_end)) < len(self.messages) and self.may_send(k):
+                message, message_left = self.messages[k], 1.0
+                self.message_start.append(now)
+            if op is None and message is None:
+                raise PlanError(self.deadlock())
+            busy_s, pace = 0.0, 1.0
+            if message is not None:
+                busy_s = message.cost_s + (message.delay_s if op is not None else 0.0)
+                if op is not None and busy_s > 0:
+                    pace = max(LEAST_PACE, 1 - message.overhead_s / busy_s)
+            op_s = op_left / pace if op is not None else math.inf
+            message_s = message_left * busy_s if message is not None else math.inf
+            step = min(op_s, message_s)
+            now += step
+            if op is not None:
+                op_left -= step * pace
+                if op_s <= step:
+                    if op != _UNPACKING:
+                        self.op_end[op] = now
+                        self.op_start[op] = min(self.op_start[op], now)
+                        self.computed += 1
+                    op = None
+            if message is not None:
+                if message_s <= step:
+                    if self.unpack_s_per_byte:
+                        self.packed_bytes += self.plan.messages[len(self.message_end)].nbytes
+                    self.arrives(message, now)
+                    message = None
+                else:
+                    message_left -= step / busy_s
+
+    def may_run(self, i: int) -> bool:
+        """Whether the stream, which is free, may run op i, the next one, now."""
+        if self.backward[i]:
+            return True
+        if self.plan.forward_overlap:
+            return not any(self.missing[t] for t in self.period.reads[i])
+        return len(self.message_end) == len(self.messages)
+
+    def may_send(self, k: int) -> bool:
+        """Whether the gradients of message k, the next one, are there."""
+        return all(self.op_end[self.period.ready_op[t]] != _UNKNOWN for t in self.messages[k].tensors)

@@ -199,6 +199,8 @@ def _ray() -> Iterator[None]:
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
         if host:  # Ray itself would try for minutes
+            if int(port) > 65535:  # the resolver would take it modulo 65536, where something else may listen
+                raise ValueError(port)
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:

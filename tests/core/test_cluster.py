@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.core.cluster import COLLECTIVES, Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import decode, encode
 
@@ -218,3 +218,16 @@ def test_a_cluster_as_text():
     assert str(Cluster.derive(1, 1e9, 5e-5, servers=2)).startswith(
         "1 worker, 2 servers, 1 Gbit/s per link, latency 50 us\n"
     )
+
+
+def test_a_cluster_on_which_messages_and_computation_contend():
+    contention = Contention(LinearCost(1.0, 0.5), LinearCost(0.25, 0.125), 0.5)
+    cluster = Cluster(2, {"c": LinearCost(2.0, 1.0), "f": LinearCost(0.0, 1.0, 4.0)}, contention=contention)
+    assert decode(encode(cluster), Cluster, "c.json") == cluster
+    beside = cluster.while_computing()
+    assert beside.contention is None and beside.cost("c") == LinearCost(3.0, 1.5)
+    assert beside.cost("f") == LinearCost(1.0, 1.5, 5.0)
+    assert "beside computation: 1 s + " in str(cluster)
+    assert Cluster(2, FREE).while_computing() == Cluster(2, FREE)
+    with pytest.raises(InputError, match="pack_s_per_byte: -1"):
+        Contention(FREE["c"], FREE["c"], -1.0)

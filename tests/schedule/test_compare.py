@@ -14,7 +14,7 @@ from legato.schedule.compare import best, better_buckets, compare
 OPS = (Op("f", "forward", 1.0), Op("b", "backward", 1.0, (0,)))
 
 
-@given(workloads(), clusters())
+@given(workloads(), clusters(contended=True))
 def test_rows_are_complete_and_above_the_bound(workload, cluster):
     found = compare(workload, cluster)
     assert [c.plan.scheduler for c in found] == list(SCHEDULERS)

@@ -45,7 +45,7 @@ def test_the_registry_has_the_names_of_the_plans():
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(workload=workloads(), cluster=clusters(), data=st.data())
+@given(workload=workloads(), cluster=clusters(contended=True), data=st.data())
 def test_plans_are_valid_and_say_what_they_are_for(name, workload, cluster, data):
     collective = data.draw(st.none() | st.sampled_from(list(cluster.collectives)))
     plan = schedule(name, workload, cluster, collective=collective)

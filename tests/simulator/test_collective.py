@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.strategies import clusters, examples, op_orders, plans, workloads
 
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.layout import scattered_tensors
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.simulator.collective import iteration_time, simulate
+from legato.simulator.collective import LEAST_PACE, iteration_time, simulate
 
 # Two layers. Backward of the second (1 s) and of the first (2 s), an update each (1 s), forward of each (3 s, 4 s).
 TWO = Workload(
@@ -254,3 +254,77 @@ def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
         for m, message in enumerate(plan.messages)
         if cluster.cost(message.collective).cost(message.nbytes)
     ]
+
+
+def test_a_message_beside_computation_is_slower_and_takes_from_it():
+    # w2's 40 bytes: 1 s alone, 1 s more beside computation, of which it takes 1 s, so that both go at half their pace.
+    sharing = Cluster(2, {"c": LinearCost(1.0, 0.0)}, contention=Contention(LinearCost(1.0, 0.0), LinearCost(1.0, 0.0)))
+    compute, network = lanes(simulate(TWO, Plan("fifo", (whole("w2"), whole("w1"))), sharing))
+    assert network == [("w2", 1, 3), ("w1", 4, 5)]
+    assert compute[:3] == [("b2", 0, 1), ("b1", 1, 4), ("u1", 5, 6)]
+
+
+def test_packing_is_part_of_the_op_that_produces_the_gradient():
+    none = LinearCost(0.0, 0.0)
+    packing = Cluster(4, NETWORK.collectives, contention=Contention(none, none, 0.1))
+    compute, network = lanes(simulate(TWO, Plan("fifo", (whole("w2"), whole("w1"))), packing))
+    assert compute[:2] == [("b2", 0, 5), ("b1", 5, 9)] and network == [("w2", 5, 16), ("w1", 16, 22)]
+
+
+def test_what_has_arrived_is_unpacked_beside_what_is_on_its_way():
+    fifo = Plan("fifo", (whole("w2"), whole("w1")))
+    none = LinearCost(0.0, 0.0)
+    free = Cluster(4, NETWORK.collectives, unpack_s_per_byte=0.1, contention=Contention(none, none))
+    assert iteration_time(TWO, fifo, free) == pytest.approx(29)  # as without contention: w2 while w1 is sent
+    slower = replace(free, contention=Contention(LinearCost(4.0, 0.0), none))
+    compute, network = lanes(simulate(TWO, fifo, slower))
+    # w2 needs 11 s, and 15 s beside b1, which lasts 2; w1 needs 6, and 10 beside the 4 s in which w2 is unpacked.
+    arrives = 3 + 11 * (1 - 2 / 15)
+    assert [end for _, _, end in network] == pytest.approx([arrives, arrives + 4 + 6 * (1 - 4 / 10)])
+    assert compute[2][1] == pytest.approx(network[-1][2] + 2)
+
+
+def test_nothing_contends_on_unlimited_streams():
+    sharing = replace(NETWORK, contention=Contention(LinearCost(1.0, 1.0), LinearCost(1.0, 1.0), 1.0))
+    plan = Plan("p", (whole("w1"), whole("w2")), True)
+    assert simulate(TWO, plan, sharing, compute="unlimited") == simulate(TWO, plan, NETWORK, compute="unlimited")
+
+
+def _replayed(span, other, alone_s, beside_s):
+    """The part of a span's work that is done by its end, at one pace alone and at another beside the `other` spans."""
+    beside = sum(max(0.0, min(span.end_s, o.end_s) - max(span.start_s, o.start_s)) for o in other)
+    return (span.end_s - span.start_s - beside) / alone_s + beside / beside_s
+
+
+@examples(150)
+@given(st.data(), workloads(), clusters(contended=True))
+def test_what_contends_has_done_its_work(data, workload, cluster):
+    """Every span is as long as its work needs at the two paces, and nothing that could go on waits."""
+    plan = data.draw(plans(workload, cluster, halves=False))
+    timeline = simulate(workload, plan, cluster)
+    contention = cluster.contention or Contention(LinearCost(0.0, 0.0), LinearCost(0.0, 0.0))
+    ops = [s for s in timeline.spans if s.lane == "compute"]
+    messages = [s for s in timeline.spans if s.lane == "network"]
+    paces = []
+    for message, span in zip(_taking_time(plan.messages, cluster), messages, strict=True):
+        alone_s = cluster.cost(message.collective).cost(message.nbytes)
+        beside_s = alone_s + contention.delay.cost(message.nbytes)
+        assert _replayed(span, ops, alone_s or 1e-12, beside_s) == pytest.approx(1)
+        paces.append((span, max(LEAST_PACE, 1 - contention.overhead.cost(message.nbytes) / beside_s)))
+    packed = {op.name: op.duration_s for op in workload.ops}
+    for tensor in workload.tensors:
+        packed[workload.ops[tensor.ready_after].name] += tensor.nbytes * contention.pack_s_per_byte
+    for op in ops:
+        beside = [(max(0.0, min(op.end_s, s.end_s) - max(op.start_s, s.start_s)), pace) for s, pace in paces]
+        done_s = op.end_s - op.start_s - sum(seconds * (1 - pace) for seconds, pace in beside)
+        assert done_s == pytest.approx(packed[op.name], abs=1e-9)
+    if cluster.contention is None:
+        none = LinearCost(0.0, 0.0)
+        zero = simulate(workload, plan, replace(cluster, contention=Contention(none, none)))
+        assert zero.iteration_s == pytest.approx(timeline.iteration_s)
+    else:
+        assert timeline.iteration_s >= iteration_time(workload, plan, replace(cluster, contention=None)) * (1 - 1e-9)
+
+
+def _taking_time(messages, cluster):
+    return [m for m in messages if cluster.cost(m.collective).cost(m.nbytes) > 0]

@@ -7,7 +7,7 @@ exact floats and tests can say `==` and `>=` and mean it.
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 
@@ -30,15 +30,20 @@ costs = st.builds(
 
 
 @st.composite
-def workloads(draw, max_ops=5, max_tensors=5, optimizer=True):
+def workloads(draw, max_ops=5, max_tensors=5, optimizer=True, compiled=False):
     """Branching dependencies; tensors that share an op, are tied (several readers), or that nothing reads.
 
-    `optimizer=False` leaves optimizer ops out.
+    `optimizer=False` leaves optimizer ops out; `compiled` ones are the nodes of two graphs.
     """
     phases = ["forward"] * draw(st.integers(1, max_ops)) + ["backward"] * draw(st.integers(1, max_ops))
     phases += ["optimizer"] * (draw(st.integers(0, max_ops)) if optimizer else 0)
     ops = tuple(
-        Op(f"{phase[0]}{i}", phase, draw(durations), tuple(sorted(draw(_some(range(i))))))
+        Op(
+            f"graph 0/{phase}/n{i}" if compiled and phase != "optimizer" else f"{phase[0]}{i}",
+            phase,
+            draw(durations),
+            tuple(sorted(draw(_some(range(i))))),
+        )
         for i, phase in enumerate(phases)
     )
     backward = [i for i, phase in enumerate(phases) if phase == "backward"]
@@ -54,11 +59,16 @@ def _some(values):
     return st.sets(st.sampled_from(list(values)), max_size=3) if values else st.just(set())
 
 
+#: What messages and computation take from each other.
+contentions = st.builds(Contention, costs, costs, st.sampled_from([0.0, 0.0, 0.25]))
+
+
 @st.composite
-def clusters(draw, max_collectives=3):
-    """One to `max_collectives` linear costs called c0, c1, ..."""
+def clusters(draw, max_collectives=3, contended=False):
+    """One to `max_collectives` linear costs called c0, c1, ...; with `contended`, some with contention."""
     count = draw(st.integers(1, max_collectives))
-    return Cluster(draw(st.integers(1, 64)), {f"c{k}": draw(costs) for k in range(count)})
+    contention = draw(st.none() | contentions) if contended else None
+    return Cluster(draw(st.integers(1, 64)), {f"c{k}": draw(costs) for k in range(count)}, contention=contention)
 
 
 @st.composite

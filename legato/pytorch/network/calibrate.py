@@ -31,6 +31,7 @@ from legato.core.plan import Message, Slice
 from legato.pytorch._private import group_timeout
 from legato.pytorch.network.agreement import group_device
 from legato.pytorch.network.channel import Channel, channel_for
+from legato.pytorch.network.contention import measure_contention
 
 __all__ = ["Calibration", "Sample", "calibrate", "sizes_up_to"]
 
@@ -71,10 +72,15 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """A cluster for the planner, and the measurements to which it was fitted."""
+    """A cluster for the planner, and the measurements to which it was fitted.
+
+    `compute_s` is the time of the computation beside which messages were measured, alone: the median, each time on the
+    slowest rank; 0 without.
+    """
 
     cluster: Cluster
     samples: tuple[Sample, ...]
+    compute_s: float = 0.0
 
     @property
     def median_error(self) -> float:
@@ -93,6 +99,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     collectives: Sequence[str] = (),
     depths: Sequence[int] = (1,),
+    compute: Callable[[], object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Measure all-reduce on all ranks of a process group, and fit alpha + beta * bytes.
@@ -112,7 +119,10 @@ def calibrate(
         sizes: bytes of the messages, at least two different sizes of at least 4 bytes.
         collectives: names of further collectives (`ring`, `shuffle`, `halving-doubling`, ...).
         depths: numbers of chunks in which these are measured, besides one chunk.
-        progress: called as `progress(done, total)` after each size.
+        compute: computation like that of training, for some milliseconds or more, on every rank: with it, measure
+            how much messages and computation slow each other down (`legato.pytorch.network.contention`). Without it,
+            and on other devices than the CPU, the cluster has no contention.
+        progress: called as `progress(done, total)` after each size, and after each measurement beside computation.
 
     Raises:
         InputError: no process group is initialized, or `sizes` or `depths` are not as described.
@@ -142,7 +152,6 @@ def calibrate(
             progress(i + 1, len(sizes))
         if i and max(points[-1][1] for points in measured) > _LONG_S:
             break
-    dist.destroy_process_group(own)
     fits = {way: _fit(points) for way, points in zip(ways, measured, strict=True)}
     samples = [
         Sample(n, s, fits[way].cost(n), *way) for way, points in zip(ways, measured, strict=True) for n, s in points
@@ -154,7 +163,12 @@ def calibrate(
         depths={name: costs for name, costs in deeper.items() if costs},
         unpack_s_per_byte=_unpack_s_per_byte(group),
     )
-    return Calibration(cluster, tuple(samples))
+    compute_s = 0.0
+    if compute is not None and group_device(group).type == "cpu":
+        contention, compute_s = measure_contention(compute, cluster, channel, group, progress=progress)
+        cluster = msgspec.structs.replace(cluster, contention=contention)
+    dist.destroy_process_group(own)
+    return Calibration(cluster, tuple(samples), compute_s)
 
 
 def _separate_group(group: Any) -> Any:

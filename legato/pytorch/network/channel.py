@@ -108,6 +108,7 @@ class _GlooChannel:
     def __init__(self, group: Any) -> None:
         timeout = group_timeout(group, torch.device("cpu"))
         self._gloo = _gloo(group, timeout)
+        dist.barrier(group)  # a rank that refuses its plan must not leave while another still connects to it
         self._steps = Collectives(self._gloo, timeout)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failed = threading.Event()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, groupby
+
+import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import TooLargeError
@@ -14,12 +16,14 @@ from legato.core.workload import Workload
 __all__ = [
     "check_partitions",
     "compose",
+    "has_free_order",
     "is_runnable",
     "message_of",
     "priorities",
     "ready_order",
     "release_times",
     "resolve_collective",
+    "with_node_order",
 ]
 
 
@@ -64,12 +68,45 @@ def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> M
     return Message(tuple(Slice(t.name, 0, t.nbytes) for t in chosen), collective=collective)
 
 
-def is_runnable(plan: Plan) -> bool:
-    """Whether the PyTorch runtime sends such messages: all-reduces, or halves in pairs with the same slices."""
+def is_runnable(plan: Plan, workload: Workload) -> bool:
+    """Whether the PyTorch runtime carries the plan out as predicted.
+
+    It sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order; only
+    inside a graph of a compiled model it can run the nodes in any order.
+    """
     scattered = [message.slices for message in plan.messages if message.kind == "reduce_scatter"]
     gathered = [message.slices for message in plan.messages if message.kind == "all_gather"]
     kinds = {message.kind for message in plan.messages}
-    return kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and set(gathered) <= set(scattered)
+    sendable = kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and set(gathered) <= set(scattered)
+    return sendable and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
+
+
+def has_free_order(workload: Workload) -> bool:
+    """Whether the runtime can run ops in another order than the captured one: those of a compiled model."""
+    return any(op.graph for op in workload.ops)
+
+
+def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
+    """Whether ops change their places inside their graphs only; optimizer ops do not count."""
+    ops = workload.ops
+
+    def stretches(order: Iterable[int]) -> list[int | str]:
+        return [key for key, _ in groupby(order, lambda i: ops[i].graph or i)]
+
+    captured = [*workload.phase_ops("backward"), *workload.phase_ops("forward")]
+    chosen = [i for i in op_order if ops[i].phase != "optimizer"]
+    if chosen == captured:
+        return True
+    nodes = [op.name for op in ops if op.graph]  # a graph that runs twice in a pass has one order
+    return stretches(chosen) == stretches(captured) and len(set(nodes)) == len(nodes)
+
+
+def with_node_order(plan: Plan, workload: Workload) -> Plan:
+    """The plan with the names of the nodes that the runtime has to reorder."""
+    nodes = [i for i in plan.op_order if workload.ops[i].graph]
+    if nodes == [i for i in workload.iteration_order() if workload.ops[i].graph] or not is_runnable(plan, workload):
+        return plan
+    return msgspec.structs.replace(plan, node_order=tuple(workload.ops[i].name for i in nodes))
 
 
 def compose(

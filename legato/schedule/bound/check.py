@@ -19,6 +19,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.lower_bound import Bound
+from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
 __all__ = ["verify_bound"]
@@ -45,11 +46,13 @@ def verify_bound(
     chosen, case = bound.certificate.tensors, bound.certificate.case
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
-    if (case == "compute") != (not chosen):
+    if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
     walk = _Walk(workload, compute, order)
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
+    elif case == "processor":
+        proved = Fraction(walk.compute(), _SCALE) + _shared_processor(workload, cluster, compute)
     elif case == "both":
         proved = _both_ends(
             workload, cluster, {t: (walk.release(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
@@ -68,6 +71,18 @@ def verify_bound(
     if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
         raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
     return proved
+
+
+def _shared_processor(workload: Workload, cluster: Cluster, compute: Compute) -> Fraction:
+    """The least seconds that packing and messages take from the processor, or keep it waiting."""
+    if cluster.contention is None or compute != "one":
+        raise InputError(f"certificate: case 'processor' without contention on one stream (compute {compute!r})")
+    entire = _End(workload, cluster, dict.fromkeys(range(len(workload.tensors)), 0), all_reduce_only=True)
+    taken = 1 - Fraction(LEAST_PACE)
+    overhead, nbytes = cluster.contention.overhead, entire.total
+    alpha = min(Fraction(overhead.alpha_s), taken * Fraction(entire.alpha, entire.unit))
+    beta = min(Fraction(overhead.beta_s_per_byte), taken * Fraction(entire.slope, entire.unit))
+    return alpha + (beta + Fraction(cluster.contention.pack_s_per_byte)) * nbytes
 
 
 def _network(workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool) -> Fraction:

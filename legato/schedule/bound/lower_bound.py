@@ -86,6 +86,15 @@ above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
 b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
 alpha) with messages that pay alpha first.
 
+*Processor.* Where messages and computation share a processor (`Cluster.contention`),
+take a message that needs c seconds on its own and takes o from computation, and let p
+be the part of its way on which it is beside computation: the stream is busy p * o
+longer, and waits for (1 - p) * c. In one period, for all bytes B, with o never more than
+the simulator lets it take,
+
+    T >= computation and packing + sum over messages of min(o, c)
+      >= computation and packing + min(alphas) + min(betas) * B.
+
 The first two are at least min r + (alpha + beta * B) + min q, the value of Jackson's
 preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
@@ -116,6 +125,7 @@ from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.published.merge_optimal import merge_neighbours
+from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
 __all__ = ["Bound", "Certificate", "cheapest_line", "kind_of", "lower_bound"]
@@ -130,17 +140,18 @@ _MOMENTS, _REFINEMENTS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "release", "tail", "both", "between", "last", "sequences"]
+Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no schedule is faster: the indices S of the critical tensors, and the time that they take.
 
-    `case` names the argument above that gives the bound; with "compute", S is empty
-    and computation alone takes as long. Three times follow one another and add up to
-    the bound, in seconds: `before_s`, the computation before the first tensor of S is
-    ready (with "last", before its message); `network_s`, the network with its
-    unavoidable waits; and `after_s`, the time after. `moment_s` is the m of "both".
+    `case` names the argument above that gives the bound; S is empty with "compute",
+    where computation alone takes as long, and with "processor". Three times follow one
+    another and add up to the bound, in seconds: `before_s`, the computation before the
+    first tensor of S is ready (with "last", before its message); `network_s`, the
+    network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
+    m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
     limits.
     """
@@ -185,6 +196,8 @@ def lower_bound(
     alpha_share = 1.0 if all_reduce_only else 0.5
     line = cheapest_line(cluster, workload.nbytes)
     nothing = Bound(times.compute_s, Certificate("compute", (), times.compute_s, 0.0, 0.0))
+    if cluster.contention is not None and compute == "one":
+        nothing = _processor(workload, cluster, times.compute_s)
     sets = dict.fromkeys(_promising_sets(workload, cluster, times))  # in order, each once
     bounds = [_one_end(case, tensors, workload, cluster, times, alpha_share) for case, tensors in sets]
     bounds.sort(key=lambda bound: bound.seconds, reverse=True)
@@ -209,6 +222,17 @@ def lower_bound(
     first, last_s = min(times.release_s), min(times.tail_s)
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
     return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
+
+
+def _processor(workload: Workload, cluster: Cluster, compute_s: float) -> Bound:
+    """What computation, packing, and the processor's work for messages prove together."""
+    assert cluster.contention is not None
+    line, overhead = cheapest_line(cluster, workload.nbytes), cluster.contention.overhead
+    taken = 1 - LEAST_PACE
+    busy_s = min(overhead.alpha_s, taken * line.alpha_s) + workload.nbytes * (
+        min(overhead.beta_s_per_byte, taken * line.beta_s_per_byte) + cluster.contention.pack_s_per_byte
+    )
+    return Bound(compute_s + busy_s, Certificate("processor", (), compute_s, busy_s, 0.0))
 
 
 def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: float, after_s: float) -> Bound:

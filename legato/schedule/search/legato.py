@@ -19,10 +19,15 @@ are scattered over messages. Where this is known to take time, everything is don
 without partitioning, then with partitions that leave every tensor in one piece of memory.
 Every message takes the collective and the depth that are cheapest for its size.
 
-All this is for the captured order of computation. Where plans need not be run, it is also
+Where messages and computation share a machine (`Cluster.contention`), all this is done
+twice, with the costs of messages beside computation and of messages alone, and the
+simulator, which knows the contention, judges.
+
+All this is for the captured order of computation. Where the order is free, it is also
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
-messages are expensive, for both at once (`annealing.py`). The plans of all other schedulers
-are candidates too, so none of them is faster.
+messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
+a compiled model, and where plans need not be run. The plans of all other schedulers are
+candidates too, so none of them is faster.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -34,16 +39,18 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import TooLargeError
+from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
-from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, is_runnable, resolve_collective
+from legato.core.workload import Op, Workload
+from legato.schedule.basics.compose import compose, has_free_order, is_runnable, resolve_collective
 from legato.schedule.basics.heads_tails import heads_tails
-from legato.schedule.bound.lower_bound import cheapest_line, kind_of, lower_bound
+from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
 from legato.schedule.search.fill import Filled
@@ -79,20 +86,24 @@ def legato(
 
     By default every message takes the cheapest collective; `collective` restricts the
     choice to one. The same seed gives the same plan unless the budget runs out. With
-    `any_order`, plans count too that can only be simulated: those that reorder the
-    computation, or that gather other messages than they scattered. Raises
-    `InputError` on a collective the cluster lacks.
+    `any_order`, plans count too that can only be simulated: those that reorder more
+    than the nodes of compiled graphs, or that gather other messages than they
+    scattered. Raises `InputError` on a collective the cluster lacks.
     """
     stop_at = time.perf_counter() + budget_s
+    if cluster.contention is not None:
+        options = {"collective": collective, "gap": gap, "budget_s": budget_s / 2, "rounds": rounds, "seed": seed}
+        return _contended(workload, cluster, any_order, **options)
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
     collectives = _collectives(cluster, names)
     nbytes = [tensor.nbytes for tensor in workload.tensors]
     cheapest, _ = collectives.choose(sum(nbytes))
-    fastest = _Fastest(workload, cluster)
-    for name in dict.fromkeys((names[0], cheapest) if any_order else names[:1]):
-        fastest.consider(_published(workload, cluster, name, any_order))
-    orders = _orders(workload, cluster, any_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
-    if any_order:
+    fastest = _Fastest(workload, cluster, any_order)
+    free_order = any_order or has_free_order(workload)
+    for name in dict.fromkeys((names[0], cheapest) if free_order else names[:1]):
+        fastest.consider(_published(workload, cluster, name))
+    orders = _orders(workload, cluster, free_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
+    if free_order:
         fastest.consider(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
         if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
@@ -116,16 +127,47 @@ def legato(
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
 
 
-class _Fastest:
-    """The fastest plan seen so far; of equally fast ones, the one with the fewest messages."""
+def _contended(workload: Workload, cluster: Cluster, any_order: bool, **options: Any) -> Plan:
+    """The best of the plans for messages and computation that run beside each other, and for each of them alone."""
+    slowed, beside = _slowed(workload, cluster), cluster.while_computing()
+    fastest = _Fastest(workload, cluster, any_order)
+    fastest.consider(_published(slowed, beside, options["collective"] or cluster.default_collective))
+    for ops, costs in ((slowed, beside), (workload, msgspec.structs.replace(cluster, contention=None))):
+        fastest.consider([legato(ops, costs, any_order=any_order, **options)])
+    assert fastest.plan is not None
+    return msgspec.structs.replace(
+        fastest.plan, scheduler="legato", workload_id=identity(workload), cluster_id=identity(cluster)
+    )
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self.cluster = workload, cluster
+
+def _slowed(workload: Workload, cluster: Cluster) -> Workload:
+    """The workload with the time that packing and one message of all gradients take from computation."""
+    assert cluster.contention is not None
+    packed = [0] * len(workload.ops)
+    for tensor in workload.tensors:
+        packed[tensor.ready_after] += tensor.nbytes
+    taken = 1 + cluster.contention.overhead.cost(workload.nbytes) / max(workload.compute_s, 1e-9)
+    ops = (
+        Op(op.name, op.phase, op.duration_s * taken + nbytes * cluster.contention.pack_s_per_byte, op.deps)
+        for op, nbytes in zip(workload.ops, packed, strict=True)
+    )
+    return msgspec.structs.replace(workload, ops=tuple(ops))
+
+
+class _Fastest:
+    """The fastest plan seen so far; of equally fast ones, the one with the fewest messages.
+
+    Unless `simulated` ones count too, it is one that the runtime carries out as predicted.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster, simulated: bool) -> None:
+        self.workload, self.cluster, self.simulated = workload, cluster, simulated
         self.plan: Plan | None = None
         self.seconds = math.inf
 
     def consider(self, plans: Sequence[Plan]) -> None:
         """Keep the best of these plans if it is better than the one so far."""
+        plans = [plan for plan in plans if self.simulated or is_runnable(plan, self.workload)]
         for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
@@ -155,27 +197,24 @@ def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
     return CheapestCollective(tuple(kept), tuple(cluster.cost(*way) for way in kept))
 
 
-def _published(workload: Workload, cluster: Cluster, collective: str, any_order: bool) -> list[Plan]:
-    """The plans of all other schedulers that can plan so many bytes.
-
-    Without `any_order`, only those that the runtime carries out as predicted.
-    """
+def _published(workload: Workload, cluster: Cluster, collective: str) -> list[Plan]:
+    """The plans of all other schedulers that can plan so many bytes."""
     plans = []
     for scheduler in PUBLISHED.values():
         with suppress(TooLargeError):
             plans.append(scheduler(workload, cluster, collective=collective))
-    return [plan for plan in plans if any_order or (kind_of(plan, workload)[0] == "captured" and is_runnable(plan))]
+    return plans
 
 
 def _orders(
-    workload: Workload, cluster: Cluster, any_order: bool, rounds: int, gap: float, stop_at: float, seed: int
+    workload: Workload, cluster: Cluster, free_order: bool, rounds: int, gap: float, stop_at: float, seed: int
 ) -> list[tuple[tuple[int, ...], float]]:
     """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
 
     The order with the least bound comes first.
     """
     captured = ((), lower_bound(workload, cluster, all_reduce_only=True, thorough=False).seconds)
-    if not any_order:
+    if not free_order:
         return [captured]
     least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))

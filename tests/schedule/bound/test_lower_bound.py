@@ -102,7 +102,7 @@ def test_unknown_settings():
 
 
 @examples(200)
-@given(st.data(), workloads(), clusters(), settings_of_bound, st.booleans())
+@given(st.data(), workloads(), clusters(contended=True), settings_of_bound, st.booleans())
 def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
     compute, order = setting
     orders = op_orders(workload, captured=order == "captured") if reorder else None
@@ -119,7 +119,7 @@ def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(workload=workloads(max_tensors=8), cluster=clusters(), setting=settings_of_bound)
+@given(workload=workloads(max_tensors=8), cluster=clusters(contended=True), setting=settings_of_bound)
 def test_no_scheduler_is_faster(name, workload, cluster, setting):
     compute, order = setting
     plan = schedule(name, workload, cluster)
@@ -131,7 +131,7 @@ def test_no_scheduler_is_faster(name, workload, cluster, setting):
     ).seconds * (1 - 1e-12)
 
 
-@given(workloads(max_ops=6, max_tensors=8), clusters(), settings_of_bound, st.booleans())
+@given(workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound, st.booleans())
 def test_the_certificate_proves_the_bound(workload, cluster, setting, all_reduce_only):
     compute, order = setting
     bound = lower_bound(workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
