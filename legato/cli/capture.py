@@ -20,7 +20,9 @@ def capture(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
     name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the model's class")] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.")] = 1,
-    runs: Annotated[int, typer.Option(help="Number of measured runs; an op's time is its shortest.", min=1)] = 5,
+    runs: Annotated[
+        int, typer.Option(help="Number of measured runs; an op's time is its shortest.", min=1, max=2**20)
+    ] = 5,
     threads: Annotated[
         int | None,
         typer.Option(help="Number of CPU threads; use as many as in training.", show_default="torch's", min=1),

@@ -35,12 +35,20 @@ if TYPE_CHECKING:
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
-Iterations = Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1)]
+Iterations = Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1, max=2**20)]
 Ratio = Annotated[
     float | None,
     typer.Option(
         help="Scale computation so that one message of all gradients takes this many times as long.",
         show_default="computation as in the workload",
+    ),
+]
+Compiled = Annotated[
+    bool,
+    typer.Option(
+        "--compiled",
+        help="Run plans in a compiled model, so that they may have orders of computation of their own. "
+        "DDP's model is not compiled, which is never slower.",
     ),
 ]
 Timelines = Annotated[
@@ -67,13 +75,14 @@ def rehearse(
     ] = 0,
     iterations: Iterations = 20,
     ratio: Ratio = None,
+    compiled: Compiled = False,
     output: Timelines = None,
     json: Json = False,
 ) -> None:
     """Run plans on this machine, over real TCP on shaped links, with computation emulated.
 
-    Every worker and server gets a host of its own, a network namespace, which needs root; all of them are removed at
-    the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
+    Every worker and server gets a host of its own, a network namespace, which takes no root; all of them are removed
+    at the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -90,7 +99,7 @@ def rehearse(
             workload, workers, bandwidth_bps, where, servers or 0, agents, scheduler, iterations, ratio, output, json
         )
         return
-    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, None, output)
+    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output)
     with stages(STAGES) as advance:
         found = run(task, workers, bandwidth_bps, advance)
     tell(found, f"{workers} workers, {link}", output, json)
@@ -102,6 +111,7 @@ def verify(
     cluster: ClusterFile = None,
     iterations: Iterations = 20,
     ratio: Ratio = None,
+    compiled: Compiled = False,
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -122,7 +132,7 @@ def verify(
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.trial import rehearse_here
 
-    task = _task(workload, scheduler, iterations, ratio, cluster, output)
+    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
@@ -206,7 +216,13 @@ def _note_doubts(found: Rehearsal | ServerRehearsal) -> None:
 
 
 def _task(
-    workload: Path, scheduler: str, iterations: int, ratio: float | None, cluster: Path | None, output: Path | None
+    workload: Path,
+    scheduler: str,
+    iterations: int,
+    ratio: float | None,
+    compiled: bool,
+    cluster: Path | None,
+    output: Path | None,
 ) -> Task:
     from legato.testbed.rehearsal import Task, select
 
@@ -219,6 +235,7 @@ def _task(
         ratio=ratio,
         cluster=None if cluster is None else files.read(cluster, Cluster),
         traced=() if output is None else names,
+        compiled=compiled,
     )
 
 

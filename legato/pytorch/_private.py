@@ -8,10 +8,11 @@ for, and what could replace it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,21 +31,31 @@ __all__ = [
     "PrefixStore",
     "anybody_sends",
     "autograd_node_number",
+    "backend_name",
     "check_comm_hook",
     "comm_hooks",
     "common_rank",
+    "compile_graphs",
+    "compiled_by",
+    "compiled_module",
+    "compiles_with",
     "copy_all",
+    "current_node",
     "current_node_number",
     "default_store",
     "flatten_tensors",
     "group_is_alive",
     "group_timeout",
+    "has_forward_hooks",
+    "has_gradient_hooks",
     "has_step_hooks",
     "ignored_parameters",
     "in_backward_pass",
     "is_compiled",
     "is_compiled_in_place",
     "is_joining",
+    "is_left_to_eager_mode",
+    "is_whole_frame",
     "keeps_its_reducer",
     "leaves",
     "mark_as_hooked",
@@ -67,6 +78,7 @@ __all__ = [
     "unhooked_step",
     "uses",
     "version_of",
+    "will_run",
     "without_dispatch_modes",
     "without_overrides",
     "without_step_hooks",
@@ -90,7 +102,11 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
     from torch._dynamo.callback import callback_handler
 
     def started(_: Any) -> None:
-        call()
+        compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+        try:  # optimizers compute otherwise where this flag is set
+            call()
+        finally:
+            torch.compiler._is_compiling_flag = compiling
 
     callback_handler.register_start_callback(started)
     try:
@@ -98,6 +114,163 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
     finally:
         if started in callback_handler.start_callbacks:  # `torch.compiler.reset()` removes all
             callback_handler.remove_start_callback(started)
+
+
+@not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
+    """Whether dynamo compiles what this frame calls, a module's `forward`.
+
+    It does because `torch.compile` was given the module (`module`), or because
+    compiled code calls it (`caller`).
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
+        return ""
+    caller = frame.f_back
+    while caller.f_code.co_filename == nn.modules.module.__file__:
+        caller = caller.f_back
+    return "module" if caller.f_globals.get("__name__", "").startswith("torch._dynamo") else "caller"
+
+
+@contextmanager
+def compiles_with(compile_graph: Callable[[Any, Any, Any], Any], ddp: Any = None) -> Iterator[None]:
+    """Inside, dynamo calls `compile_graph(backend, graph, inputs)` for each graph.
+
+    This is the forward pass of `ddp`, if one is given. If `compile_graph`
+    returns None, dynamo does what it does for a DDP: it splits the graph by
+    `DDPOptimizer`, whose place is taken here.
+    """
+    if "torch._dynamo" in sys.modules:
+        _take_place_of_ddp_optimizer()
+    active: Any = nn.parallel.DistributedDataParallel
+    before = active._active_ddp_module
+    active._active_ddp_module = _Active(compile_graph, getattr(ddp, "bucket_bytes_cap", 2**62))
+    try:
+        yield
+    finally:
+        active._active_ddp_module = before
+
+
+class _Active(NamedTuple):
+    """What dynamo finds in place of the DDP whose forward pass runs."""
+
+    compile_graph: Callable[[Any, Any, Any], Any]
+    bucket_bytes_cap: int
+
+
+@functools.cache
+def _take_place_of_ddp_optimizer() -> None:
+    from torch._dynamo.backends import distributed
+
+    class Optimizer(distributed.DDPOptimizer):
+        def compile_fn(self, gm: Any, example_inputs: Any, **options: Any) -> Any:
+            active = cast(Any, nn.parallel.DistributedDataParallel)._get_active_ddp_module()
+            if isinstance(active, _Active) and not options:
+                compiled = active.compile_graph(self.backend_compile_fn, gm, example_inputs)
+                if compiled is not None:
+                    return compiled
+            return super().compile_fn(gm, example_inputs, **options)
+
+    distributed.DDPOptimizer = Optimizer  # type: ignore[misc]
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    """The module whose calls `torch.compile` compiles, if it was given this one."""
+    return cast(nn.Module, getattr(module, "_orig_mod", module))
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether the user's hooks run around the module's `forward`, its own or those of all modules."""
+    of_all = nn.modules.module
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or of_all._global_forward_hooks
+        or of_all._global_forward_pre_hooks
+    )  # fmt: skip
+
+
+def is_whole_frame(graph: Any, function: Any) -> bool:
+    """Whether dynamo has traced all of a call of `function` (a bound method) into this graph, without a graph break."""
+    code, reason = getattr(function, "__code__", None), getattr(graph, "compile_subgraph_reason", None)
+    if code is None or reason is None or reason.graph_break or not reason.user_stack:
+        return False
+    frame = reason.user_stack[0]
+    return (frame.filename, frame.name) == (code.co_filename, code.co_name) and frame.lineno >= code.co_firstlineno
+
+
+def is_left_to_eager_mode(function: Any) -> bool:
+    """Whether dynamo may run a compiled function (a bound method) without compiling it, and without saying so.
+
+    It does so beyond the limit of recompilations, and where `torch.compiler.set_stance` tells it to.
+    """
+    from torch._dynamo import config, eval_frame
+
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    return len(entries) >= config.recompile_limit or eval_frame._stance.stance != "default"
+
+
+def backend_name(backend: Any) -> str:
+    """The name of a backend of `torch.compile`, of which dynamo hands out wrappers."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    innermost = innermost_backend(backend)
+    return str(getattr(innermost, "compiler_name", None) or getattr(innermost, "__name__", innermost))
+
+
+def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
+    """Compile a graph as the backend does, but for the forward and backward graphs that AOTAutograd makes of it.
+
+    Each becomes `function_of(phase, graph, inputs, compile_piece)`, where phase
+    is `forward` or `backward`, and `compile_piece(graph, inputs, strides)` compiles it as the
+    backend does, or a part of it whose results have these strides (None: those of eager
+    mode). None if the backend is neither `inductor` nor `aot_eager`.
+    """
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._functorch import config
+
+    backend = innermost_backend(backend)
+    # What autograd's cache holds was not cut, and a buffer that a whole graph may reuse is read by a later piece.
+    with config.patch(enable_autograd_cache=False, donated_buffer=False):
+        if isinstance(backend, torch._TorchCompileInductorWrapper):
+            return _compile_with_inductor(backend.config, graph, inputs, function_of)
+        if getattr(backend, "compiler_fn", backend) is aot_eager:
+            phases = {
+                phase: functools.partial(
+                    lambda phase, g, i: function_of(phase, g, i, lambda g, i, _: boxed_nop(g, i)), phase
+                )
+                for phase in ("forward", "backward")
+            }
+            return aot_eager(graph, inputs, fw_compiler=phases["forward"], bw_compiler=phases["backward"])
+    return None
+
+
+def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    def inner(graph: Any, inputs: Any, **options: Any) -> Any:
+        if options.get("is_inference"):
+            return compile_fx_inner(graph, inputs, **options)
+        context, fake_mode = torch._guards.TracingContext.try_get(), torch._guards.detect_fake_mode(inputs)
+
+        def compile_piece(piece: Any, inputs: Any, strides: Any) -> Any:
+            chosen = options
+            with config.patch(patches), V.set_fake_mode(fake_mode), torch._guards.tracing(context):
+                if strides is not None:
+                    chosen = {**options, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
+                    results = FakeTensorProp(piece, fake_mode).propagate_dont_convert_inputs(*inputs)
+                    # Who uses these was, or will be, compiled for their strides.
+                    piece.graph.output_node().meta["user_visible_output_idxs"] = range(len(results))
+                    for node, value, wanted in zip(piece.graph.output_node().args[0], results, strides, strict=True):
+                        if wanted is not None and wanted != value.stride():
+                            node.meta["val"] = value.new_empty_strided(value.shape, wanted)
+                return compile_fx_inner(piece, inputs, **chosen)
+
+        return function_of("backward" if options.get("is_backward") else "forward", graph, inputs, compile_piece)
+
+    return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -173,6 +346,16 @@ def autograd_node_number() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
+def current_node() -> Any:
+    """The node that the backward pass runs now on this thread; None outside one."""
+    return torch._C._current_autograd_node()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now will reach this node, or has reached it."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def current_node_number() -> int | None:
     """The number of the node that the backward pass runs now; None outside one. 2**63 and more: AccumulateGrad."""
     node = torch._C._current_autograd_node()
@@ -189,6 +372,11 @@ PRIVATE_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was changed in place; changes through `.data` are not counted."""
     return tensor._version
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the user has registered hooks on the parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

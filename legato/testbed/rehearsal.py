@@ -11,13 +11,14 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from legato.core.cluster import Cluster
-from legato.core.errors import InputError, unknown_name
+from legato.core.errors import InputError, RankError, unknown_name
 from legato.core.files import write_text
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
@@ -43,7 +44,9 @@ class Task(msgspec.Struct, frozen=True):
     With a `ratio`, computation is scaled so that all gradients in one message
     take `ratio` times as long as computation. With a `cluster`, plans and
     predictions are made for it instead of for the calibrated one. One iteration
-    of each scheduler in `traced` is recorded as a timeline.
+    of each scheduler in `traced` is recorded as a timeline. With `compiled`, the
+    plans run in compiled models, and may have orders of computation of their own;
+    DDP's models are not compiled: DDP has each gradient when its op ends, and no later.
     """
 
     workload: Workload
@@ -52,6 +55,7 @@ class Task(msgspec.Struct, frozen=True):
     ratio: float | None = None
     cluster: Cluster | None = None
     traced: tuple[str, ...] = ()
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in self.schedulers:
@@ -142,10 +146,14 @@ def run_task(
     module: str, task: Any, kind: type[Result], processes: int, bandwidth_bps: float, advance: Advance
 ) -> Result:
     """Run `python -m module` on a task in `processes` processes, each in its own host; returns the result of rank 0."""
-    folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
-    given, result = folder / "task.json", folder / "result.json"
-    write_text(given, msgspec.json.encode(task).decode())
-    run_workers([module, str(given), str(result)], processes, folder / "workers.log", advance, bandwidth_bps)
-    found = msgspec.json.decode(result.read_bytes(), type=kind)
-    shutil.rmtree(folder)
-    return found
+    with ExitStack() as cleanup:
+        folder = Path(tempfile.mkdtemp(prefix="legato-rehearsal-"))
+        cleanup.callback(shutil.rmtree, folder)
+        given, result = folder / "task.json", folder / "result.json"
+        write_text(given, msgspec.json.encode(task).decode())
+        try:
+            run_workers([module, str(given), str(result)], processes, folder / "workers.log", advance, bandwidth_bps)
+        except RankError:  # it names the log
+            cleanup.pop_all()
+            raise
+        return msgspec.json.decode(result.read_bytes(), type=kind)

@@ -34,6 +34,7 @@ from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
+from legato.testbed.graphs import CompiledModel, with_nodes
 from legato.testbed.launch import Advance
 from legato.testbed.rank import rehearse_task
 from legato.testbed.rehearsal import BUCKETS, STAGES, Rehearsal, Task, Trial
@@ -43,6 +44,7 @@ __all__ = ["rehearse_here"]
 
 _BLOCK = 5  # the most iterations that are timed together
 _WARM = 2  # iterations before each block, which are not timed
+_WARM_GRAPHS = 4  # the same with compiled models, whose graphs are not cut at once
 _TRACED = 3  # iterations that are traced; the median one is kept
 
 
@@ -70,6 +72,7 @@ class _Loop:
         began = []
         for _ in range(count):
             self.optimizer.zero_grad()
+            self.model.clock.ask()
             loss = self.wrapped()
             began.append(time.perf_counter())
             loss.backward()
@@ -93,7 +96,7 @@ class _Ddp:
 
     def iterations(self, count: int) -> list[float]:
         began = self._loop().run(count)
-        gc.collect()  # the wrapper and its hooks refer to each other
+        gc.collect()  # the wrapper and its hooks refer to each other, and share memory with the other plans' model
         return began
 
     def trace(self) -> list[Timeline]:
@@ -101,6 +104,8 @@ class _Ddp:
         loop.run(_WARM)
         with trace_ddp(loop.wrapped, loop.optimizer) as timelines:
             loop.run(_TRACED)
+        del loop
+        gc.collect()  # while it shares memory with the other plans' model, no update of theirs may wait
         return timelines
 
 
@@ -116,7 +121,7 @@ class _Planned:
         return self.loop.run(count)
 
     def trace(self) -> list[Timeline]:
-        self.iterations(1)
+        self.iterations(_WARM_GRAPHS)
         with self.loop.wrapped.trace() as timelines:
             self.loop.run(_TRACED)
         found: list[Timeline] = timelines
@@ -145,14 +150,16 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
     if task.ratio is not None:
         wanted_s = cluster.cost().cost(workload.nbytes) / task.ratio
         workload = scale_compute(workload, workload.compute_s / wanted_s)
+    if task.compiled:
+        workload = with_nodes(workload)
     predictions = _plan(workload, cluster, task, advance)
-    runners = _runners(workload, predictions)
+    runners = _runners(workload, predictions, task.compiled)
     measured: dict[str, list[float]] = {runner.name: [] for runner in runners}
-    block = min(_BLOCK, task.iterations)
+    block, warm = min(_BLOCK, task.iterations), _WARM_GRAPHS if task.compiled else _WARM
     rounds = -(-task.iterations // block)
     for k in range(rounds):
         for i, runner in enumerate(runners):
-            began = runner.iterations(_WARM + block)[_WARM - 1 :]
+            began = runner.iterations(warm + block)[warm - 1 :]
             measured[runner.name] += [after - before for before, after in itertools.pairwise(began)]
             advance(STAGES[2], k * len(runners) + i + 1, rounds * len(runners))
     traces = {runner.name: runner.trace() for runner in runners if runner.name in task.traced}
@@ -191,9 +198,9 @@ def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) ->
     return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])
 
 
-def _runners(workload: Workload, predictions: Sequence[_Prediction]) -> list[_Runner]:
+def _runners(workload: Workload, predictions: Sequence[_Prediction], compiled: bool) -> list[_Runner]:
     clock = Clock()
-    first = EmulatedModel(workload, clock=clock, seed=dist.get_rank())
+    first = (CompiledModel if compiled else EmulatedModel)(workload, clock=clock, seed=dist.get_rank())
     runners: list[_Runner] = []
     planned: _Loop | None = None
     for p in predictions:

@@ -1,10 +1,11 @@
 """Plans that are really carried out, between hosts and over loopback, and what the commands say of them."""
 
 import json
+import os
 import sys
 
 import pytest
-from support.rehearsing import legato, needs_hosts, run, workload
+from support.rehearsing import NOBODY, ORDINARY_USER, legato, needs_hosts, needs_hosts_without_root, run, workload
 
 from legato.cli.rehearse import tell
 from legato.core import files
@@ -40,6 +41,44 @@ def test_plans_between_hosts(tmp_path, chain):
     assert rows[0]["speedup_over_ddp"] == 1
     report = legato("report", *(tmp_path / "found").glob("*.measured.json"), "-o", tmp_path / "report.html")
     assert report.returncode == 0, report.stderr
+
+
+@needs_hosts
+@pytest.mark.processes
+def test_plans_in_compiled_models(tmp_path, chain):
+    done = legato(
+        "rehearse", chain, "--workers", 2, "--iterations", 2, "--json", "--compiled", "--scheduler", "caramel,legato",
+        "-o", tmp_path / "found",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["scheduler"] for row in rows] == ["ddp", "caramel", "legato"]
+    assert all(row["measured_s"] >= 0.999 * workload().compute_s for row in rows)
+    timeline = files.read(tmp_path / "found" / "caramel.measured.json", Timeline)
+    assert sum(span.nbytes for span in timeline.spans if span.kind == "message") >= workload().nbytes
+
+
+@needs_hosts_without_root
+@pytest.mark.processes
+def test_plans_between_hosts_without_root(tmp_path, chain):
+    found, user = tmp_path / "found", ORDINARY_USER
+    done = legato("rehearse", chain, "--workers", 2, "--iterations", 2, "-o", found, "--json", user=user)
+    assert done.returncode == 0, done.stderr
+    assert [row["scheduler"] for row in json.loads(done.stdout)] == ["ddp", "legato"]
+    assert {path.stat().st_uid for path in (found, *found.iterdir())} == {os.getuid()}
+
+
+@needs_hosts_without_root
+@pytest.mark.parametrize("command", [["rehearse"], ["rehearse", "--servers", "1"]])
+def test_where_hosts_are_forbidden_one_line_says_so(tmp_path, monkeypatch, chain, command):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    done = legato(*command, chain, "--json", user=NOBODY)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "need root, or user namespaces, which user.max_user_namespaces=0 forbids" in done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.processes

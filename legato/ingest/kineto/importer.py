@@ -83,17 +83,7 @@ def import_kineto(
         notes.lacks("data dependencies between ops", "each op needs the one before it")
     title = name or _title(mine.trace.marks.path)
     sent = gradients(mine, notes)
-    device = "gpu" if mine.on_device else "cpu"
-    workload: Workload | None = None
-    lacking = ""
-    try:
-        if not sent:
-            raise InputError(why_none(mine))
-        workload = assemble(
-            title, mine.ops, sent, notes, keep_idle=keep_idle, batch_size=batch_size, device=device, untraced_s=None
-        )
-    except InputError as error:
-        lacking = str(error)
+    workload, lacking = _workload(title, mine, sent, notes, keep_idle, batch_size)
     return Imported(
         workload,
         _timeline(title, steps, chosen, measured),
@@ -129,6 +119,21 @@ def _steps(
     if not whole:
         raise FileError(f"{marks.path}: no computation in step {_listed(same)} (expected a trace of torch.profiler)")
     return whole
+
+
+def _workload(
+    title: str, step: TracedStep, sent: Sequence[Gradient], notes: Notes, keep_idle: bool, batch_size: int
+) -> tuple[Workload | None, str]:
+    """The workload of a step; None, and why, if the step lacks what one needs."""
+    device = "gpu" if step.on_device else "cpu"
+    try:
+        if not sent:
+            raise InputError(why_none(step))
+        return assemble(
+            title, step.ops, sent, notes, keep_idle=keep_idle, batch_size=batch_size, device=device, untraced_s=None
+        ), ""
+    except InputError as error:
+        return None, str(error)
 
 
 def _plan(step: TracedStep, sent: Sequence[Gradient]) -> Plan | None:

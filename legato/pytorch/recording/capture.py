@@ -23,23 +23,27 @@ were alike).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor, Workload
+from legato.pytorch._private import compiles_with, is_compiled
+from legato.pytorch.compiled.functions import GraphCompiler
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import DeviceClock, HostClock, clock_for
 from legato.pytorch.recording.load import blame, check_loss, check_training, load_training
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.recording.snapshot import Snapshot
 
-__all__ = ["PhaseTimes", "capture", "load_training", "to_workload"]
+__all__ = ["PhaseTimes", "at_pace", "capture", "load_training", "to_workload"]
 
 _log = logging.getLogger("legato")
 
@@ -68,6 +72,9 @@ def capture(
     Each step calls `loss()`, runs the backward pass, and calls
     `optimizer.step()` and `optimizer.zero_grad()`. First `warmup` steps run
     untimed; then `runs` untraced steps alternate with `runs` recorded ones.
+
+    A compiled model is compiled again, and its ops are the nodes of the graphs
+    that AOTAutograd makes of it, with the times that each takes alone.
 
     Afterwards the model, the optimizer and the random generators are restored
     bit for bit (see `legato.pytorch.recording.snapshot.Snapshot`). Other effects
@@ -99,7 +106,7 @@ def capture(
     for _ in range(runs):
         work.append(lambda: untraced.append(_untraced_step(clock, optimizer, loss)))
         work.append(lambda: steps.append(_recorded_step(recorder, optimizer, loss)))
-    with Snapshot(model, optimizer), torch.enable_grad():
+    with Snapshot(model, optimizer), torch.enable_grad(), _recordable(model):
         for done, run in enumerate(work, 1):
             run()
             if progress is not None:
@@ -107,6 +114,24 @@ def capture(
     label = name or type(model).__name__
     _log_parameters(label, model, steps[0])
     return to_workload(steps, name=label, batch_size=batch_size, device=device.type, untraced=untraced)
+
+
+@contextmanager
+def _recordable(model: nn.Module) -> Iterator[None]:
+    """Compile what is compiled so that a recorder sees its ops. Raises `CaptureError` if a backend hides them."""
+    if not any(map(is_compiled, model.modules())):
+        yield
+        return
+    compiler = GraphCompiler()
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    try:
+        with compiles_with(compiler):
+            yield
+    finally:  # what was compiled here would be used in training, where gradients are sent
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
+    if compiler.others:
+        names = ", ".join(sorted(compiler.others))
+        raise CaptureError(f"the model is compiled by the backend {names} (expected inductor or aot_eager)")
 
 
 def _untraced_step(
@@ -157,7 +182,7 @@ def to_workload(
     first = steps[0]
     for step in steps[1:]:
         _check_same(first, step)
-    deps = _transitive_reduction([op.deps for op in first.ops])
+    deps = _transitive_reduction(_with_whole_graphs([Op(op.name, op.phase, 0.0, op.deps) for op in first.ops]))
     ops = [
         Op(op.name, op.phase, min(step.ops[i].duration_s for step in steps), deps[i]) for i, op in enumerate(first.ops)
     ]
@@ -192,6 +217,19 @@ def to_workload(
     )
 
 
+def at_pace(workload: Workload, passes_s: float) -> Workload:
+    """The workload at the pace at which its forward and backward pass take this many seconds together."""
+    captured_s = sum(op.duration_s for op in workload.ops if op.phase != "optimizer")
+    if not captured_s or passes_s <= 0:
+        return workload
+    pace = passes_s / captured_s
+    return msgspec.structs.replace(
+        workload,
+        ops=tuple(Op(op.name, op.phase, op.duration_s * pace, op.deps) for op in workload.ops),
+        time_scale=workload.time_scale * pace,
+    )
+
+
 def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
     fastest = {phase: min(getattr(times, phase) for times in untraced) for phase in PhaseTimes._fields}
     measured = dict.fromkeys(fastest, 0.0)
@@ -201,6 +239,20 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
     fit = min(map(sum, untraced)) / whole
     factor = {phase: fit * fastest[phase] / measured[phase] for phase in fastest if measured[phase]}
     return [Op(op.name, op.phase, op.duration_s * factor.get(op.phase, 1.0), op.deps) for op in ops]
+
+
+def _with_whole_graphs(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    """The dependencies, also those of whole graphs: each waits for all before it, and all after it waits for it."""
+    deps = [set(op.deps) for op in ops]
+    stretches = [list(same) for _, same in groupby(range(len(ops)), key=lambda i: (ops[i].phase, ops[i].graph))]
+    for before, after in pairwise(stretches):
+        if ops[before[0]].phase == ops[after[0]].phase:
+            needed = set().union(*(deps[i] for i in before))
+            last, inside = [i for i in before if i not in needed], set(after)
+            for i in after:
+                if not deps[i] & inside:
+                    deps[i].update(last)
+    return [tuple(sorted(found)) for found in deps]
 
 
 def _transitive_reduction(deps: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

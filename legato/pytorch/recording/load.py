@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
-from legato.pytorch._private import is_compiled
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
@@ -123,10 +122,6 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
         raise CaptureError(f"given {_kind(model)} and {_kind(optimizer)} (expected a Module and an Optimizer)")
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
-        if is_compiled(module):
-            raise CaptureError(
-                f"{where} is compiled by torch.compile, which makes its gradients appear all at once (expected eager)"
-            )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{where} is a DistributedDataParallel (expected the module inside it)")
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):

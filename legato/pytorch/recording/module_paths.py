@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from legato.pytorch._private import autograd_node_number, current_node_number
+from legato.pytorch.compiled.functions import one_by_one
 
 __all__ = ["ModulePaths"]
 
@@ -53,7 +54,12 @@ class ModulePaths:
             self._paths.append(self._calls[-1] if self._calls else "")
 
     def name(self, op: str, phase: str) -> str:
-        """Return the name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" outside any module."""
+        """Return the name of an op that runs now: "<module path>/<op>", or "<phase>/<op>" outside any module.
+
+        In a compiled graph it is "<graph>/<phase>/<node>".
+        """
+        if one_by_one.node:
+            return one_by_one.node
         path = ""
         if self._calls:
             path = self._calls[-1]

@@ -19,7 +19,8 @@ from torch import nn
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor
-from legato.pytorch._private import DispatchMode, in_backward_pass
+from legato.pytorch._private import DispatchMode, in_backward_pass, is_compiled
+from legato.pytorch.compiled.functions import one_by_one
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.recording.module_paths import ModulePaths
@@ -60,12 +61,14 @@ class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
         if recorder not in self._recorders:
             self._recorders.append(recorder)
             if len(self._recorders) == 1:
+                one_by_one.wanted = True
                 self.__enter__()  # type: ignore[no-untyped-call]
 
     def remove(self, recorder: Recorder) -> None:
         if recorder in self._recorders:
             self._recorders.remove(recorder)
             if not self._recorders:
+                one_by_one.wanted = False
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,11 +97,12 @@ class Recorder:
     the step fails, `abandon()` removes all hooks; `finish()` does so too.
 
     What cannot be recorded does not disturb the step: `finish()` raises for it.
+    `compiled` says that a wrapper of the model is compiled.
 
     Raises `CaptureError` if the model has no trainable parameter, or one with sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool = False) -> None:
         self._model = model
         self._optimizer = optimizer
         if sparse := sparse_parameters(model):
@@ -107,6 +111,7 @@ class Recorder:
         if not self._parameters:
             raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
         self._clock = clock_for(next(iter(self._parameters.values())).device)
+        self._compiled = compiled or any(map(is_compiled, model.modules()))
         self._lock = threading.Lock()
         self._hooks = ExitStack()
         self._phase: Phase | None = None
@@ -173,7 +178,10 @@ class Recorder:
         if not backward or not self._ready:
             raise CaptureError("no parameter got a gradient (expected a loss that depends on the model's parameters)")
         after = backward[0]
-        ready = self._ready | {i: (backward[-1], parameters[i].nbytes) for i in unused}
+        complete = self._ready
+        if self._compiled:  # autograd adds to the gradients of a graph when all of it has run
+            complete = dict(sorted(complete.items(), key=lambda item: item[1][0]))
+        ready = complete | {i: (backward[-1], parameters[i].nbytes) for i in unused}
         for i, (producer, nbytes) in ready.items():
             after = max(after, producer)  # not before a gradient that was complete earlier
             yield Tensor(names[i], nbytes, after, tuple(self._readers.get(i, ())))
@@ -186,7 +194,8 @@ class Recorder:
         self._ops: list[tuple[str, Phase, tuple[Any, Any], tuple[int, ...]]] = []
         self._ready: dict[int, tuple[int, int]] = {}
         self._readers: dict[int, list[int]] = {}
-        self._paths.follow(self._hooks)
+        if not self._compiled:  # dynamo would trace the hooks
+            self._paths.follow(self._hooks)
         for i, parameter in enumerate(self._parameters.values()):
             self._owners.add(parameter, i)
             complete = functools.partial(self._complete, i)

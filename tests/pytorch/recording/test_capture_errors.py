@@ -168,13 +168,16 @@ def test_optimizer_is_of_another_model():
     assert "the optimizer has none of the model's trainable parameters" in message(capture, model, optimizer, loss)
 
 
-def test_compiled_models_are_refused():
-    model, optimizer, loss = training()
-    model.compile()
-    assert message(capture, model, optimizer, loss).startswith("the model is compiled by torch.compile")
-    inner, optimizer, loss = training()
-    outer = nn.Sequential(torch.compile(inner))
-    assert message(capture, outer, optimizer, loss).startswith("module '0' is compiled by torch.compile")
+def test_models_that_other_backends_compile_are_refused():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = Own(2, 1)
+    model.compile(backend="eager")
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(torch.ones(1, 2)).sum()
+    said = "the model is compiled by the backend eager (expected inductor or aot_eager)"
+    assert message(capture, model, optimizer, loss) == said
 
 
 def test_closure_optimizers_are_refused():

@@ -1,0 +1,116 @@
+"""Cuts a graph of operators into pieces that run one after another, in an order of one's choice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+__all__ = ["Piece", "cut", "outputs", "run", "sort"]
+
+#: Takes the list of its inputs, which it may empty, and returns the outputs.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some nodes of a graph, as a function of their own.
+
+    `inputs` and `results` are nodes of the whole graph. `last` are the inputs
+    that nothing needs afterwards.
+    """
+
+    run: Boxed
+    inputs: tuple[fx.Node, ...]
+    last: frozenset[fx.Node]
+    results: tuple[fx.Node, ...]
+
+
+def outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns: nodes, and None where there is nothing."""
+    (values,) = graph.output_node().args
+    assert isinstance(values, list | tuple)
+    return tuple(values)
+
+
+def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
+    """The nodes between placeholders and output, in an order in which each follows its inputs.
+
+    Those that `order` names come in this order, if the graph allows it. Another
+    node comes right before the first one that needs it, or, if no named one does,
+    right behind its inputs. Without an order, the graph's own is kept.
+    """
+    place = {name: i for i, name in enumerate(order)}
+    body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    if not place:
+        return body
+    done: dict[fx.Node, None] = {}
+    for first in sorted((node for node in body if node.name in place), key=lambda node: place[node.name]):
+        stack = [first]
+        while stack:
+            missing = [n for n in stack[-1].all_input_nodes if n not in done and n.op != "placeholder"]
+            if missing:
+                stack += reversed(missing)
+            else:
+                done[stack.pop()] = None
+    position = {node: i for i, node in enumerate(done)}
+    for node in body:
+        if node not in done:
+            position[node] = max((position[n] for n in node.all_input_nodes if n in position), default=-1)
+    return sorted(body, key=lambda node: (position[node], node not in done))
+
+
+def cut(
+    module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    starts: Iterable[int],
+    compile_piece: Callable[[fx.GraphModule, tuple[fx.Node, ...], tuple[fx.Node, ...]], Boxed],
+) -> list[Piece]:
+    """Cut the nodes, which are in the order of their execution, before the indices `starts`.
+
+    `compile_piece(piece, inputs, results)` compiles a piece of which these nodes of the graph are inputs and results.
+    """
+    returned = {value for value in outputs(module.graph) if isinstance(value, fx.Node)}
+    sizes = [n for n in module.graph.nodes if n.op == "placeholder" and not hasattr(n.meta.get("val"), "stride")]
+    bounds = [0, *sorted(set(starts) - {0, len(nodes)}), len(nodes)]
+    parts = [nodes[a:b] for a, b in itertools.pairwise(bounds)]
+    number = {node: i for i, part in enumerate(parts) for node in part}
+    last_user = {n: max((number[u] for u in n.users if u in number), default=-1) for n in module.graph.nodes}
+    pieces = []
+    for i, part in enumerate(parts):
+        inside = {node for node in part if node.op != "get_attr"}
+        needed = dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in inside)
+        constants = [n for n in needed if n.op == "get_attr"]
+        inputs = tuple(dict.fromkeys([*sizes, *(n for n in needed if n.op != "get_attr")]))
+        results = tuple(n for n in part if n in inside and (n in returned or last_user[n] > i))
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in (*inputs, *constants, *(n for n in part if n in inside)):
+            if node in inputs:
+                copies[node] = graph.placeholder(node.name)
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in results))
+        run_piece = compile_piece(fx.GraphModule(module, graph), inputs, results)
+        last = frozenset(n for n in inputs if last_user[n] <= i and n not in returned)
+        pieces.append(Piece(run_piece, inputs, last, results))
+    return pieces
+
+
+def run(
+    pieces: Sequence[Piece],
+    values: dict[fx.Node, Any],
+    before: Callable[[int], None],
+    after: Callable[[Piece, dict[fx.Node, Any]], None],
+) -> None:
+    """Run the pieces on `values`, those of the placeholders; call `before(i)` and `after(piece, values)` for each."""
+    for i, piece in enumerate(pieces):
+        before(i)
+        results = piece.run([values.pop(n) if n in piece.last else values[n] for n in piece.inputs])
+        values.update(zip(piece.results, results, strict=True))
+        del results
+        after(piece, values)

@@ -1,0 +1,65 @@
+"""Compiled models: messages leave while the backward graph runs, and weights are DDP's bit for bit on two ranks."""
+
+import pytest
+from support import matrix_compiled, matrix_models, matrix_steps, training
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in place", "around"])
+def test_wherever_it_is_compiled(two_ranks, when):
+    assert two_ranks.run(matrix_compiled.compiled_when, when, "aot_eager") == [0.0, 0.0]
+
+
+def test_other_backends_are_left_alone(two_ranks):
+    assert two_ranks.run(matrix_compiled.compiled_when, "in place", "eager") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_messages_leave_before_the_graph_has_ended(two_ranks, backend):
+    for found in two_ranks.run(matrix_compiled.sent_early, backend):
+        assert len(found) == 14
+        assert not any(found)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_updates_are_waited_for_between_the_pieces_of_the_forward_graph(two_ranks, backend):
+    assert two_ranks.run(matrix_compiled.late, backend) == [(0.0, 14)] * 2
+
+
+@pytest.mark.parametrize(("backend", "seed"), [("aot_eager", 1), ("aot_eager", 2), ("inductor", 3)])
+def test_gradients_appear_in_the_order_of_the_plan(two_ranks, backend, seed):
+    assert two_ranks.run(matrix_compiled.in_order, backend, seed) == [True, True]
+
+
+@pytest.mark.parametrize("case", matrix_compiled.ROWS, ids=lambda f: f.__name__)
+def test_row(two_ranks, case):
+    assert two_ranks.run(case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", matrix_compiled.AS_VIEWS, ids=lambda f: f.__name__)
+def test_row_with_gradients_that_are_views(two_ranks, case):
+    assert two_ranks.run(training.lent, case) == [0.0, 0.0]
+
+
+#: Rows about eager models that mean something else for compiled ones too.
+ALSO = [matrix_steps.scaled, matrix_models.own_hooks, matrix_models.late_hooks, matrix_models.inference]
+
+
+@pytest.mark.parametrize("case", ALSO, ids=lambda f: f.__name__)
+def test_other_row(two_ranks, case):
+    assert two_ranks.run(training.compiled, case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("model", ["Attention", "Checkpointed", "Convolutional", "Partial"])
+def test_other_models(two_ranks, model):
+    assert two_ranks.run(training.compiled, training.equality, model, "adam", 0, True) == [0.0, 0.0]
+
+
+def test_autocast(two_ranks):
+    assert two_ranks.run(training.compiled, matrix_steps.autocast, "Adam") == [0.0, 0.0]
+
+
+def test_a_gradient_that_was_sent_and_then_changed_is_an_error(two_ranks):
+    for said in two_ranks.run(matrix_compiled.regularized_once):
+        assert "head.weight: the gradient that a compiled graph handed out was sent, and another one arrived" in said
