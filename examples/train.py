@@ -42,14 +42,14 @@ def main():
 
     patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     random = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(40):
+    for step in range(300):
         labels = torch.randint(0, 10, (16,), generator=random)
         images = patterns[labels] + torch.randn(16, 3, 32, 32, generator=random)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and step % 10 == 9:
+        if dist.get_rank() == 0 and step % 50 == 49:
             print(f"step {step + 1}: loss {loss.item():.3f}, plan {model.plan.scheduler}")
     dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from legato.core import __version__
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import CaptureError, FileError, InputError, LegatoError, PlanError, RankError
 from legato.core.files import identity, read, write
 from legato.core.plan import Message, Plan, Slice, check_plan
@@ -38,6 +38,7 @@ __all__ = [
     "Bound",
     "CaptureError",
     "Cluster",
+    "Contention",
     "FileError",
     "InputError",
     "LegatoError",

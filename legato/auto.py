@@ -3,10 +3,13 @@
 [Note: auto] With `plan="auto"` the first steps run under torch's default
 buckets, without forward overlap. Two steps warm up. Then steps in which only the
 phases are timed alternate with steps that are recorded op by op. No step is lost
-or run twice. After the last one all ranks calibrate together, rank 0 plans from
-its recorded steps and the measured costs, and all ranks switch to its plan
-before the next step. If rank 0 could not record (for instance, because the steps
-differ from one another), all ranks stay with the buckets, and rank 0 logs why.
+or run twice. After the last one all ranks calibrate together, on the CPU also beside
+products with the model's weights (docs/contention.md), and rank 0 plans from
+its recorded steps and the measured costs. Then DDP's own buckets and the best
+plans by prediction take turns for some steps each, and the one that is measured
+fastest stays (`legato.pytorch.runtime.tournament`). If rank 0 could not record
+(for instance, because the steps differ from one another), all ranks stay with the
+buckets, and rank 0 logs why.
 
 [Note: replan] The runtime compares the pace of training with that of the first
 steps under the plan (`legato.pytorch.runtime.drift`). With `replan="auto"` a
@@ -17,17 +20,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from legato.core import files
+from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.pytorch._private import without_dispatch_modes
+from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
@@ -36,13 +42,16 @@ from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import Tracer
-from legato.schedule.compare import best, compare
+from legato.schedule.compare import compare, contestants
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = ["distribute"]
 
 WARMUP_STEPS = 2
 RECORDED_STEPS = 5
+#: Columns of the matrices with which the weights are multiplied to compute beside messages.
+_COLUMNS = 64
+_MOST_WEIGHTS = 2**25
 
 _log = logging.getLogger("legato")
 
@@ -67,7 +76,8 @@ def distribute(
         model: a `torch.nn.Module`, with its parameters on their final device and in their final dtype, or a
             `DistributedDataParallel`, which becomes the wrapped model.
         optimizer: a `torch.optim.Optimizer` with parameters of the model.
-        plan: `"auto"` to make the plan from the first 12 steps of training, a `Plan`, or the path of a plan file.
+        plan: `"auto"` to make plans from the first 12 steps of training, and to stay with the one that is fastest in
+            the next steps; a `Plan`; or the path of a plan file.
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
@@ -138,7 +148,7 @@ def default_buckets(model: Any) -> Plan:
 
 
 class _Observer:
-    """Records the first steps through hooks on the model and the optimizer, and then plans.
+    """Records the first steps through hooks on the model and the optimizer, plans, and lets the best plans compete.
 
     If recording or planning fails, the plan is `fallback`.
     """
@@ -167,6 +177,7 @@ class _Observer:
     def _recording(self) -> bool:
         return self._done >= WARMUP_STEPS and (self._done - WARMUP_STEPS) % 2 == 1
 
+    @not_compiled  # type: ignore[untyped-decorator]
     def _forward_begins(self, *_: Any) -> None:
         """Begin to time or to record a step; of several forward passes before a step, the last one counts."""
         if not self._model.module.training:  # frameworks call train() and eval() on the module, not on its wrapper
@@ -174,7 +185,7 @@ class _Observer:
         self._abandon()
         if self._recording and not self._problem:
             with self._keeping_problems():
-                self._recorder = Recorder(self._model.module, self._optimizer)
+                self._recorder = Recorder(self._model.module, self._optimizer, self._model.in_graphs)
                 self._recorder.begin("forward", follow=True)
         elif self._done >= WARMUP_STEPS:
             self._tracer = Tracer()
@@ -233,26 +244,27 @@ class _Observer:
             recorder.abandon()
 
     def _decide(self) -> None:
-        """Calibrate, plan on rank 0, and switch to the plan, on all ranks together."""
+        """Calibrate, plan on rank 0, and let the best plans compete, on all ranks together."""
         for hook in self._hooks:
             hook.remove()
-        self._model.observed = False
         group = self._model.message_group
         nbytes = sum(p.nbytes for p in trained_parameters(self._model.module).values())
-        cluster = calibrate(group, sizes=sizes_up_to(nbytes)).cluster
-        chosen = self._fallback
-        if group.rank() == 0:
-            try:
-                candidates = compare(self._workload(), cluster)
-                if self._model.hooked:
-                    candidates = [c for c in candidates if can_be_hooked(c.plan)]
-                chosen = best(candidates).plan if candidates else chosen
-            except Exception as error:
-                _log.warning("staying with the plan %s: %s", chosen.scheduler, self._problem or error)
-        plan = files.decode(broadcast_bytes(files.encode(chosen), group), Plan, "the plan of rank 0")
-        if plan != self._model.plan:
-            self._model.adopt(plan)
-            _log.info("switching to the plan %s", self._model.plan.scheduler)
+        compute = _products([p.detach() for p in trained_parameters(self._model.module).values()])
+        cluster = calibrate(group, sizes=sizes_up_to(nbytes), compute=compute).cluster
+        chosen = b"\n".join(map(files.encode, self._contestants(cluster))) if group.rank() == 0 else b""
+        plans = broadcast_bytes(chosen, group).splitlines()
+        self._model.compete([files.decode(plan, Plan, "a plan of rank 0") for plan in plans])
+
+    def _contestants(self, cluster: Cluster) -> list[Plan]:
+        """The plans to try, the simplest first; the fallback alone if planning fails."""
+        try:
+            candidates = compare(_undisturbed(self._workload(), self._model.plan, cluster), cluster)
+            if self._model.hooked:
+                candidates = [c for c in candidates if can_be_hooked(c.plan)]
+            return [c.plan for c in contestants(candidates)] or [self._fallback]
+        except Exception as error:
+            _log.warning("staying with the plan %s: %s", self._fallback.scheduler, self._problem or error)
+            return [self._fallback]
 
     def _workload(self) -> Workload:
         if not self._steps:
@@ -260,3 +272,40 @@ class _Observer:
         device = next(iter(trained_parameters(self._model.module).values())).device.type
         name = type(self._model.module).__name__
         return to_workload(self._steps, name=name, batch_size=1, device=device, untraced=self._untraced)
+
+
+def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:
+    """Computation like the model's, without its inputs: products with its weights; None without matrices.
+
+    The weights have `_MOST_WEIGHTS` elements in all, unless the first has more.
+    """
+    matrices: list[torch.Tensor] = []
+    for weight in weights:
+        if weight.dim() > 1 and sum(m.numel() for m in matrices) + weight.numel() * bool(matrices) <= _MOST_WEIGHTS:
+            matrices.append(weight.reshape(len(weight), -1))
+    factors = [matrix.new_ones(matrix.shape[1], _COLUMNS) for matrix in matrices]
+
+    def compute() -> None:
+        for matrix, factor in zip(matrices, factors, strict=True):
+            matrix @ factor
+
+    return compute if matrices else None
+
+
+def _undisturbed(workload: Workload, plan: Plan, cluster: Cluster) -> Workload:
+    """The workload without what packing and the messages of the plan took from the observed backward passes.
+
+    The last message goes out when the backward pass ends.
+    """
+    contention = cluster.contention
+    backward_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
+    if contention is None or not backward_s:
+        return workload
+    taken_s = sum(contention.overhead.cost(message.nbytes) for message in plan.messages[:-1])
+    taken_s += contention.pack_s_per_byte * workload.nbytes
+    left = max(0.5, 1 - taken_s / backward_s)
+    ops = (
+        msgspec.structs.replace(op, duration_s=op.duration_s * left) if op.phase == "backward" else op
+        for op in workload.ops
+    )
+    return msgspec.structs.replace(workload, ops=tuple(ops))

@@ -9,20 +9,59 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent"])
-def test_weights_are_those_of_ddp_before_and_after_the_plan(two_ranks, model):
-    for difference, before, after, hooks in two_ranks.run(automatic.automatic, model):
+def test_weights_are_those_of_ddp_through_all_plans(two_ranks, model):
+    for difference, plans, hooks, measured in two_ranks.run(automatic.automatic, model):
+        assert difference == 0.0 and hooks == 0
+        assert plans[: automatic.OBSERVED] == ["default-buckets"] * automatic.OBSERVED
+        assert plans[automatic.OBSERVED] == "ddp"
+        assert set(measured) == set(plans[automatic.OBSERVED :]) <= set(SCHEDULERS)
+        assert len(measured) > 2 and all(m.seconds > 0 and m.steps == 2 for m in measured.values())
+
+
+@pytest.mark.parametrize("steps", [17, 18, 23])
+def test_weights_in_the_middle_of_the_tournament(two_ranks, steps):
+    for difference, plans, _, measured in two_ranks.run(automatic.automatic, "Convolutional", steps):
+        assert difference == 0.0 and len(set(plans)) > 2 and measured == {}
+
+
+@pytest.mark.parametrize("loop", sorted(automatic.LOOPS))
+def test_every_way_to_train(two_ranks, loop):
+    outcomes = two_ranks.run(automatic.automatic, "Convolutional", automatic.DECIDED, loop)
+    for difference, _, hooks, measured in outcomes:
+        assert difference == 0.0 and hooks == 0 and len(measured) > 2
+    assert outcomes[0][1] == outcomes[1][1]  # the same plan in every pass
+
+
+def test_gradients_that_are_lent(two_ranks):
+    for difference, _, _, measured in two_ranks.run(automatic.automatic_lending, "Attention"):
+        assert difference == 0.0 and len(measured) > 2
+
+
+def test_plans_of_all_kinds_compete(two_ranks):
+    first, second = two_ranks.run(automatic.competing)
+    for difference, names, measured, winner in (first, second):
         assert difference == 0.0
-        assert before == "default-buckets" and after in SCHEDULERS
-        assert hooks == 0
+        assert names[:14] == ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 4 + ["p1"] * 2 + ["p0"] * 2
+        assert set(names[14:]) == {winner} and set(measured) == {"p0", "p1", "p2"}
+    assert first[3] == second[3]
 
 
 def test_before_there_is_a_plan_the_buckets_do(two_ranks):
-    for difference, _, after, _ in two_ranks.run(automatic.automatic, "Convolutional", 6):
-        assert difference == 0.0 and after == "default-buckets"
+    for difference, plans, _, _ in two_ranks.run(automatic.automatic, "Convolutional", 6):
+        assert difference == 0.0 and set(plans) == {"default-buckets"}
+
+
+def test_join_is_refused_until_a_plan_stays(two_ranks):
+    for said in two_ranks.run(automatic.refused_while_plans_are_tried):
+        assert len(said) == 2 and all("wait until `model.observed` is False" in line for line in said)
+
+
+def test_a_communication_hook_ends_the_tournament(two_ranks):
+    assert two_ranks.run(automatic.hooked_in_the_tournament) == [[("ddp", False)] * 3] * 2
 
 
 def test_steps_that_cannot_be_planned_for(two_ranks):
-    assert two_ranks.run(automatic.automatic_with_changing_steps) == [(0.0, "default-buckets")] * 2
+    assert two_ranks.run(automatic.automatic_with_changing_steps) == [(0.0, "default-buckets", False)] * 2
 
 
 def test_a_recorder_that_refuses_every_step(two_ranks):
@@ -34,8 +73,8 @@ def test_inputs_that_cannot_be_recorded(two_ranks):
 
 
 def test_two_models_that_are_trained_together(two_ranks):
-    for difference, plans in two_ranks.run(automatic.automatic_for_two_models):
-        assert difference == 0.0 and set(plans) <= set(SCHEDULERS)
+    for difference, plans, observed in two_ranks.run(automatic.automatic_for_two_models):
+        assert difference == 0.0 and set(plans) <= set(SCHEDULERS) and observed == [False, False]
 
 
 def test_calibration_is_the_same_on_every_rank(two_ranks):

@@ -13,6 +13,9 @@ from legato.cli.output import describe_cost, note, print_json, print_rows, stage
 from legato.core.errors import RankError, unknown_name
 from legato.core.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth
 
+#: On such links communication takes about as long as the computation of the models.
+_BANDWIDTH = "1Gbit"
+
 
 def demo(
     model: Annotated[
@@ -22,9 +25,16 @@ def demo(
     workers: Annotated[int, typer.Option(help=WORKERS_HELP, min=2, max=64, rich_help_panel="Network")] = 2,
     servers: Servers = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help=BANDWIDTH_HELP, show_default="loopback", rich_help_panel="Network")
+        str | None,
+        typer.Option(
+            help=BANDWIDTH_HELP,
+            show_default=f"{_BANDWIDTH}, or loopback where this machine cannot have hosts",
+            rich_help_panel="Network",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4)] = 40,
+    steps: Annotated[
+        int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4, max=2**20)
+    ] = 16,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Write the report and everything else to this folder.")
     ] = Path("legato-demo"),
@@ -32,8 +42,9 @@ def demo(
 ) -> None:
     """Show everything on this machine: capture real models, calibrate, plan, train under DDP and under legato, compare.
 
-    With --bandwidth every worker gets a host of its own, a network namespace behind a link of that bandwidth, which
-    needs root. With --servers the models train with that many parameter servers instead, under every order of pulls.
+    Every worker gets a host of its own, a network namespace behind a link of this bandwidth, which takes no root; with
+    --bandwidth loopback, all talk over loopback. With --servers the models train with that many parameter servers
+    instead, under every order of pulls.
 
     Example: [bold]legato demo --model gpt2-small --workers 2[/]
     """
@@ -49,7 +60,7 @@ def demo(
     for name in names:
         if name not in job.MODEL_NAMES:
             raise unknown_name("model", name, job.MODEL_NAMES)
-    bandwidth_bps = parse_bandwidth(bandwidth) if bandwidth else None
+    bandwidth_bps = _bandwidth_bps(bandwidth)
     if servers:
         _on_servers(names, workers, servers, steps, output, bandwidth_bps, json)
         return
@@ -64,10 +75,25 @@ def demo(
     report, trace = job.write_pictures(results, output)
     if json:
         print_json([job.summary(result, report, trace) for result in results])
+    for line in (line for result in results for line in job.verdict(result)):
+        note(line)
+    note(f"{job.NEXT}\n")
     note(f"report: {report}\ntrace:  {trace} (open it at ui.perfetto.dev)")
     different = [result.model for result in results if not job.weights_equal(result)]
     if different:
         raise RankError(f"the trained weights differ from DDP's: {', '.join(different)}")
+
+
+def _bandwidth_bps(bandwidth: str | None) -> float | None:
+    """The bandwidth of the links between hosts in bits per second; None for loopback."""
+    from legato.testbed.hosts import why_unavailable
+
+    if bandwidth == "loopback":
+        return None
+    if bandwidth is None and (reason := why_unavailable()):
+        note(f"over loopback, where messages take most of what they cost from computation: {reason}")
+        return None
+    return parse_bandwidth(bandwidth or _BANDWIDTH)
 
 
 def _link(bandwidth_bps: float | None) -> str:
@@ -140,5 +166,5 @@ def _show(result: object) -> None:
         if result.max_relative_difference == 0
         else (f"different by {result.max_relative_difference:.1e} (relative)")
     )
-    note(f"weights after {result.steps} steps: {equal}")
+    note(f"trained weights: {equal}")
     note(job.advice(result) + "\n")

@@ -23,9 +23,16 @@ from legato.report.perfetto import write_perfetto
 from legato.schedule.compare import SAME, better_buckets
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["MODEL_NAMES", "run", "run_servers", "summary", "write_pictures"]
+__all__ = ["MODEL_NAMES", "NEXT", "run", "run_servers", "summary", "verdict", "write_pictures"]
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
+
+#: What to do next with a model of one's own.
+NEXT = (
+    "With your own model: `model, optimizer = legato.distribute(model, optimizer)` instead of DDP in your training\n"
+    "script, or first `legato capture FILE.py:FUNCTION -o w.json` and `legato plan w.json --scheduler all` to see\n"
+    "what it would win on your network."
+)
 
 #: With more than two workers, the largest relative difference of trained weights that count as equal.
 #: With two workers they have to be equal bit for bit. See docs/runtime.md, "When are weights equal?".
@@ -85,6 +92,26 @@ def summary(result: ModelResult, report: Path, trace: Path) -> dict[str, Any]:
         "report": str(report),
         "trace": str(trace),
     }
+
+
+def verdict(result: ModelResult) -> list[str]:
+    """Return in plain words what was won, how far that is from the bound, and whether the prediction held."""
+    chosen = result.best
+    gain = result.ddp_s / result.legato_s
+    bound_s, predicted_s = chosen["lower_bound_s"], chosen["iteration_s"]
+    step = f"a step took {format_seconds(result.legato_s)} instead of {format_seconds(result.ddp_s)}"
+    if gain > 1 + SAME:
+        won = f"{result.model}: legato trained {gain:.2f}x as fast as DDP: {step}."
+    elif gain < 1 - SAME:
+        won = f"{result.model}: legato was slower than DDP ({gain:.2f}x): {step}."
+    else:
+        won = f"{result.model}: legato was as fast as DDP: a step took {format_seconds(result.legato_s)}."
+    spare = max(0.0, 1 - bound_s / result.legato_s)
+    return [
+        won,
+        f"  The prediction was {format_seconds(predicted_s)} ({predicted_s / result.legato_s - 1:+.1%}).",
+        f"  No plan can take less than {format_seconds(bound_s)}, so at most {spare:.0%} of the step is left to win.",
+    ]
 
 
 def rows(result: ModelResult) -> list[dict[str, Any]]:

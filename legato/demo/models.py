@@ -27,7 +27,7 @@ def _batches() -> torch.Generator:
 
 
 def resnet50() -> Training:
-    """ResNet-50 (25.6 million parameters), two images of 64 x 64 pixels per step."""
+    """ResNet-50 (25.6 million parameters), twelve images of 64 x 64 pixels per step."""
     # Imported when a model is built, because it takes seconds.
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -38,16 +38,16 @@ def resnet50() -> Training:
     random = _batches()
 
     def loss(through: nn.Module) -> torch.Tensor:
-        images = torch.randn(2, 3, 64, 64, generator=random)
-        labels = torch.randint(0, 1000, (2,), generator=random)
+        images = torch.randn(12, 3, 64, 64, generator=random)
+        labels = torch.randint(0, 1000, (12,), generator=random)
         output: Any = through(pixel_values=images, labels=labels)
         return output.loss  # type: ignore[no-any-return]
 
-    return Training(model, optimizer, loss, batch_size=2)
+    return Training(model, optimizer, loss, batch_size=12)
 
 
 def gpt2() -> Training:
-    """A small GPT-2 (6 layers of width 384, 15 million parameters), 2 x 64 tokens per step."""
+    """A small GPT-2 (6 layers of width 384, 15 million parameters), 4 x 64 tokens per step."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(
@@ -59,11 +59,11 @@ def gpt2() -> Training:
     random = _batches()
 
     def loss(through: nn.Module) -> torch.Tensor:
-        tokens = torch.randint(0, 10_000, (2, 64), generator=random)
+        tokens = torch.randint(0, 10_000, (4, 64), generator=random)
         output: Any = through(input_ids=tokens, labels=tokens)
         return output.loss  # type: ignore[no-any-return]
 
-    return Training(model, optimizer, loss, batch_size=2)
+    return Training(model, optimizer, loss, batch_size=4)
 
 
 MODELS: dict[str, Callable[[], Training]] = {"resnet-50": resnet50, "gpt2-small": gpt2}

@@ -25,14 +25,14 @@ from legato.demo.models import MODELS, Training
 from legato.demo.result import STAGES, ModelResult, measured_names
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.recording.capture import capture
+from legato.pytorch.recording.capture import at_pace, capture
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import Advance
 from legato.testbed.rank import gloo_rank
 
-BLOCK = 4  # steps that are timed together
+BLOCK = 4  # steps that are timed together, after one that is not
 TRACED = 4  # steps that are traced at the end
 SEED = 20
 
@@ -49,20 +49,20 @@ class Trainee:
         self.block_s: list[float] = []
 
     def steps(self, count: int) -> float:
-        """Train `count` steps; returns the seconds until the last update is done."""
+        """Train `count` steps; returns the seconds of an iteration, from one start of a backward pass to the next."""
         torch.set_rng_state(self._random)
         dist.barrier()
-        start = time.perf_counter()
+        began = []
         for _ in range(count):
             self.training.optimizer.zero_grad()
             loss: Any = self.training.loss(self.wrapped)
+            began.append(time.perf_counter())
             loss.backward()
             self.training.optimizer.step()
         if isinstance(self.wrapped, DistributedModel):
             self.wrapped.flush()
-        seconds = time.perf_counter() - start
         self._random = torch.get_rng_state()
-        return seconds
+        return (began[-1] - began[0]) / (count - 1)
 
 
 def main(model: str, steps: int, folder: Path) -> None:
@@ -83,8 +83,13 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
         batch_size=training.batch_size,
         progress=functools.partial(advance, STAGES[0]),
     )
+    calibration = calibrate(
+        sizes=sizes_up_to(workload.nbytes),
+        compute=functools.partial(_passes, training),
+        progress=functools.partial(advance, STAGES[1]),
+    )
+    workload = at_pace(workload, calibration.compute_s)
     del training
-    calibration = calibrate(sizes=sizes_up_to(workload.nbytes), progress=functools.partial(advance, STAGES[1]))
     candidates: list[Candidate] = []
     chosen = b""
     if dist.get_rank() == 0:
@@ -117,6 +122,13 @@ def _run(model: str, steps: int, folder: Path, advance: Advance) -> None:
         files.write_text(folder / "result.json", msgspec.json.encode(result).decode())
 
 
+def _passes(training: Training) -> None:
+    """One forward and backward pass."""
+    training.optimizer.zero_grad()
+    loss: Any = training.loss(training.model)
+    loss.backward()
+
+
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
     """Train both in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
@@ -124,9 +136,9 @@ def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) 
     blocks = 1 + max(1, steps // BLOCK)
     for i in range(blocks):
         for k, trainee in enumerate((ddp, ours)):
-            seconds = trainee.steps(BLOCK)
+            seconds = trainee.steps(BLOCK + 1)
             if i > 0:
-                trainee.block_s.append(seconds / BLOCK)
+                trainee.block_s.append(seconds)
             advance(2 * i + k + 1, 2 * blocks)
     return ddp, ours
 

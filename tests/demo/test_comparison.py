@@ -5,11 +5,13 @@ import pytest
 from support.report_samples import cnn
 
 from legato import demo
+from legato.cli.demo import _bandwidth_bps
 from legato.cli.demo import _show as show
 from legato.core.cluster import Cluster
 from legato.demo.result import ModelResult, measured_names
 from legato.report.doubts import doubts
 from legato.schedule.compare import compare
+from legato.testbed import hosts
 
 JOB = cnn(12)
 SLOW, FAST = Cluster.derive(2, 2e9, 30e-6), Cluster.derive(2, 40e12, 1e-9)
@@ -74,3 +76,29 @@ def test_a_measurement_that_cannot_be_is_doubted_beside_it(slowdown, said):
     spread = msgspec.structs.replace(one, legato_blocks_s=[1.0, 2.0] * 4)
     assert any("the machine was busy" in doubt for doubt in demo.result_doubts(spread))
     assert doubts({"ddp": one.ddp_blocks_s}, {"ddp": 0.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "slowdown", "won"),
+    [
+        ("legato", (1.5, 1.2), "x as fast as DDP: a step took"),
+        ("legato", (0.5, 1.2), "legato was slower than DDP (0."),
+        ("ddp", (1.2, 1.2), "legato was as fast as DDP: a step took"),
+    ],
+)
+def test_the_last_lines_say_what_was_won_and_what_is_left(scheduler, slowdown, won):
+    one = result(FAST if scheduler == "ddp" else SLOW, scheduler, slowdown)
+    first, prediction, bound = demo.verdict(one)
+    assert first.startswith("cnn: legato ") and won in first
+    assert f"({1 / slowdown[1] - 1:+.1%})" in prediction
+    assert f"at most {1 - one.best['lower_bound_s'] / one.legato_s:.0%} of the step is left to win" in bound
+
+
+def test_without_hosts_the_demo_says_that_it_runs_over_loopback(monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "why_unavailable", lambda: "")
+    assert (_bandwidth_bps(None), _bandwidth_bps("2Gbit"), _bandwidth_bps("loopback")) == (1e9, 2e9, None)
+    monkeypatch.setattr(hosts, "why_unavailable", lambda: "shaped hosts need root")
+    assert _bandwidth_bps(None) is None
+    said = "".join(capsys.readouterr())
+    assert said.startswith("over loopback, where ") and "shaped hosts need root" in said
+    assert _bandwidth_bps("2Gbit") == 2e9  # what was asked for is tried, and refused with the reason

@@ -4,7 +4,7 @@ Each ```python block runs in a process of its own. The ```sh and ```console bloc
 page run in order, in one folder. In a console block, commands stand behind `$ `, and
 every other line must be among what they print, apart from numbers (`...` stands for
 lines left out). Words behind the language: `measured`, the output differs from run to
-run; `notest`, the block does not run (it needs root, several machines, or minutes), but
+run; `notest`, the block does not run (it needs several machines, or minutes), but
 its syntax is checked.
 """
 
@@ -176,7 +176,7 @@ def test_every_command_line_exists(page):
 def test_the_design_lists_the_fields_of_the_nouns():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     listed = re.findall(r"^([A-Z]\w+)\(([a-z_, ]+)\)", text, re.MULTILINE)
-    assert len(listed) == 11
+    assert len(listed) == 12
     for name, fields in listed:
         noun = Bound if name == "Bound" else getattr(legato, name)
         assert fields.split(", ") == [field.name for field in msgspec.structs.fields(noun)], name

@@ -39,7 +39,7 @@ def test_frameworks(framework, tmp_path):
 
 def test_the_first_example(tmp_path):
     said = run_script([str(EXAMPLES / "train.py")], tmp_path, ranks=2)
-    assert re.findall(r"step (\d+): loss \d+\.\d+, plan \w", said) == ["10", "20", "30", "40"]
+    assert re.findall(r"step (\d+): loss \d+\.\d+, plan \w", said) == ["50", "100", "150", "200", "250", "300"]
 
 
 def test_after_a_death_the_run_goes_on_from_its_checkpoint(tmp_path):

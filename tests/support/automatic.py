@@ -1,28 +1,159 @@
 """Training under `plan="auto"`; everything here runs on the ranks."""
 
+from contextlib import contextmanager
+
 import torch
 from torch.nn import functional as F
 
 import legato
 import legato.auto
-from legato.core.errors import CaptureError
-from support.training import OPTIMIZERS, build, distance, train, wrap
+from legato.core.errors import CaptureError, InputError
+from legato.pytorch.runtime import tournament
+from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
+
+#: Steps until the tournament begins, and until a short one has ended.
+OBSERVED, DECIDED = 12, 34
 
 
-def automatic(model_name, steps=14):
-    """Weights under plan="auto" against DDP's, and what the plan became."""
-    trained = []
-    for kind in ("ddp", "auto"):
-        model = build(model_name)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        if kind == "ddp":
-            wrapped, optimizer = wrap("ddp", model, optimizer)
-        else:
-            wrapped, optimizer = legato.distribute(model, optimizer)
-            before = wrapped.plan.scheduler
-        trained.append(train(wrapped, optimizer, steps))
+@contextmanager
+def short_tournaments():
+    """Tournaments of two rounds, in which a turn has one timed step."""
+    usual = {name: getattr(tournament, name) for name in ("FEWEST_ROUNDS", "MOST_ROUNDS", "FEWEST_STEPS", "TURN_S")}
+    vars(tournament).update(FEWEST_ROUNDS=2, MOST_ROUNDS=2, FEWEST_STEPS=1, TURN_S=0.0)
+    try:
+        yield
+    finally:
+        vars(tournament).update(usual)
+
+
+def _closures(model, optimizer, steps):
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(steps):
+        x, y = model.module.batch(generator)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def _accumulating(model, optimizer, steps, sending=False):
+    """Three backward passes a step; all but the last are under `no_sync()`, or none."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(steps):
+        for i in range(3):
+            x, y = model.module.batch(generator)
+            model.require_backward_grad_sync = sending or i == 2
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _evaluating(model, optimizer, steps):
+    """Between steps the weights are read, and a module runs."""
+    x, _ = model.module.batch(torch.Generator().manual_seed(0))
+    for i in range(steps):
+        train(model, optimizer, 1, seed=i)
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        model.state_dict()
+
+
+#: Ways to train for a number of steps.
+LOOPS = {
+    "plain": train,
+    "skipping": lambda m, o, steps: train(
+        m, o, 2 * steps, step=lambda o, i: None if i % 3 == 1 else o.step(), zero="after"
+    ),
+    "closures": _closures,
+    "accumulating": _accumulating,
+    "accumulating averages": lambda m, o, steps: _accumulating(m, o, steps, sending=True),
+    "evaluating": _evaluating,
+}
+
+
+def automatic(model_name, steps=DECIDED, loop="plain", **options):
+    """Weights under plan="auto" against DDP's, plans of all passes, hooks at the end, and what was measured."""
+    trained, plans = [], []
+    with short_tournaments():
+        for kind in ("ddp", "auto"):
+            model = build(model_name)
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            if kind == "ddp":
+                wrapped, optimizer = wrap("ddp", model, optimizer)
+            else:
+                wrapped, optimizer = legato.distribute(model, optimizer, **options)
+                model.register_forward_pre_hook(lambda *_, model=wrapped: plans.append(model.plan.scheduler))
+            LOOPS[loop](wrapped, optimizer, steps)
+            trained.append(wrapped)
     hooks = len(wrapped._forward_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return distance(*trained), before, wrapped.plan.scheduler, hooks
+    return distance(*trained), [*plans, wrapped.plan.scheduler], hooks, wrapped.tournament
+
+
+def automatic_lending(model_name):
+    return automatic(model_name, gradient_as_bucket_view=True)
+
+
+def refused_while_plans_are_tried():
+    """What `join()` says while the steps are watched, in the tournament, and afterwards."""
+    said = []
+    with short_tournaments():
+        model = build("Convolutional")
+        wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        for steps in (3, OBSERVED, DECIDED):
+            train(wrapped, optimizer, steps)
+            try:
+                wrapped.join_hook()
+            except InputError as error:
+                said.append(str(error))
+    return said
+
+
+def hooked_in_the_tournament():
+    """A communication hook ends the tournament with DDP's own buckets, whatever plan has its turn."""
+    found = []
+    with short_tournaments():
+        for steps in (OBSERVED, OBSERVED + 5, OBSERVED + 8):
+            model = build("Convolutional")
+            wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+            train(wrapped, optimizer, steps)
+            wrapped.register_comm_hook(None, _all_reduce)
+            train(wrapped, optimizer, 2)
+            found.append((wrapped.plan.scheduler, wrapped.observed))
+    return found
+
+
+def _all_reduce(state, bucket):
+    buffer = bucket.buffer().div_(torch.distributed.get_world_size())
+    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def competing():
+    """Three plans compete: (distance from DDP, names in turn, what was measured, the plan that stays)."""
+    trained, names = [], []
+    with short_tournaments():
+        for kind in ("ddp", "legato"):
+            model = build("Partial")
+            wrapped, optimizer = wrap(kind, model, OPTIMIZERS["adam"](model.parameters()), **UNUSED[kind])
+            if kind == "legato":
+                plans = [legato.core.plan.Plan(f"p{i}", random_plan(model, i).messages, i > 0) for i in range(3)]
+                train(wrapped, optimizer, 3)
+                wrapped.compete(plans)
+                model.register_forward_pre_hook(lambda *_, model=wrapped: names.append(model.plan.scheduler))
+                train(wrapped, optimizer, 17, seed=12)
+            else:
+                train(wrapped, optimizer, 3)
+                train(wrapped, optimizer, 17, seed=12)
+            trained.append(wrapped)
+    return distance(*trained), names, wrapped.tournament, wrapped.plan.scheduler
+
+
+UNUSED = {"ddp": {"find_unused_parameters": True}, "legato": {}}
 
 
 def automatic_with_changing_steps():
@@ -41,7 +172,7 @@ def automatic_with_changing_steps():
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
         trained.append(train(wrapped, optimizer, 14))
-    return distance(*trained), wrapped.plan.scheduler
+    return distance(*trained), wrapped.plan.scheduler, wrapped.observed
 
 
 def automatic_that_cannot_be_recorded():
@@ -85,21 +216,26 @@ def automatic_with_sparse_inputs():
 def automatic_for_two_models():
     """An encoder and a decoder, each with its own wrapper and optimizer, are observed in the same steps."""
     trained = []
-    for kind in ("ddp", "auto"):
-        torch.manual_seed(7)
-        pair = []
-        for layers in ((8, 16, 4), (4, 16, 8)):
-            model = torch.nn.Sequential(torch.nn.Linear(*layers[:2]), torch.nn.GELU(), torch.nn.Linear(*layers[1:]))
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
-            pair.append(wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer))
-        (encoder, first), (decoder, second) = pair
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-        for _ in range(14):
-            x = torch.randn(4, 8, generator=generator)
-            first.zero_grad()
-            second.zero_grad()
-            F.mse_loss(decoder(encoder(x)), x).backward()
-            first.step()
-            second.step()
-        trained.append(torch.nn.ModuleList([encoder.module, decoder.module]))
-    return distance(*trained), [encoder.plan.scheduler, decoder.plan.scheduler]
+    with short_tournaments():
+        for kind in ("ddp", "auto"):
+            torch.manual_seed(7)
+            pair = []
+            for layers in ((8, 16, 4), (4, 16, 8)):
+                model = torch.nn.Sequential(torch.nn.Linear(*layers[:2]), torch.nn.GELU(), torch.nn.Linear(*layers[1:]))
+                optimizer = OPTIMIZERS["momentum"](model.parameters())
+                pair.append(wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer))
+            (encoder, first), (decoder, second) = pair
+            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+            for _ in range(DECIDED):
+                x = torch.randn(4, 8, generator=generator)
+                first.zero_grad()
+                second.zero_grad()
+                F.mse_loss(decoder(encoder(x)), x).backward()
+                first.step()
+                second.step()
+            trained.append(torch.nn.ModuleList([encoder.module, decoder.module]))
+    return (
+        distance(*trained),
+        [model.plan.scheduler for model in (encoder, decoder)],
+        [encoder.observed, decoder.observed],
+    )

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 import legato
 from legato.pytorch.runtime import drift
+from support.automatic import short_tournaments
 from support.training import OPTIMIZERS, build, distance, wrap
 
-STEPS, SLOW_FROM = 100, 45
+STEPS, SLOW_FROM = 110, 50
 
 
 class _Said(logging.Handler):
@@ -34,12 +35,20 @@ class _Pace:
 
 
 def changing(replan):
-    """(distance from DDP, what was said, plans in turn), where rank 1 slows down in the middle of training."""
+    """(distance from DDP, what was said, plans that stayed), where rank 1 slows down in the middle of training."""
     sample, window = drift.SAMPLE, drift.WINDOW
     drift.SAMPLE, drift.WINDOW = 5, 10
     handler = _Said()
     logging.getLogger("legato").addHandler(handler)
     try:
+        return _changing(replan, handler)
+    finally:
+        drift.SAMPLE, drift.WINDOW = sample, window
+        logging.getLogger("legato").removeHandler(handler)
+
+
+def _changing(replan, handler):
+    with short_tournaments():
         trained, plans = [], []
         for kind in ("ddp", "legato"):
             pace = _Pace()
@@ -57,10 +66,7 @@ def changing(replan):
                 optimizer.zero_grad()
                 F.cross_entropy(wrapped(x), y).backward()
                 optimizer.step()
-                if kind == "legato" and (not plans or wrapped.plan is not plans[-1]):
+                if kind == "legato" and not wrapped.observed and (not plans or wrapped.plan is not plans[-1]):
                     plans.append(wrapped.plan)
             trained.append(wrapped)
         return distance(*trained), handler.lines, [plan.scheduler for plan in plans]
-    finally:
-        drift.SAMPLE, drift.WINDOW = sample, window
-        logging.getLogger("legato").removeHandler(handler)

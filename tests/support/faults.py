@@ -38,6 +38,8 @@ def training(case, directory):
     debug = {"skips_a_step_in_debug_mode": "order", "nan_in_debug_mode": "finite"}.get(case, False)
     plan = random_plan(model, 3)
     wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, debug=debug, flight_dir=directory)
+    if case == "killed_in_a_tournament":
+        wrapped.compete([plan, random_plan(model, 4)])  # times are compared after five steps
     bad = dist.get_rank() == (0 if case == "killed_rank_0" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -55,7 +57,7 @@ def training(case, directory):
     for i in range(20):
         x, y = load(i)
         if bad and i == FAULT_AT:
-            if case in ("killed", "killed_rank_0"):
+            if case.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if case == "exits":
                 sys.exit(3)

@@ -96,28 +96,6 @@ def added():
     return distance(*trained)
 
 
-def compiled(when, backend):
-    """`torch.compile` before or after the model is distributed, or in place."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch._dynamo.reset()
-        torch.manual_seed(7)
-        plain = Dense()
-        module = torch.compile(plain, backend=backend) if when == "before" else plain
-        wrapped, optimizer = wrap(kind, module, sgd(plain.parameters()))
-        if when == "in place":
-            plain.compile(backend=backend)
-        run = torch.compile(wrapped, backend=backend) if when == "after" else wrapped
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(8):
-            x, y = plain.batch(generator)
-            optimizer.zero_grad()
-            F.cross_entropy(run(x), y).backward()
-            optimizer.step()
-        trained.append(wrapped)
-    return distance(*trained)
-
-
 def compiled_function():
     """A compiled function that takes parameters while they wait for their update."""
     trained = []

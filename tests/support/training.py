@@ -150,10 +150,15 @@ def random_plan(model, seed, forward_overlap=True):
 
 #: More for `legato.distribute` in every case.
 OPTIONS = {}
+#: The arguments of `model.compile()` in every case, if models are to be compiled.
+COMPILED = {}
 
 
 def wrap(kind, model, optimizer, seed=0, **options):
     """The model under DDP (`ddp`) or under a random plan (`legato`), and its optimizer."""
+    if COMPILED:
+        torch._dynamo.reset()
+        model.compile(**COMPILED)
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options), optimizer
     return wrap_model(model, optimizer, random_plan(model, seed), **OPTIONS)
@@ -166,6 +171,15 @@ def lent(case, *arguments):
         return case(*arguments)
     finally:
         OPTIONS.clear()
+
+
+def compiled(case, *arguments):
+    """A case with models that are compiled in place."""
+    COMPILED["backend"] = "aot_eager"
+    try:
+        return case(*arguments)
+    finally:
+        COMPILED.clear()
 
 
 def in_double(case, *arguments):
@@ -523,6 +537,27 @@ def tracing():
     return len(timelines), messages, len(wrapped.plan.messages), sorted(kinds), [t.iteration_s for t in timelines]
 
 
+def freed():
+    """How many buckets outlive a change of plan, without garbage collection, after one change and more."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    model = build("Attention")
+    wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
+    before, left = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(3):
+            train(wrapped, optimizer, 3)
+            before.append([StorageWeakRef(bucket.buffer.untyped_storage()) for bucket in wrapped.reducer.buckets])
+            wrapped.adopt(random_plan(model, seed))
+            train(wrapped, optimizer, 1)  # the channel keeps its last message
+            left.append([reference.expired() for references in before for reference in references].count(False))
+    finally:
+        gc.enable()
+    return left
+
+
 # ---- what must fail ----------------------------------------------------------------
 
 
@@ -597,6 +632,3 @@ def wrapped_twice():
 def foreign_optimizer():
     model = build("Convolutional")
     wrap_model(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))
-
-
-# ---- plan="auto" and calibration ------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from legato.pytorch._private import leaves, on_backward_end
+from legato.pytorch._private import leaves, on_backward_end, will_run
 
 __all__ = ["Accumulator", "BackwardScope"]
 
@@ -42,6 +42,11 @@ class Accumulator:
         if frozen:
             parameter.requires_grad_(False)
         self._hooks = [self._node.register_prehook(before), self._node.register_hook(after)]
+
+    @property
+    def will_run(self) -> bool:
+        """Whether the backward pass that runs now adds to the gradient."""
+        return will_run(self._node)
 
     def remove(self) -> None:
         """Remove both hooks."""

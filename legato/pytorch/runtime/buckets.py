@@ -50,6 +50,10 @@ class Slot:
     has_grad: bool = False  # ... and it has arrived
     arrivals: int = 0  # how often something was added to its gradient in this backward pass
     expected_arrivals: int = 0  # ... and in the pass before, for a static graph
+    offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
+    kept: int = 0  # how often the offered gradient was the one that arrived; -1 if another one did
+    early: bool = False  # in this backward pass the offered gradient was taken before it arrived
+    taken: Tensor | None = None  # that gradient, until it is packed or arrives
     was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
@@ -70,6 +74,11 @@ class Slot:
     def mark_settled(self) -> None:
         """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
         self.stage, self.update = IDLE, None
+
+    def release(self) -> None:
+        """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
+        self.slices, self.buckets, self.parts = [], [], {}
+        self.whole = self.gate = None
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +126,12 @@ class Bucket:
         """Its first tensor and the number of the others, for error messages and timelines."""
         slices = self.message.slices
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
+
+    def release(self) -> None:
+        """Let go of the memory for good."""
+        self.buffer, self.flags = self.buffer.new_empty(0), None
+        self.slices, self.last_of, self.arrived = [], [], []
+        self.scattered = self.gathered = self.work = None
 
 
 def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Bucket]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.pytorch.network.channel import Channel
+from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Bucket
 
@@ -28,7 +29,7 @@ __all__ = ["CommHook", "can_be_hooked"]
 
 def can_be_hooked(plan: Plan) -> bool:
     """Whether a hook can send all messages of a plan: whole tensors, by the backend's own all-reduce."""
-    plain = all(message.kind == "all_reduce" and message.collective is None for message in plan.messages)
+    plain = all(message.kind == "all_reduce" and message.collective not in ROUNDS for message in plan.messages)
     tensors = [piece.tensor for message in plan.messages for piece in message.slices]
     return plain and len(tensors) == len(set(tensors))
 

@@ -43,6 +43,8 @@ class _DeferredSteps:
         reducer, base = self._legato_reducer, self._legato_base
         if reducer is not None and reducer.in_backward:
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
+        if reducer is not None:
+            reducer.stepped = True
         if reducer is None or not _divisible(optimizer, base, reducer):
             if reducer is not None:
                 reducer.settle()
@@ -57,7 +59,7 @@ class _DeferredSteps:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _step_later(optimizer, base, reducer)
+        _step_later(optimizer, base, self._legato_reducer or reducer)  # its forward pass may have changed the plan
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

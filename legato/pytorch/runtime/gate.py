@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from legato.pytorch._private import PRIVATE_METADATA, no_gradients, without_dispatch_modes, without_overrides
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
-__all__ = ["GatedParameter", "install", "invisible", "remove", "resolve", "slot_of"]
+__all__ = ["GatedParameter", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
 
 _GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
 _METADATA: frozenset[Any] = frozenset(
@@ -137,6 +137,11 @@ def install(slot: Slot, resolve: Callable[[Slot], None]) -> None:
 def remove(slot: Slot) -> None:
     """Mark the slot as settled, and give the parameter its plain class back."""
     slot.mark_settled()
+    hide(slot)
+
+
+def hide(slot: Slot) -> None:
+    """Give a parameter that waits its plain class back: only a compiled graph reads it, and brings it up to date."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,15 +28,24 @@ from legato.pytorch._private import (
     check_comm_hook,
     comm_hooks,
     common_rank,
+    compiled_by,
+    compiled_module,
+    compiles_with,
     group_is_alive,
     group_timeout,
+    has_forward_hooks,
+    is_compiled,
     is_joining,
+    is_left_to_eager_mode,
+    is_whole_frame,
     keeps_its_reducer,
     moved_inputs,
     not_compiled,
+    on_compilation,
     remove_reducer,
     share_final_model,
 )
+from legato.pytorch.compiled.functions import GraphCompiler
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
@@ -53,12 +64,14 @@ from legato.pytorch.parameters import (
     sparse_parameters,
     trained_parameters,
 )
+from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
 from legato.pytorch.runtime.readers import Readers
-from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.reducer import Reducer, reducer_of
+from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 
 __all__ = ["DistributedModel", "wrap_model"]
@@ -137,10 +150,16 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
         self._fingerprint = ModuleFingerprint(self.module)
+        whole_pass = partial(is_whole_frame, function=compiled_module(self.module).forward)
+        self._compiler = GraphCompiler(reducer_of, whole_pass)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
+        self.in_graphs = False  # whether the last forward pass was compiled, or parts of it
         self._failed = False
-        self.observed = False  # whether `plan="auto"` watches the steps
+        self.observed = False  # whether `plan="auto"` has not decided yet: it watches the steps, or tries plans
+        #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
+        self.tournament: dict[str, Measured] = {}
+        self._tournament: Tournament | None = None
 
     @property
     def plan(self) -> Plan:
@@ -165,15 +184,51 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """
         plan = extend_plan(plan, self._parameters_taking_part)
         agree(describe_model(plan, self.module, self._parameters_taking_part), self._group)
+        self._switch(plan)
+
+    def _switch(self, plan: Plan) -> None:
+        """Switch to a plan that all ranks have."""
+        plan = extend_plan(plan, self._parameters_taking_part)
         if self.hooked:
             _check_hookable(plan)
         before = self.reducer
         before.close()
         self.reducer = self._make_reducer(plan)
         self.reducer.forwards = before.forwards
+        self.reducer.learn_from(before)
         self._drift = DriftMonitor(self._gather_numbers)
         for optimizer in self._optimizers:
             defer_steps(optimizer, self.reducer)
+
+    def compete(self, plans: Sequence[Plan]) -> None:
+        """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
+
+        The first of equals wins. `observed` is True meanwhile, and `tournament`
+        then says what was measured. Raises what `adopt` raises.
+        """
+        for plan in plans:
+            whole = extend_plan(plan, self._parameters_taking_part)
+            agree(describe_model(whole, self.module, self._parameters_taking_part), self._group)
+        clock = clock_for(next(iter(self._parameters_taking_part.values())).device)
+        self._tournament = Tournament(plans, self._gather_numbers, clock)
+        self.observed = True
+        self._switch(plans[0])
+        self._step_begins(self._tournament)
+
+    def _step_begins(self, tournament: Tournament) -> None:
+        """Go on with the plan whose turn it is, or stay with the winner."""
+        before = tournament.plan
+        goes_on = tournament.step_begins()
+        if tournament.plan is not before:
+            self._switch(tournament.plan)
+        if not goes_on:
+            self._end(tournament)
+
+    def _end(self, tournament: Tournament) -> None:
+        self.tournament, self._tournament, self.observed = tournament.measured, None, False
+        if self._group.rank() == 0:
+            found = ", ".join(f"{name} {m.seconds * 1e3:.3g} ms" for name, m in self.tournament.items())
+            _log.info("the plan %s stays%s", self.plan.scheduler, f"; median step of each: {found}" if found else "")
 
     def _make_reducer(self, plan: Plan) -> Reducer:
         with _no_garbage_collection():  # thousands of small objects that all stay
@@ -195,27 +250,21 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             reducer.use_comm_hook(state, hook)
         return reducer
 
+    @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        self._begin_forward(compiling)
-        args, kwargs = moved_inputs(self, args, kwargs)
-        tracer = self.reducer.tracer
-        if tracer:
-            tracer.switch("forward")
+        # All but the module's own pass is in functions that dynamo leaves alone.
+        compiled = compiled_by(sys._getframe())
+        args, kwargs, scope = self._begin_forward(compiled, args, kwargs)
+        output = None
         try:
-            if compiling or not (torch.is_grad_enabled() and self.module.training):
-                output = self.module(*args, **kwargs)
-            else:
-                with self.reducer.watch():
-                    output = self.module(*args, **kwargs)
-        except BaseException:
-            self._failed = self.reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
-            raise
-        self._end_forward(output)
+            output = self.module(*args, **kwargs)
+        finally:
+            self._end_forward(scope, output)
         return output
 
     @not_compiled  # type: ignore[untyped-decorator]
-    def _begin_forward(self, compiled: bool) -> None:
+    def _begin_forward(self, compiled: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Prepare for a forward pass: return its inputs, and a context in which it runs, to be closed at its end."""
         reducer, training = self.reducer, torch.is_grad_enabled()
         Join.notify_join_context(self)
         if reducer.closed:
@@ -228,11 +277,16 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         if training and self._fingerprint.changed():
             reducer = self._module_changed()
         reducer.begin_forward()
-        if reducer.enabled and training and not is_joining(self) and (change := self._drift.pass_begins(reducer)):
-            self.on_drift(change)
+        if reducer.enabled and training and not is_joining(self):
+            self._pass_begins(reducer)
             reducer = self.reducer
-        if compiled or self._fingerprint.compiled():
-            self._readers.never()  # compiled code reads parameters without their gates
+        in_graphs = bool(compiled) or self._fingerprint.compiled()
+        if in_graphs:  # compiled code reads parameters without their gates
+            if self._may_be_one_graph(compiled):
+                reducer.hide_gates()
+            else:
+                self._readers.never()
+                reducer.settle()
         if not (training and self.module.training):
             reducer.settle()
         joining = is_joining(self)
@@ -244,19 +298,63 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         # As in DDP, buffers are broadcast only after a forward pass whose gradients are averaged.
         self._buffers_differ = reducer.enabled and training
         reducer.forwards += self._buffers_differ
+        args, kwargs = moved_inputs(self, args, kwargs)
+        if reducer.tracer:
+            reducer.tracer.switch("forward")
+        scope = ExitStack()
+        scope.enter_context(compiles_with(self._compiler, self))
+        self._compiler.ran.clear()
+        self.in_graphs = in_graphs
+        if in_graphs:
+            scope.enter_context(on_compilation(reducer.settle))
+        elif training and self.module.training:
+            scope.enter_context(reducer.watch())
+        return args, kwargs, scope
+
+    def _may_be_one_graph(self, compiled: str) -> bool:
+        """Whether nothing but compiled code runs in the forward pass, if it has no graph breaks."""
+        inner = compiled_module(self.module)
+        if compiled == "caller" or not (compiled or is_compiled(self.module)):
+            return False
+        hooked = has_forward_hooks(self.module) or has_forward_hooks(inner)
+        return not hooked and hasattr(inner.forward, "__code__") and not is_left_to_eager_mode(inner.forward)
 
     @not_compiled  # type: ignore[untyped-decorator]
-    def _end_forward(self, output: Any) -> None:
+    def _end_forward(self, scope: ExitStack, output: Any) -> None:
+        """Leave the context of a forward pass, which ends or has raised an exception, and expect its backward pass."""
+        error = sys.exception()
+        scope.__exit__(*sys.exc_info())
+        if error is not None:
+            self._failed = self.reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
+            self.reducer.show_gates()
+            return
+        if self.in_graphs and torch.is_grad_enabled() and self.module.training:
+            self._readers.note_graphs(self._compiler.ran)
+        if waiting := self.reducer.show_gates():
+            self._readers.never()
+            raise RankError(
+                f"{waiting}: its update waits for the compiled graph that read it before, which did not run this time; "
+                "use a plan without forward overlap"
+            )
         if self._buffers_differ:
             self.reducer.backward_scope.expect(output)
         if self.reducer.tracer:
             self.reducer.tracer.end_forward(output)
 
+    def _pass_begins(self, reducer: Reducer) -> None:
+        """Before a pass whose gradients will be sent: let another plan have its turn, or notice a change of pace."""
+        if self._tournament is not None:
+            if reducer.stepped:  # else another pass of the same step
+                reducer.stepped = False
+                self._step_begins(self._tournament)
+        elif not self.observed and (change := self._drift.pass_begins(reducer)):
+            self.on_drift(change)
+
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         try:
             return gather_numbers(numbers, self._buffer_group, self._watchdog.wait)
         except RuntimeError as error:
-            raise self._watchdog.failure("comparing paces before a forward pass", error) from error
+            raise self._watchdog.failure("comparing times before a forward pass", error) from error
 
     def _log_drift(self, change: str) -> None:
         if self._group.rank() == 0:
@@ -295,11 +393,15 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
 
         Raises `InputError` if the plan has messages that a hook cannot send:
         halves, parts of tensors, or collectives made of steps. With
-        `plan="auto"`, only plans without them are chosen from then on.
+        `plan="auto"`, only plans without them are chosen from then on; a
+        tournament ends with its first plan.
         """
         check_comm_hook(self, hook)
         if self.hooked:
             raise InputError("a communication hook is registered already (expected at most one)")
+        if self._tournament is not None:
+            self._switch(self._tournament.plans[0])
+            self._end(self._tournament)
         _check_hookable(self.plan)
         self.flush()
         comm_hooks(self).append((hook, state))
@@ -308,12 +410,14 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> Any:
         """What a rank does in `join()`, as in DDP, when it has no batches left: send zeros, as long as others train.
 
-        Raises `InputError` for `divide_by_initial_world_size=False`, and while `plan="auto"` still watches the steps.
+        Raises `InputError` for `divide_by_initial_world_size=False`, and while `plan="auto"` has not decided yet.
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise InputError("join(divide_by_initial_world_size=False) is not supported: gradients are divided as sent")
         if self.observed:
-            raise InputError('join() while plan="auto" watches the first steps: give a plan, or train 12 steps before')
+            raise InputError(
+                'join() while plan="auto" tries plans: give a plan, or wait until `model.observed` is False'
+            )
         return _JoinHook(self)
 
     def shadow_iteration(self) -> None:

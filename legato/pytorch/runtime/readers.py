@@ -11,7 +11,9 @@ DDP.
   parameter may wait only if the first operation on it was seen by its gate.
   Readers below Python (C++ extensions, other tensor subclasses) call operators
   that a dispatch mode sees and a gate does not, or no operator at all. If
-  anything is compiled there (a function, `torch.cond`), no parameter ever waits.
+  anything is compiled there (a function, `torch.cond`), no parameter ever waits,
+  unless each pass is one compiled graph, from the first line to the last: then
+  its parameters wait for the graph, which brings them up to date.
 - *Who else runs*: until the next forward pass of the training begins, a call of
   any `nn.Module` brings everything up to date first, and so does a fork.
 """
@@ -22,7 +24,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,15 +103,27 @@ class Readers:
         self._forwards = 0
         self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
         self._seen: set[int] = set()
+        self._graphs = 0  # forward passes that were one compiled graph
+        self._of_graph: set[int] = set()  # by id(): its parameters
 
     def may_wait(self, parameter: nn.Parameter) -> bool:
         """Whether all watched reads of the parameter passed its gate."""
         key = id(parameter)
-        return self._forwards >= WATCHED and key in self._seen and key not in self._unseen
+        if self._forwards >= WATCHED:
+            return key in self._seen and key not in self._unseen
+        return self._graphs >= WATCHED and key in self._of_graph
+
+    def note_graphs(self, ran: Sequence[set[int] | None]) -> None:
+        """Note which compiled graphs have run in a forward pass of the training (`GraphCompiler.ran`)."""
+        if len(ran) == 1 and ran[0] is not None:
+            self._graphs += 1
+            self._of_graph = ran[0]
+        else:
+            self.never()
 
     def never(self) -> None:
         """Let no parameter wait from now on: compiled code reads them without their gates."""
-        self._forwards = -(2**62)
+        self._forwards = self._graphs = -(2**62)
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], resolve: Callable[[Slot], None]) -> Iterator[None]:

@@ -26,10 +26,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,12 @@ from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import (
     copy_all,
+    has_gradient_hooks,
     memory_uses,
     multiply_all,
     not_compiled,
     outside_transforms,
+    version_of,
     without_overrides,
 )
 from legato.pytorch.network.channel import Channel
@@ -57,11 +59,13 @@ from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_hel
 from legato.pytorch.runtime.tracing import Tracer
 from legato.pytorch.runtime.update import Update
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "reducer_of"]
 
 #: The reducer of each parameter: a module that is distributed again leaves its former reducer.
 _reducers: Any = WeakIdKeyDictionary()
 
+#: A compiled graph's gradient is sent before it arrives, after so many passes in which it arrived unchanged.
+_KEPT = 2
 #: Gradients up to this size, in bytes, are packed by one call for many of them.
 _SMALL_BYTES = 64 * 2**10
 #: A bucket is packed when so many bytes of gradients wait for it, or when it is complete.
@@ -112,6 +116,7 @@ class Reducer:
         self._scale = 1.0 / group.size()
         self.forwards = 0  # forward passes whose gradients will be sent
         self.passes = 0  # backward passes that sent, including the current one
+        self.stepped = False  # `optimizer.step()` was called since the model has last looked
         self.in_backward = False
         self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
         self.next = 0  # index of the bucket to launch next
@@ -123,10 +128,11 @@ class Reducer:
             _reducers[slot.parameter] = weakref.ref(self)
         self._static_graph = static_graph
         self._sparse = dict(sparse or {})
-        self._accumulators = [
-            Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
+        self._accumulator_of = {
+            s: Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
             for s in self.slots
-        ]
+        }
+        self._accumulators = [*self._accumulator_of.values()]
         self._accumulators += [Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse.values()]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
@@ -139,20 +145,32 @@ class Reducer:
 
     def may_wait(self, slot: Slot) -> bool:
         """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
-        return slot.stage == SENT and self._readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
+        gated = slot.stage == SENT and slot.plain_class is nn.Parameter
+        return gated and self._readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 
     def watch(self) -> AbstractContextManager[None]:
         """Watch who reads parameters in the forward pass inside."""
         return self._readers.watch(self.slots, self.resolve)
 
+    def learn_from(self, before: Reducer) -> None:
+        """Take over what the reducer of another plan has learnt about the gradients of compiled graphs."""
+        for key, slot in self.by_parameter.items():
+            if key in before.by_parameter:
+                slot.kept = before.by_parameter[key].kept
+
     def close(self) -> None:
-        """Bring everything up to date, and remove all hooks from the parameters."""
+        """Bring everything up to date, remove all hooks from the parameters, and free the buckets."""
         if self.closed:
             return
         self.settle()
         self.closed = True
         for accumulator in self._accumulators:
             accumulator.remove()
+        for slot in self.slots:
+            slot.release()
+        for bucket in self.buckets:
+            bucket.release()
+        self._memory_uses.clear()
 
     def begin_forward(self) -> None:
         """Prepare for a forward pass: deliver gradients that were not used yet, so that the next ones add to them.
@@ -170,10 +188,99 @@ class Reducer:
             if slot.stage == SENT:
                 self.resolve(slot)
 
+    # ---- compiled graphs ----------------------------------------------------------
+
+    @property
+    def node_order(self) -> tuple[str, ...]:
+        """The order in which the plan runs the nodes of compiled graphs."""
+        return self.plan.node_order
+
+    def late_message_of(self, parameter: nn.Parameter) -> int:
+        """The place, in the plan, of the message for which the parameter may wait in a compiled forward pass; or -1."""
+        slot = self.by_parameter.get(id(parameter))
+        waits = slot is not None and self.plan.forward_overlap and self._readers.may_wait(parameter)
+        return slot.buckets[-1].index if waits and slot is not None else -1
+
+    def hide_gates(self) -> None:
+        """Before a forward pass that is one compiled graph: let parameters look as if none waited."""
+        for slot in self._waiting():
+            gate.hide(slot)
+
+    def show_gates(self) -> str:
+        """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
+        hidden = [slot for slot in self._waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
+        for slot in hidden:
+            gate.install(slot, self.resolve)
+        return hidden[0].name if hidden else ""
+
+    def _waiting(self) -> list[Slot]:
+        return [slot for slot in self._pending if slot.stage == PENDING]
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def update(self, parameter: nn.Parameter) -> None:
+        """Bring a parameter up to date, whether or not it has a gate."""
+        slot = self.by_parameter.get(id(parameter))
+        if slot is not None and slot.stage == PENDING:
+            self.resolve(slot)
+
     # ---- backward pass: sending -------------------------------------------------
 
-    def _before_accumulation(self, slot: Slot, *_: Any) -> None:
+    def messages_of(self, parameter: nn.Parameter) -> list[int]:
+        """The places, in the plan's order, of the messages that carry the parameter's gradient."""
+        slot = self.by_parameter.get(id(parameter))
+        return [] if slot is None else [bucket.index for bucket in slot.buckets if bucket.index in slot.parts]
+
+    def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Send a gradient that a compiled graph has just computed, before autograd adds it to `.grad`.
+
+        It is sent only if it will be added as it is: no hook may change it,
+        nothing else may be added to it, and in the passes before this was so.
+        """
+        slot = self.by_parameter.get(id(parameter))
+        if slot is None or slot.kept < 0 or not self.enabled:
+            return
+        slot.offered = _identity(grad)
+        if slot.kept < _KEPT or not self._arrives_unchanged(slot, grad):
+            return
+        if not self.in_backward:
+            self._begin_backward()
+        if slot.ready:
+            return  # a second gradient: refused where it arrives
+        with gate.invisible():
+            before = parameter.grad
+            slot.taken = grad if before is None else before + grad
+        slot.early = True
+        self._mark_ready(slot)
+
+    def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
+        """Whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
+        parameter = slot.parameter
+        return (
+            not self._static_graph
+            and (slot.stage == IDLE or not self.in_backward)
+            and not has_gradient_hooks(parameter)
+            and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
+            and self._accumulator_of[slot].will_run
+        )
+
+    def _arrives(self, slot: Slot, grad: Tensor | None) -> None:
+        """Compare a gradient that arrives with the one that was handed over."""
+        kept = grad is not None and _identity(grad) == slot.offered
+        slot.kept = slot.kept + 1 if kept else -1
+        slot.offered = None
+        if slot.early and not kept:
+            raise RankError(
+                f"{slot.name}: the gradient that a compiled graph handed out was sent, and another one arrived (a hook "
+                "that was added, or a parameter that eager code uses too, in this step only?)"
+            )
+
+    def _before_accumulation(self, slot: Slot, gradients: Sequence[Tensor | None] = (), *_: Any) -> None:
         """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
+        if slot.offered is not None:
+            self._arrives(slot, gradients[0] if gradients else None)
+        if slot.early:
+            slot.taken = None  # what is not packed yet will be in `.grad`
+            return
         if not self.in_backward and self.enabled:
             self._begin_backward()
         elif self.in_backward and slot.ready:
@@ -192,6 +299,13 @@ class Reducer:
     def _gradient_ready(self, slot: Slot, *_: Any) -> None:
         if not self.in_backward:
             return
+        if slot.early:
+            slot.early = False
+            if self._lends and not slot.to_pack:
+                slot.parameter.grad = slot.whole
+            slot.mark_sent()
+            gate.install(slot, self.resolve)
+            return
         slot.arrivals += 1
         if not self._static_graph or slot.arrivals == slot.expected_arrivals:
             self._mark_ready(slot)
@@ -204,7 +318,8 @@ class Reducer:
         self.watchdog.flight_recorder.note("backward begins", self.passes)
         self.next = 0
         for slot in self.slots:
-            slot.ready = slot.has_grad = False
+            slot.ready = slot.has_grad = slot.early = False
+            slot.taken = None
             slot.to_pack, slot.arrivals = len(slot.parts), 0
         for bucket in self.buckets:
             bucket.missing, bucket.writable = bucket.slots, False
@@ -215,6 +330,10 @@ class Reducer:
             return
         for slot in self.slots:
             slot.expected_arrivals = slot.arrivals
+            if slot.early:
+                raise RankError(
+                    f"{slot.name}: the gradient that a compiled graph handed out was sent, and none arrived"
+                )
             if not slot.ready:
                 self._mark_ready(slot)
         self._average_sparse()
@@ -237,12 +356,13 @@ class Reducer:
 
     def _mark_ready(self, slot: Slot) -> None:
         """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
-        grad = slot.parameter.grad
+        grad = slot.taken if slot.early else slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
         slot.has_grad, slot.ready = grad is not None, True
-        slot.mark_sent()
-        gate.install(slot, self.resolve)
+        if not slot.early:
+            slot.mark_sent()
+            gate.install(slot, self.resolve)
         for bucket in slot.buckets:
             bucket.missing -= 1
             if bucket.index in slot.parts:
@@ -285,7 +405,7 @@ class Reducer:
         views, grads = [], []
         with gate.invisible():
             for slot in arrived:
-                grad = slot.parameter.grad
+                grad = slot.parameter.grad if slot.taken is None else slot.taken
                 for part in slot.parts[bucket.index]:
                     if grad is None:
                         part.view.zero_()
@@ -297,14 +417,20 @@ class Reducer:
                         views.append(part.view)
                         grads.append(grad)
                 slot.to_pack -= 1
+                if not slot.to_pack:
+                    slot.taken = None
             if len(views) == 1:
                 torch.mul(grads[0], self._scale, out=views[0])
             elif views:
                 copy_all(views, grads)
-                multiply_all(views, self._scale)
+                if bucket.flags is not None and len(views) == len(bucket.slices):  # whole tensors, flags behind them
+                    data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
+                    bucket.buffer[:data].mul_(self._scale)
+                else:
+                    multiply_all(views, self._scale)
             if self._lends:
                 for slot in arrived:
-                    if slot.has_grad and not slot.to_pack:
+                    if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
 
     def _advance(self) -> None:
@@ -533,6 +659,16 @@ class Reducer:
         if bucket.scattered is None:
             bucket.buffer.zero_()
         bucket.work = self._send(bucket)
+
+
+def reducer_of(parameter: nn.Parameter) -> Reducer | None:
+    """The reducer that averages the parameter's gradients."""
+    return cast("Reducer | None", _reducers.get(parameter, lambda: None)())
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Tells whether a tensor is the same as before, without a reference, for which autograd would copy it."""
+    return tensor.data_ptr(), version_of(tensor)
 
 
 def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:

@@ -107,14 +107,15 @@ def trace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[li
     where it can be timed. The list is filled when the context ends.
     """
     ddp: Any = model
-    tracer = Tracer(dist.get_rank(ddp.process_group))
+    group = ddp.process_group  # DDP's reducer holds the hook below for good, which must not hold the model
+    tracer = Tracer(dist.get_rank(group))
     found: list[Timeline] = []
     waiting: set[int] = set()
     parameters: list[Any] = [p for p in ddp.parameters() if p.requires_grad]
 
     def send(_: Any, bucket: Any) -> Any:
-        buffer = bucket.buffer().div_(ddp.process_group.size())
-        work: Any = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
+        buffer = bucket.buffer().div_(group.size())
+        work: Any = dist.all_reduce(buffer, group=group, async_op=True)
         tracer.message(f"bucket {bucket.index()}", buffer.nbytes, work)
         return work.get_future().then(lambda done: done.value()[0])
 

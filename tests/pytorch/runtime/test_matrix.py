@@ -43,11 +43,6 @@ def test_reentrant_checkpointing(two_ranks, which):
     assert two_ranks.run(matrix_models.reentrant, which) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in place"])
-def test_compiled_models(two_ranks, when):
-    assert two_ranks.run(matrix_models.compiled, when, "aot_eager") == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_failed_is_given_up_by_all(two_ranks, where, ranks):

@@ -77,6 +77,10 @@ def test_models_that_are_gone_leave_no_groups_and_no_threads(two_ranks):
         assert groups == 0 and threads <= 0
 
 
+def test_a_change_of_plan_frees_the_buckets(two_ranks):
+    assert two_ranks.run(training.freed) == [[0, 0, 0]] * 2
+
+
 def test_two_backward_passes_before_a_step(two_ranks):
     assert max(two_ranks.run(training.sending_twice)) < 1e-6
 
