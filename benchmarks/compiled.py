@@ -226,15 +226,15 @@ def follow(model: str, backend: str, iterations: int) -> None:
     from legato.core.cluster import Cluster
     from legato.pytorch import wrap_model
     from legato.pytorch.recording.capture import capture
-    from legato.pytorch.runtime.reducer import Reducer
+    from legato.pytorch.runtime.graph_sender import GraphSender
     from legato.schedule import schedule
 
-    class Noted(Reducer):
-        def hand_over(self, parameter: Any, grad: Any) -> None:
-            found.append(self.by_parameter[id(parameter)].name)
-            super().hand_over(parameter, grad)
+    def noted(self: GraphSender, parameter: Any, grad: Any) -> None:
+        found.append(self.reducer.by_parameter[id(parameter)].name)
+        hand_over(self, parameter, grad)
 
     found: list[str] = []
+    hand_over = GraphSender.hand_over
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
         training = trainings()[model]()
@@ -245,7 +245,7 @@ def follow(model: str, backend: str, iterations: int) -> None:
         ready = {tensor.name: place[tensor.ready_after] for tensor in workload.tensors}
         captured = [ready[t.name] for t in sorted(workload.tensors, key=lambda t: t.ready_after)]
         wrapped, optimizer = wrap_model(training.model, training.optimizer, plan)
-        wrapped.reducer.__class__ = Noted
+        GraphSender.hand_over = noted  # type: ignore[method-assign]
         followed = []
         for _ in range(iterations + 3):
             found.clear()

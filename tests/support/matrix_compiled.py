@@ -14,6 +14,7 @@ from legato.pytorch import wrap_model
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime import reducer
+from legato.pytorch.runtime.graph_sender import GraphSender
 from legato.schedule.basics.compose import with_node_order
 from support.matrix_rows import Dense, adam, compared, sgd
 from support.training import OPTIONS, compiled, distance, train, wrap
@@ -105,12 +106,7 @@ def compiled_when(when, backend):
 
         if when == "around":
             loss_of = torch.compile(loss_of, backend=backend)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(*plain.batch(generator)).backward()
-            optimizer.step()
-        trained.append(wrapped)
+        trained.append(train(wrapped, optimizer, STEPS, loss_of=loss_of))
     return distance(*trained)
 
 
@@ -121,7 +117,7 @@ def sent_early(backend, steps=5):
     model.compile(backend=backend)
     wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
     arrived, found = [], []
-    for accumulator in wrapped.reducer._accumulator_of.values():
+    for accumulator in wrapped.reducer.accumulator_of.values():
         accumulator._node.register_hook(lambda *_: arrived.append(1))
     launch = reducer.Reducer._launch
 
@@ -146,13 +142,13 @@ def late(backend):
     Also how many waited when the last forward pass began.
     """
     waited, trained = [], []
-    hide = reducer.Reducer.hide_gates
+    hide = GraphSender.hide_gates
 
     def noted(self):
-        waited.append(len(self._waiting()))
+        waited.append(len(self.waiting()))
         hide(self)
 
-    reducer.Reducer.hide_gates = noted
+    GraphSender.hide_gates = noted
     try:
         for waits in (False, True):
             torch._dynamo.reset()
@@ -161,17 +157,15 @@ def late(backend):
             model.compile(backend=backend)
             plan = per_tensor(model, forward_overlap=True)
             wrapped, optimizer = wrap_model(model, adam(model.parameters()), plan, **OPTIONS)
-            generator = torch.Generator().manual_seed(dist.get_rank())
-            for _ in range(STEPS):
-                x, y = model.batch(generator)
-                optimizer.zero_grad()
-                F.cross_entropy(wrapped(x), y).backward()
+
+            def step(optimizer, _, flush=None if waits else wrapped.flush):
                 optimizer.step()
-                if not waits:
-                    wrapped.flush()
-            trained.append(wrapped)
+                if flush:
+                    flush()
+
+            trained.append(train(wrapped, optimizer, STEPS, step=step))
     finally:
-        reducer.Reducer.hide_gates = hide
+        GraphSender.hide_gates = hide
     return distance(*trained), waited[-1]
 
 
@@ -221,13 +215,7 @@ def planned(steps=24):
         else:
             wrapped, optimizer = distribute(model, optimizer, **OPTIONS)
         run = torch.compile(wrapped, backend="aot_eager")
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(steps):
-            x, y = model.batch(generator)
-            optimizer.zero_grad()
-            F.cross_entropy(run(x), y).backward()
-            optimizer.step()
-        trained.append(wrapped)
+        trained.append(train(wrapped, optimizer, steps, loss_of=lambda x, y, run=run: F.cross_entropy(run(x), y)))
     assert len(wrapped._tournament.plans) > 1  # they still take turns
     assert wrapped._readers._graphs >= 12  # recorded steps too were one graph each, so updates may wait
     return distance(*trained)
@@ -258,19 +246,19 @@ def in_order(backend, seed):
     plan = with_node_order(Plan("shuffled", messages, op_order=order), workload)
     assert plan.node_order
     wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, **OPTIONS)
-    found, hand_over = [], reducer.Reducer.hand_over
+    found, hand_over = [], GraphSender.hand_over
 
     def noted(self, parameter, grad):
-        found.append(self.by_parameter[id(parameter)].name)
+        found.append(self.reducer.by_parameter[id(parameter)].name)
         hand_over(self, parameter, grad)
 
-    reducer.Reducer.hand_over = noted
+    GraphSender.hand_over = noted
     try:
         for _ in range(4):
             found.clear()
             train(wrapped, optimizer, 1)
     finally:
-        reducer.Reducer.hand_over = hand_over
+        GraphSender.hand_over = hand_over
     places = [place[next(t for t in tensors if t.name == name).ready_after] for name in found]
     assert len(set(places)) > 6
     return places == sorted(places)
@@ -370,14 +358,11 @@ def regularized():
         model = Layers()
         model.compile(backend="aot_eager")
         wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            x, y = model.batch(generator)
-            optimizer.zero_grad()
-            penalty = sum(p.square().sum() for p in model.layers.parameters())
-            (F.cross_entropy(wrapped(x), y) + 0.01 * penalty).backward()
-            optimizer.step()
-        trained.append(wrapped)
+
+        def loss_of(x, y, model=model, wrapped=wrapped):
+            return F.cross_entropy(wrapped(x), y) + 0.01 * sum(p.square().sum() for p in model.layers.parameters())
+
+        trained.append(train(wrapped, optimizer, STEPS, loss_of=loss_of))
     return distance(*trained)
 
 

@@ -41,7 +41,11 @@ class Complex(Dense):
 # ---- optimizers ------------------------------------------------------------------------
 
 #: Every optimizer of torch.optim; those that cannot be compared on dense gradients with `step()` say why.
-OTHERWISE = {"Optimizer": "the base class", "LBFGS": "training.equality_lbfgs", "SparseAdam": "sparse gradients only"}
+OTHERWISE = {
+    "Optimizer": "the base class",
+    "LBFGS": "equality_lbfgs",
+    "SparseAdam": "sparse gradients only",
+}
 OPTIMIZERS = sorted(
     n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
 )

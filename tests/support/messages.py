@@ -21,7 +21,7 @@ from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.parameters import trained_parameters
 from legato.schedule.compare import compare
 from legato.schedule.published.dear import dear
-from support import training
+from support import runtime_cases, training
 
 SLICES = (Slice("any", 0, 4),)
 SIZES = (1, 2, 3, 4, 7, 24, 1000, 4099)
@@ -242,10 +242,10 @@ def dropped_gradients():
 
 
 def within_the_rounding_bound(seed):
-    """`training.reduced_gradient` under a plan that mixes everything."""
+    """`runtime_cases.reduced_gradient` under a plan that mixes everything."""
     plain, training.random_plan = training.random_plan, lambda model, seed: mixed(plain(model, seed), seed)
     try:
-        return training.reduced_gradient(seed)
+        return runtime_cases.reduced_gradient(seed)
     finally:
         training.random_plan = plain
 

@@ -6,7 +6,7 @@ from support.matrix_compiled import shuffled
 
 from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch._private import compiles_with
-from legato.pytorch.compiled import functions, graphs
+from legato.pytorch.compiled import compiler, functions, graphs
 from legato.testbed.accelerator import EmulatedModel
 from legato.testbed.graphs import CompiledModel, with_nodes
 
@@ -68,7 +68,7 @@ def test_nodes_are_named_after_ops(model, monkeypatch, seed):
     order = shuffled(WORKLOAD, seed)
     names = [WORKLOAD.ops[i].name for i in order]
 
-    class Sorted(functions._Graph):
+    class Sorted(functions.GraphFunction):
         def __init__(self, *args):
             super().__init__(*args)
             self._pieces = graphs.cut(self._module, self.in_order(tuple(names)), (), self._compile)
@@ -76,8 +76,8 @@ def test_nodes_are_named_after_ops(model, monkeypatch, seed):
         def run_whole(self, args):
             return self.run(self._pieces, args)
 
-    monkeypatch.setattr(functions, "_Graph", Sorted)
-    with compiles_with(functions.GraphCompiler()):
+    monkeypatch.setattr(compiler, "GraphFunction", Sorted)
+    with compiles_with(compiler.GraphCompiler()):
         model().backward()
     assert model.ran == [0, 1, 2, *(i for i in order if 3 <= i < 9)]
 
@@ -85,13 +85,13 @@ def test_nodes_are_named_after_ops(model, monkeypatch, seed):
 def test_a_graph_has_each_gradient_right_behind_its_op(model, monkeypatch):
     graph = {}
 
-    class Kept(functions._Graph):
+    class Kept(functions.GraphFunction):
         def __init__(self, *args):
             super().__init__(*args)
             graph[self.phase] = self._module.graph
 
-    monkeypatch.setattr(functions, "_Graph", Kept)
-    with compiles_with(functions.GraphCompiler()):
+    monkeypatch.setattr(compiler, "GraphFunction", Kept)
+    with compiles_with(compiler.GraphCompiler()):
         model().backward()
     names = [str(node.target).split(".")[1] for node in graph["backward"].nodes if "legato_testbed" in str(node.target)]
     assert names == ["run", "run", "gradient", "run", "run", "gradient", "run", "gradient", "run"]

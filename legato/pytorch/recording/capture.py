@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.pytorch._private import compiles_with, is_compiled
-from legato.pytorch.compiled.functions import GraphCompiler
+from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import DeviceClock, HostClock, clock_for
 from legato.pytorch.recording.load import blame, check_loss, check_training, load_training

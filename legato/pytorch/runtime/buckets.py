@@ -16,9 +16,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from legato.core.errors import PlanError
+from legato.core.errors import PlanError, RankError
 from legato.core.layout import BufferLayout, buffer_layout, chains
 from legato.core.plan import Message, Plan, Slice, check_messages
+from legato.pytorch._private import version_of
 from legato.pytorch.runtime.update import Update
 
 __all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "make_buckets"]
@@ -58,6 +59,21 @@ class Slot:
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
     update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
+
+    def offer(self, grad: Tensor) -> None:
+        """Note the gradient that a compiled graph hands out."""
+        self.offered = _identity(grad)
+
+    def compare(self, grad: Tensor | None) -> None:
+        """Compare a gradient that arrives with the one that was offered; `RankError` if another one was sent."""
+        kept = grad is not None and _identity(grad) == self.offered
+        self.kept = self.kept + 1 if kept else -1
+        self.offered = None
+        if self.early and not kept:
+            raise RankError(
+                f"{self.name}: the gradient that a compiled graph handed out was sent, and another one arrived (a hook "
+                "that was added, or a parameter that eager code uses too, in this step only?)"
+            )
 
     def mark_sent(self) -> None:
         """Enter SENT: the gradient was packed."""
@@ -253,3 +269,8 @@ def _whole(slot: Slot) -> Tensor | None:
     if not parameter.is_contiguous():
         return None
     return views[0].as_strided(parameter.shape, parameter.stride(), views[0].storage_offset())
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Tells whether a tensor is the same as before, without a reference, for which autograd would copy it."""
+    return tensor.data_ptr(), version_of(tensor)

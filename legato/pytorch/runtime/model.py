@@ -45,7 +45,7 @@ from legato.pytorch._private import (
     remove_reducer,
     share_final_model,
 )
-from legato.pytorch.compiled.functions import GraphCompiler
+from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.network.agreement import (
     agree,
     broadcast_tensors,
@@ -69,8 +69,9 @@ from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, drop_gradients
 from legato.pytorch.runtime.drift import DriftMonitor
+from legato.pytorch.runtime.graph_sender import GraphSender, sender_of
 from legato.pytorch.runtime.readers import Readers
-from legato.pytorch.runtime.reducer import Reducer, reducer_of
+from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 
@@ -151,7 +152,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self.on_drift: Callable[[str], None] = self._log_drift
         self._fingerprint = ModuleFingerprint(self.module)
         whole_pass = partial(is_whole_frame, function=compiled_module(self.module).forward)
-        self._compiler = GraphCompiler(reducer_of, whole_pass)
+        self._compiler = GraphCompiler(sender_of, whole_pass)
         self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
         self.in_graphs = False  # whether the last forward pass was compiled, or parts of it
@@ -195,7 +196,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         before.close()
         self.reducer = self._make_reducer(plan)
         self.reducer.forwards = before.forwards
-        self.reducer.learn_from(before)
+        GraphSender(self.reducer).learn_from(before)
         self._drift = DriftMonitor(self._gather_numbers)
         for optimizer in self._optimizers:
             defer_steps(optimizer, self.reducer)
@@ -283,7 +284,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         in_graphs = bool(compiled) or self._fingerprint.compiled()
         if in_graphs:  # compiled code reads parameters without their gates
             if self._may_be_one_graph(compiled):
-                reducer.hide_gates()
+                GraphSender(reducer).hide_gates()
             else:
                 self._readers.never()
                 reducer.settle()
@@ -326,11 +327,11 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         scope.__exit__(*sys.exc_info())
         if error is not None:
             self._failed = self.reducer.enabled and torch.is_grad_enabled() and self._group.size() > 1
-            self.reducer.show_gates()
+            GraphSender(self.reducer).show_gates()
             return
         if self.in_graphs and torch.is_grad_enabled() and self.module.training:
             self._readers.note_graphs(self._compiler.ran)
-        if waiting := self.reducer.show_gates():
+        if waiting := GraphSender(self.reducer).show_gates():
             self._readers.never()
             raise RankError(
                 f"{waiting}: its update waits for the compiled graph that read it before, which did not run this time; "

@@ -32,7 +32,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,12 +39,10 @@ from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import (
     copy_all,
-    has_gradient_hooks,
     memory_uses,
     multiply_all,
     not_compiled,
     outside_transforms,
-    version_of,
     without_overrides,
 )
 from legato.pytorch.network.channel import Channel
@@ -56,6 +53,7 @@ from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSl
 from legato.pytorch.runtime.comm_hook import CommHook
 from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
+from legato.pytorch.runtime.sparse import SparseGradients
 from legato.pytorch.runtime.tracing import Tracer
 from legato.pytorch.runtime.update import Update
 
@@ -64,8 +62,6 @@ __all__ = ["Reducer", "reducer_of"]
 #: The reducer of each parameter: a module that is distributed again leaves its former reducer.
 _reducers: Any = WeakIdKeyDictionary()
 
-#: A compiled graph's gradient is sent before it arrives, after so many passes in which it arrived unchanged.
-_KEPT = 2
 #: Gradients up to this size, in bytes, are packed by one call for many of them.
 _SMALL_BYTES = 64 * 2**10
 #: A bucket is packed when so many bytes of gradients wait for it, or when it is complete.
@@ -105,9 +101,9 @@ class Reducer:
         self.slots, self.buckets = make_buckets(plan, parameters, group.size())
         self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
-        self._pending: deque[Slot] = deque()  # in the order in which their gradients arrive
+        self.pending: deque[Slot] = deque()  # in the order in which their gradients arrive
         self._lock = threading.RLock()  # several threads may read parameters
-        self._readers = readers or Readers()
+        self.readers = readers or Readers()
         self._read_elsewhere = read_elsewhere  # whether who holds a gradient's memory may read it
         self._enabled = enabled  # False under no_sync()
         self._module_calls = ModuleCalls(self.settle, lambda module: getattr(module, "reducer", None) is self)
@@ -126,14 +122,16 @@ class Reducer:
             if before is not None:
                 before.close()
             _reducers[slot.parameter] = weakref.ref(self)
-        self._static_graph = static_graph
-        self._sparse = dict(sparse or {})
-        self._accumulator_of = {
+        self.static_graph = static_graph
+        self._sparse = SparseGradients(dict(sparse or {}), group, watchdog)
+        self.accumulator_of = {
             s: Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
             for s in self.slots
         }
-        self._accumulators = [*self._accumulator_of.values()]
-        self._accumulators += [Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse.values()]
+        self._accumulators = [*self.accumulator_of.values()]
+        self._accumulators += [
+            Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse.parameters.values()
+        ]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
         settle_before_fork(self)
@@ -146,17 +144,11 @@ class Reducer:
     def may_wait(self, slot: Slot) -> bool:
         """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
         gated = slot.stage == SENT and slot.plain_class is nn.Parameter
-        return gated and self._readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
+        return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 
     def watch(self) -> AbstractContextManager[None]:
         """Watch who reads parameters in the forward pass inside."""
-        return self._readers.watch(self.slots, self.resolve)
-
-    def learn_from(self, before: Reducer) -> None:
-        """Take over what the reducer of another plan has learnt about the gradients of compiled graphs."""
-        for key, slot in self.by_parameter.items():
-            if key in before.by_parameter:
-                slot.kept = before.by_parameter[key].kept
+        return self.readers.watch(self.slots, self.resolve)
 
     def close(self) -> None:
         """Bring everything up to date, remove all hooks from the parameters, and free the buckets."""
@@ -188,101 +180,17 @@ class Reducer:
             if slot.stage == SENT:
                 self.resolve(slot)
 
-    # ---- compiled graphs ----------------------------------------------------------
-
-    @property
-    def node_order(self) -> tuple[str, ...]:
-        """The order in which the plan runs the nodes of compiled graphs."""
-        return self.plan.node_order
-
-    def late_message_of(self, parameter: nn.Parameter) -> int:
-        """The place, in the plan, of the message for which the parameter may wait in a compiled forward pass; or -1."""
-        slot = self.by_parameter.get(id(parameter))
-        waits = slot is not None and self.plan.forward_overlap and self._readers.may_wait(parameter)
-        return slot.buckets[-1].index if waits and slot is not None else -1
-
-    def hide_gates(self) -> None:
-        """Before a forward pass that is one compiled graph: let parameters look as if none waited."""
-        for slot in self._waiting():
-            gate.hide(slot)
-
-    def show_gates(self) -> str:
-        """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
-        hidden = [slot for slot in self._waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
-        for slot in hidden:
-            gate.install(slot, self.resolve)
-        return hidden[0].name if hidden else ""
-
-    def _waiting(self) -> list[Slot]:
-        return [slot for slot in self._pending if slot.stage == PENDING]
-
-    @not_compiled  # type: ignore[untyped-decorator]
-    def update(self, parameter: nn.Parameter) -> None:
-        """Bring a parameter up to date, whether or not it has a gate."""
-        slot = self.by_parameter.get(id(parameter))
-        if slot is not None and slot.stage == PENDING:
-            self.resolve(slot)
-
     # ---- backward pass: sending -------------------------------------------------
-
-    def messages_of(self, parameter: nn.Parameter) -> list[int]:
-        """The places, in the plan's order, of the messages that carry the parameter's gradient."""
-        slot = self.by_parameter.get(id(parameter))
-        return [] if slot is None else [bucket.index for bucket in slot.buckets if bucket.index in slot.parts]
-
-    def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Send a gradient that a compiled graph has just computed, before autograd adds it to `.grad`.
-
-        It is sent only if it will be added as it is: no hook may change it,
-        nothing else may be added to it, and in the passes before this was so.
-        """
-        slot = self.by_parameter.get(id(parameter))
-        if slot is None or slot.kept < 0 or not self.enabled:
-            return
-        slot.offered = _identity(grad)
-        if slot.kept < _KEPT or not self._arrives_unchanged(slot, grad):
-            return
-        if not self.in_backward:
-            self._begin_backward()
-        if slot.ready:
-            return  # a second gradient: refused where it arrives
-        with gate.invisible():
-            before = parameter.grad
-            slot.taken = grad if before is None else before + grad
-        slot.early = True
-        self._mark_ready(slot)
-
-    def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
-        """Whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
-        parameter = slot.parameter
-        return (
-            not self._static_graph
-            and (slot.stage == IDLE or not self.in_backward)
-            and not has_gradient_hooks(parameter)
-            and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
-            and self._accumulator_of[slot].will_run
-        )
-
-    def _arrives(self, slot: Slot, grad: Tensor | None) -> None:
-        """Compare a gradient that arrives with the one that was handed over."""
-        kept = grad is not None and _identity(grad) == slot.offered
-        slot.kept = slot.kept + 1 if kept else -1
-        slot.offered = None
-        if slot.early and not kept:
-            raise RankError(
-                f"{slot.name}: the gradient that a compiled graph handed out was sent, and another one arrived (a hook "
-                "that was added, or a parameter that eager code uses too, in this step only?)"
-            )
 
     def _before_accumulation(self, slot: Slot, gradients: Sequence[Tensor | None] = (), *_: Any) -> None:
         """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
         if slot.offered is not None:
-            self._arrives(slot, gradients[0] if gradients else None)
+            slot.compare(gradients[0] if gradients else None)
         if slot.early:
             slot.taken = None  # what is not packed yet will be in `.grad`
             return
         if not self.in_backward and self.enabled:
-            self._begin_backward()
+            self.begin_backward()
         elif self.in_backward and slot.ready:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
@@ -294,7 +202,7 @@ class Reducer:
 
     def _before_sparse(self, *_: Any) -> None:
         if not self.in_backward and self.enabled:
-            self._begin_backward()
+            self.begin_backward()
 
     def _gradient_ready(self, slot: Slot, *_: Any) -> None:
         if not self.in_backward:
@@ -307,10 +215,10 @@ class Reducer:
             gate.install(slot, self.resolve)
             return
         slot.arrivals += 1
-        if not self._static_graph or slot.arrivals == slot.expected_arrivals:
-            self._mark_ready(slot)
+        if not self.static_graph or slot.arrivals == slot.expected_arrivals:
+            self.mark_ready(slot)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         self.settle()
         self.backward_scope.notice()
         self.in_backward = True
@@ -335,8 +243,8 @@ class Reducer:
                     f"{slot.name}: the gradient that a compiled graph handed out was sent, and none arrived"
                 )
             if not slot.ready:
-                self._mark_ready(slot)
-        self._average_sparse()
+                self.mark_ready(slot)
+        self._sparse.average(self.passes)
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self._read_elsewhere:
@@ -354,7 +262,7 @@ class Reducer:
         for slot in held:
             self.resolve(slot)
 
-    def _mark_ready(self, slot: Slot) -> None:
+    def mark_ready(self, slot: Slot) -> None:
         """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
         grad = slot.taken if slot.early else slot.parameter.grad
         if grad is not None and grad.layout != torch.strided:
@@ -371,28 +279,6 @@ class Reducer:
                 if bucket.missing == 0 or bucket.waiting_bytes > _PACK_BYTES:
                     self._pack(bucket)
             self._advance()
-
-    def _average_sparse(self, zero: bool = False) -> None:
-        """Average the sparse gradients, or contribute nothing to them, as DDP does; they arrive at once."""
-        for name, parameter in self._sparse.items():
-            grad = None if zero else parameter.grad
-            if grad is not None and not grad.is_sparse:
-                raise RankError(f"{name}: its gradient is dense, but the embedding has sparse=True (a shared weight?)")
-            averaged = grad
-            if averaged is None:  # no row of it
-                rows = torch.empty(0, dtype=torch.long, device=parameter.device)
-                averaged = torch.sparse_coo_tensor(
-                    rows[None], parameter.detach()[rows], parameter.shape, check_invariants=False
-                )
-            try:
-                with gate.invisible():
-                    averaged.div_(self.group.size())
-                    self.watchdog.wait(dist.all_reduce(averaged, group=self.group, async_op=True))
-            except RuntimeError as error:
-                what = f"the sparse gradient of {name} in backward pass {self.passes} failed"
-                raise self.watchdog.failure(what, error) from error
-            if not zero and grad is None and averaged.coalesce().indices().numel():
-                parameter.grad = averaged
 
     def _pack(self, bucket: Bucket) -> None:
         """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
@@ -520,14 +406,14 @@ class Reducer:
             for slot in slots:
                 slot.mark_stepped(update)
             if slots:
-                self._pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
+                self.pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
                 self._module_calls.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
         """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
         taken = []
-        while self._pending and (self._pending[0].buckets[-1].index <= last or self._arrived(self._pending[0])):
-            taken.append(self._pending.popleft())
+        while self.pending and (self.pending[0].buckets[-1].index <= last or self._arrived(self.pending[0])):
+            taken.append(self.pending.popleft())
         return [slot for slot in taken if slot.stage == PENDING]
 
     def _update(self, slots: list[Slot]) -> None:
@@ -536,7 +422,7 @@ class Reducer:
         try:
             self._deliver(slots)
         except BaseException:
-            self._pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
+            self.pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
             raise
         by_update: dict[int, list[Slot]] = {}
         for slot in slots:
@@ -626,7 +512,7 @@ class Reducer:
 
         Raises `RankError` if the model has sparse gradients.
         """
-        if self._sparse:
+        if self._sparse.parameters:
             raise RankError("a step of a model with sparse gradients cannot be given up; start again from a checkpoint")
         self._update(self._take_pending(len(self.buckets)))
         count = len(self.buckets)
@@ -650,7 +536,7 @@ class Reducer:
         self.passes += 1
         for bucket in self.buckets:
             self._send_zeros(bucket)
-        self._average_sparse(zero=True)
+        self._sparse.average(self.passes, zero=True)
         for bucket in self.buckets:
             self._wait(bucket)
 
@@ -664,11 +550,6 @@ class Reducer:
 def reducer_of(parameter: nn.Parameter) -> Reducer | None:
     """The reducer that averages the parameter's gradients."""
     return cast("Reducer | None", _reducers.get(parameter, lambda: None)())
-
-
-def _identity(tensor: Tensor) -> tuple[int, int]:
-    """Tells whether a tensor is the same as before, without a reference, for which autograd would copy it."""
-    return tensor.data_ptr(), version_of(tensor)
 
 
 def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Compiled models: messages leave while the backward graph runs, and weights are DDP's bit for bit on two ranks."""
 
 import pytest
-from support import matrix_compiled, matrix_models, matrix_steps, training
+from support import matrix_compiled, matrix_models, matrix_steps, runtime_cases, training
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +53,7 @@ def test_other_row(two_ranks, case):
 
 @pytest.mark.parametrize("model", ["Attention", "Checkpointed", "Convolutional", "Partial"])
 def test_other_models(two_ranks, model):
-    assert two_ranks.run(training.compiled, training.equality, model, "adam", 0, True) == [0.0, 0.0]
+    assert two_ranks.run(training.compiled, runtime_cases.equality, model, "adam", 0, True) == [0.0, 0.0]
 
 
 def test_autocast(two_ranks):

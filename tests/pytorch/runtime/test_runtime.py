@@ -7,7 +7,7 @@ rounding analysis, and many steps against the distance that DDP has from itself.
 """
 
 import pytest
-from support import training
+from support import runtime_cases, training
 
 pytestmark = pytest.mark.processes
 
@@ -15,44 +15,44 @@ pytestmark = pytest.mark.processes
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_weights_are_those_of_ddp(two_ranks, model, optimizer):
-    assert two_ranks.run(training.equality, model, optimizer) == [0.0, 0.0]
+    assert two_ranks.run(runtime_cases.equality, model, optimizer) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
 def test_any_optimizer(two_ranks, optimizer):
-    assert two_ranks.run(training.equality, "Attention", optimizer) == [0.0, 0.0]
+    assert two_ranks.run(runtime_cases.equality, "Attention", optimizer) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_plan(two_ranks, seed):
-    assert two_ranks.run(training.equality, "Convolutional", "adam", 100 + seed) == [0.0, 0.0]
+    assert two_ranks.run(runtime_cases.equality, "Convolutional", "adam", 100 + seed) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_parameters_without_gradient(two_ranks, optimizer):
-    assert two_ranks.run(training.equality, "Partial", optimizer, 3, True) == [0.0, 0.0]
+    assert two_ranks.run(runtime_cases.equality, "Partial", optimizer, 3, True) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("zero", ["before", "between", "after"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_anywhere(two_ranks, zero, set_to_none):
-    assert two_ranks.run(training.equality_zeroing, zero, set_to_none) == [0.0, 0.0]
+    assert two_ranks.run(runtime_cases.equality_zeroing, zero, set_to_none) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        training.equality_clipping,
-        training.equality_value_clipping,
-        training.equality_gradients_changed,
-        training.equality_skipped_steps,
-        training.equality_two_steps,
-        training.equality_own_hooks,
-        training.equality_schedule,
-        training.equality_accumulation,
-        training.equality_synced_accumulation,
-        training.equality_lbfgs,
-        training.adopting,
+        runtime_cases.equality_clipping,
+        runtime_cases.equality_value_clipping,
+        runtime_cases.equality_gradients_changed,
+        runtime_cases.equality_skipped_steps,
+        runtime_cases.equality_two_steps,
+        runtime_cases.equality_own_hooks,
+        runtime_cases.equality_schedule,
+        runtime_cases.equality_accumulation,
+        runtime_cases.equality_synced_accumulation,
+        runtime_cases.equality_lbfgs,
+        runtime_cases.adopting,
     ],
     ids=lambda f: f.__name__,
 )
@@ -61,64 +61,64 @@ def test_habits_of_training_scripts(two_ranks, case):
 
 
 def test_parameter_groups_and_strangers(two_ranks):
-    assert two_ranks.run(training.equality_groups) == [(0.0, True)] * 2
+    assert two_ranks.run(runtime_cases.equality_groups) == [(0.0, True)] * 2
 
 
 def test_hooks_on_the_optimizer_run_once_a_step(two_ranks):
-    assert two_ranks.run(training.equality_hooked_optimizer) == [(0.0, 8)] * 2
+    assert two_ranks.run(runtime_cases.equality_hooked_optimizer) == [(0.0, 8)] * 2
 
 
 def test_evaluation_and_checkpoints_see_the_update(two_ranks):
-    assert two_ranks.run(training.equality_evaluation) == [True, True]
+    assert two_ranks.run(runtime_cases.equality_evaluation) == [True, True]
 
 
 def test_models_that_are_gone_leave_no_groups_and_no_threads(two_ranks):
-    for groups, threads in two_ranks.run(training.left_behind):
+    for groups, threads in two_ranks.run(runtime_cases.left_behind):
         assert groups == 0 and threads <= 0
 
 
 def test_a_change_of_plan_frees_the_buckets(two_ranks):
-    assert two_ranks.run(training.freed) == [[0, 0, 0]] * 2
+    assert two_ranks.run(runtime_cases.freed) == [[0, 0, 0]] * 2
 
 
 def test_two_backward_passes_before_a_step(two_ranks):
-    assert max(two_ranks.run(training.sending_twice)) < 1e-6
+    assert max(two_ranks.run(runtime_cases.sending_twice)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_within_the_rounding_bound(three_ranks, seed):
-    assert all(error <= 1 for error in three_ranks.run(training.reduced_gradient, seed))
+    assert all(error <= 1 for error in three_ranks.run(runtime_cases.reduced_gradient, seed))
 
 
 def test_many_steps_within_the_noise_of_ddp(three_ranks):
-    for own, ours in three_ranks.run(training.own_distance, "Attention", "momentum"):
+    for own, ours in three_ranks.run(runtime_cases.own_distance, "Attention", "momentum"):
         assert ours <= 10 * own + 1e-6
 
 
 def test_updates_wait_until_they_are_read(two_ranks):
-    for gated, shape, still_gated, plain, moved in two_ranks.run(training.deferral):
+    for gated, shape, still_gated, plain, moved in two_ranks.run(runtime_cases.deferral):
         assert gated and shape == (10, 256) and still_gated and plain and moved
 
 
 def test_updates_wait_where_gradients_are_views_of_buckets(two_ranks):
-    for gated, *_ in two_ranks.run(training.lent, training.deferral):
+    for gated, *_ in two_ranks.run(training.lent, runtime_cases.deferral):
         assert gated
 
 
 def test_gradients_that_are_sent_in_halves_wait(two_ranks):
-    assert two_ranks.run(training.waiting_in_halves) == [[True] * 3] * 2
+    assert two_ranks.run(runtime_cases.waiting_in_halves) == [[True] * 3] * 2
 
 
 def test_copies_and_pickles(two_ranks):
-    assert two_ranks.run(training.copies) == [(True, 0.0, True, True)] * 2
+    assert two_ranks.run(runtime_cases.copies) == [(True, 0.0, True, True)] * 2
 
 
 def test_a_plan_without_overlap_leaves_nothing_pending(two_ranks):
-    assert two_ranks.run(training.whole_without_overlap) == [True, True]
+    assert two_ranks.run(runtime_cases.whole_without_overlap) == [True, True]
 
 
 def test_measured_timelines(two_ranks):
-    for count, messages, planned, kinds, seconds in two_ranks.run(training.tracing):
+    for count, messages, planned, kinds, seconds in two_ranks.run(runtime_cases.tracing):
         assert count == 4 and all(s > 0 for s in seconds)
         assert all(m >= planned for m in messages)
         assert kinds == ["backward", "forward", "message", "optimizer"]
@@ -127,13 +127,16 @@ def test_measured_timelines(two_ranks):
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (training.other_plan_on_rank_1, "RankError: rank 1: plan: random"),
-        (training.plan_of_another_model, "PlanError: the plan is for another model"),
-        (training.plan_that_cuts_an_element, "PlanError: messages[0]: 'weight' is split inside an element of 4 bytes"),
-        (training.sparse_gradient, "weight: its gradient is torch.sparse_coo; only dense gradients can be sent"),
-        (training.wrapped_twice, "InputError: the model is already a DistributedModel"),
-        (training.foreign_optimizer, "InputError: the optimizer has none of the model's parameters"),
-        (training.other_model_on_rank_1, "RankError: rank 1: parameter 'left.weight': (4, 8, 1, 1)"),
+        (runtime_cases.other_plan_on_rank_1, "RankError: rank 1: plan: random"),
+        (runtime_cases.plan_of_another_model, "PlanError: the plan is for another model"),
+        (
+            runtime_cases.plan_that_cuts_an_element,
+            "PlanError: messages[0]: 'weight' is split inside an element of 4 bytes",
+        ),
+        (runtime_cases.sparse_gradient, "weight: its gradient is torch.sparse_coo; only dense gradients can be sent"),
+        (runtime_cases.wrapped_twice, "InputError: the model is already a DistributedModel"),
+        (runtime_cases.foreign_optimizer, "InputError: the optimizer has none of the model's parameters"),
+        (runtime_cases.other_model_on_rank_1, "RankError: rank 1: parameter 'left.weight': (4, 8, 1, 1)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
