@@ -5,31 +5,66 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from legato.cli.options import Json
 from legato.cli.output import note, print_json
 from legato.core import files
-from legato.core.errors import InputError
+from legato.core.errors import InputError, unknown_name
+from legato.core.text import count
 from legato.core.units import format_bytes, format_seconds, parse_flops, parse_seconds
 from legato.core.workload import Phase, Workload
 
+if TYPE_CHECKING:
+    from legato import zoo
+
+#: The name of a language model that has no other name.
+LLM = "llm"
+#: Weights and gradients in 16 bits, weights and Adam's two moments in 32; in 32-bit training the sum is the same
+#: (Rajbhandari et al. 2020, section 3.1).
+STATE_BYTES = 16
+
+_SHAPE = "Language models: shape"
+_TRAINING = "Large models: training"
+
 
 def workload(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a model; --list shows them.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Name of a model, or llm for one of a shape that the options give; --list shows them."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples per worker and step.", show_default="the paper's")
+        int | None,
+        typer.Option("--batch-size", "--batch", help="Samples per worker and step.", show_default="the paper's"),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device that computes, such as k80, p100, v100 or a100.", show_default="v100")
+        str | None,
+        typer.Option(
+            help="Device that computes, such as k80, p100, v100, a100 or h100.",
+            show_default="v100; h100 for language models",
+        ),
     ] = None,
     device_flops: Annotated[
         str | None, typer.Option(help="Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    ] = None,
+    efficiency: Annotated[
+        float | None, typer.Option(help="Share of the peak that matrix products reach.", show_default="0.5")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
+        ),
+    ] = None,
+    gradients: Annotated[
+        str | None, typer.Option(help="Precision of the gradients that are sent.", show_default="the computation's")
     ] = None,
     forward: Annotated[
         str | None, typer.Option(help="Duration of the forward pass, such as 176ms.", show_default="estimated")
@@ -41,10 +76,54 @@ def workload(
         str | None, typer.Option(metavar="MODULE=N", help="Add N copies of a module, such as mixed_17x17x768e=25.")
     ] = None,
     compute_speedup: Annotated[float | None, typer.Option(help="Factor by which computation is faster.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=_SHAPE)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the model.", rich_help_panel=_SHAPE)] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=_SHAPE)] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Heads of the keys and values.", show_default="the attention heads", rich_help_panel=_SHAPE),
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(help="Width of the MLP.", show_default="3.5 x hidden", rich_help_panel=_SHAPE)
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="MLPs of a mixture of experts.", show_default="1", rich_help_panel=_SHAPE)
+    ] = None,
+    active_experts: Annotated[
+        int | None, typer.Option(help="Experts that a token uses.", show_default="1", rich_help_panel=_SHAPE)
+    ] = None,
+    vocab: Annotated[int | None, typer.Option(help="Tokens in the vocabulary.", rich_help_panel=_SHAPE)] = None,
+    tied: Annotated[
+        bool | None,
+        typer.Option(
+            "--tied/--untied",
+            help="Whether the embeddings are also the output layer.",
+            show_default="untied; tied in gpt3",
+            rich_help_panel=_SHAPE,
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a sequence.", show_default="8192, or the paper's", rich_help_panel=_SHAPE),
+    ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Recompute all activations in the backward pass.", rich_help_panel=_TRAINING),
+    ] = False,
+    accumulate: Annotated[
+        int, typer.Option(help="Micro-batches per step; the last one sends the gradients.", rich_help_panel=_TRAINING)
+    ] = 1,
+    replica_devices: Annotated[
+        int,
+        typer.Option(
+            help="Devices that share the model and its batch; the workload is that of one of them.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = 1,
     show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
     json: Json = False,
 ) -> None:
-    """Write the workload of a model from the papers, without downloading or training anything.
+    """Write the workload of a model from the papers, or of a language model, without downloading or training anything.
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
@@ -55,17 +134,35 @@ def workload(
         return
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
-    machine = zoo.device_named(device or zoo.DEFAULT_DEVICE)
+    shape = _given(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate, experts=experts,
+        active_experts=active_experts, vocabulary=vocab, tied=tied, sequence=sequence,
+    )  # fmt: skip
+    model = _model(name, shape)
+    machine = zoo.device_named(device or model.device)
     if device_flops is not None:
-        machine = replace(machine, name=f"{machine.name} at {device_flops}", flops_per_s=parse_flops(device_flops))
+        peak = parse_flops(device_flops)
+        label = f"{machine.name} at {device_flops}"
+        machine = replace(machine, name=label, flops_per_s=peak, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
+    if efficiency is not None:
+        machine = replace(machine, name=f"{machine.name} at {100 * efficiency:g}%", efficiency=efficiency)
     job = zoo.workload(
-        name, batch_size=batch_size, device=machine, forward_s=_seconds(forward), backward_s=_seconds(backward)
+        model,
+        batch_size=batch_size,
+        device=machine,
+        forward_s=_seconds(forward),
+        backward_s=_seconds(backward),
+        precision=precision,
+        gradients=gradients,
+        recompute=recompute,
+        accumulate=accumulate,
+        replica_devices=replica_devices,
     )
     if add_modules is not None:
-        module, _, count = add_modules.partition("=")
-        if not count.isdecimal():
+        module, _, copies = add_modules.partition("=")
+        if not copies.isdecimal():
             raise InputError(f"--add-modules {add_modules!r} (expected MODULE=N, like mixed_17x17x768e=25)")
-        job = zoo.add_modules(job, module, int(count))
+        job = zoo.add_modules(job, module, int(copies))
     if compute_speedup is not None:
         job = zoo.scale_compute(job, compute_speedup)
     if output is not None:
@@ -75,10 +172,42 @@ def workload(
         print_json(result)
         return
     note(
-        f"{job.name}, {job.batch_size} samples on {job.device}: {len(job.ops)} ops, {len(job.tensors)} tensors of "
-        f"{format_bytes(job.nbytes)}, forward {format_seconds(result['forward_s'])}, "
+        f"{job.name}, {count(job.batch_size, 'sample')} on {job.device}: {len(job.ops)} ops, "
+        f"{len(job.tensors)} tensors of {format_bytes(job.nbytes)}, forward {format_seconds(result['forward_s'])}, "
         f"backward {format_seconds(result['backward_s'])}" + (f" -> {output}" if output else "")
     )
+    if name == LLM or name in zoo.SHAPES:
+        state = format_bytes(STATE_BYTES * model.parameters / replica_devices)
+        note(f"weights, gradients and Adam's state, if nothing is sharded: {state} on a device")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _model(name: str, given: dict[str, Any]) -> zoo.Model:
+    """The model of a name, with what the options change in its shape."""
+    from legato import zoo
+
+    if name == LLM:
+        needed = ("layers", "hidden", "heads", "vocabulary")
+        missing = [_option(field) for field in needed if field not in given]
+        if missing:
+            raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
+        return zoo.language_model(zoo.Shape(**given))
+    if name not in zoo.MODELS:
+        raise unknown_name("model", name, [*zoo.MODELS, LLM])
+    if not given:
+        return zoo.model(name)
+    if name not in zoo.SHAPES:
+        known = ", ".join((LLM, *zoo.SHAPES))
+        raise InputError(f"{_option(next(iter(given)))}: {name} has no such option (expected one of {known})")
+    shape = replace(zoo.SHAPES[name], **given)
+    return zoo.language_model(shape, name if given.keys() <= {"sequence"} else None)
+
+
+def _option(field: str) -> str:
+    return "--vocab" if field == "vocabulary" else f"--{field.replace('_', '-')}"
 
 
 def _seconds(text: str | None) -> float | None:
@@ -121,9 +250,9 @@ def _list(json: bool) -> None:
     if json:
         print_json(rows)
         return
-    print(f"{'name':<20} {'tensors':>7} {'parameters':>13} {'size':>9} {'GFLOP/sample':>12} {'batch':>5}")
+    print(f"{'name':<20} {'tensors':>7} {'parameters':>15} {'size':>9} {'GFLOP/sample':>13} {'batch':>5}")
     for row in rows:
         print(
-            f"{row['name']:<20} {row['num_tensors']:>7} {row['parameters']:>13,} {format_bytes(row['nbytes']):>9} "
-            f"{row['forward_flops'] / 1e9:>12.2f} {row['batch_size']:>5}"
+            f"{row['name']:<20} {row['num_tensors']:>7} {row['parameters']:>15,} {format_bytes(row['nbytes']):>9} "
+            f"{row['forward_flops'] / 1e9:>13,.2f} {row['batch_size']:>5}"
         )

@@ -14,6 +14,8 @@ different models, each of these models has its own name here.
 - the models' own papers: `transformer-shared` `bert-base` `gpt2` `gpt2-medium`
   `gpt2-large` `gpt2-xl`
 - in no paper, but the fourth of its family: `resnet-v2-200`
+- language models of today, and any other of their shapes (`legato.zoo.llm`): `gpt3`
+  `llama-3-8b` `llama-3-70b` `llama-3-405b` `mixtral-8x7b`
 
 What cannot be matched:
 
@@ -38,12 +40,14 @@ Times come from FLOPs and memory traffic on a `Device`, or from published totals
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from legato.core.errors import unknown_name
 from legato.core.workload import Workload
 from legato.zoo import alexnet, bert, gpt2, inception_v1, inception_v2, inception_v3, resnet, seq2seq, transformer, vgg
-from legato.zoo.builder import Layer, Model, Variable
-from legato.zoo.device import DEVICES, Device, device_named
+from legato.zoo.builder import DEFAULT_DEVICE, Layer, Model, Variable
+from legato.zoo.device import DEVICES, PRECISIONS, Device, device_named
+from legato.zoo.llm import SHAPES, Shape, language_model
 from legato.zoo.lower import lower
 from legato.zoo.synthetic import add_modules, scale_compute
 
@@ -51,12 +55,16 @@ __all__ = [
     "DEFAULT_DEVICE",
     "DEVICES",
     "MODELS",
+    "PRECISIONS",
+    "SHAPES",
     "Device",
     "Layer",
     "Model",
+    "Shape",
     "Variable",
     "add_modules",
     "device_named",
+    "language_model",
     "model",
     "scale_compute",
     "variables",
@@ -91,8 +99,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt2-medium": gpt2.gpt2_medium,
     "gpt2-large": gpt2.gpt2_large,
     "gpt2-xl": gpt2.gpt2_xl,
+    **{name: partial(language_model, shape, name) for name, shape in SHAPES.items()},
 }
-DEFAULT_DEVICE = "v100"
 
 
 def model(name: str) -> Model:
@@ -112,20 +120,50 @@ def variables(name: str) -> tuple[Variable, ...]:
 
 
 def workload(
-    name: str,
+    name: str | Model,
     *,
     batch_size: int | None = None,
-    device: str | Device = DEFAULT_DEVICE,
+    device: str | Device | None = None,
     forward_s: float | None = None,
     backward_s: float | None = None,
+    precision: str | None = None,
+    gradients: str | None = None,
+    recompute: bool = False,
+    accumulate: int = 1,
+    replica_devices: int = 1,
 ) -> Workload:
-    """Return one training iteration of a model on one worker.
+    """Return one training iteration of a model, given or by its name, on one worker.
 
     `batch_size` counts samples (images, sentences); the default is that of the
     paper that uses the model. `device` is one of `DEVICES`, by its name, or any
-    `Device`. If `forward_s` or `backward_s` (seconds) is given, such as a
-    published total, the ops of that pass are scaled to add up to it. Raises
-    `InputError` on unknown names and on numbers that are not above zero.
+    `Device`, and `precision` one of `PRECISIONS`; the defaults are `v100` and
+    `fp32`, for language models `h100` and `bf16`. If `forward_s` or `backward_s`
+    (seconds) is given, such as a published total, the ops of that pass are scaled
+    to add up to it. `gradients` is the precision in which gradients are sent, by
+    default that of the computation.
+
+    Large models: `recompute` repeats the forward pass of each block in the
+    backward pass, `accumulate` divides the batch into micro-batches of which the
+    last sends the gradients, and `replica_devices` divides the model and its
+    batch among several devices; the workload is that of one of them
+    (`legato.zoo.lower`).
+
+    Raises `InputError` on unknown names, on a precision that the device lacks, on
+    numbers that are not above zero, on a batch that `accumulate` does not divide,
+    and on `recompute` for a model that has no blocks.
     """
-    machine = device_named(device) if isinstance(device, str) else device
-    return lower(model(name), machine, batch_size=batch_size, forward_s=forward_s, backward_s=backward_s)
+    built = model(name) if isinstance(name, str) else name
+    if device is None:
+        device = built.device
+    return lower(
+        built,
+        device_named(device) if isinstance(device, str) else device,
+        batch_size=batch_size,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        precision=precision,
+        gradients=gradients,
+        recompute=recompute,
+        accumulate=accumulate,
+        replica_devices=replica_devices,
+    )

@@ -28,7 +28,7 @@ def bert_base() -> Model:
     x = add(x, embedding(tokens, "token_type_embeddings", 2, _WIDTH), "token_type/add")
     x = layer_norm(x, "embeddings/norm")
     for i in range(_LAYERS):
-        with net.scope(f"layer{i}"):
+        with net.block(f"layer{i}"):
             x = _layer(x)
     first = activation(dense(reshape(x, _WIDTH), "pooler", _WIDTH), "pooler/tanh")
     y = layer_norm(activation(dense(x, "mlm/transform", _WIDTH), "mlm/gelu"), "mlm/norm")

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["FLOAT_BYTES", "Builder", "Gradient", "Layer", "Model", "Value", "Variable", "flatten", "reshape"]
+from legato.zoo.device import PRECISIONS
 
-#: All models are trained in 32-bit floating point, as in the papers.
-FLOAT_BYTES = 4
+__all__ = ["DEFAULT_DEVICE", "Builder", "Gradient", "Layer", "Model", "Value", "Variable", "flatten", "reshape"]
+
+#: The papers' models are trained in 32-bit floating point, by default on this device.
+DEFAULT_DEVICE = "v100"
 
 #: How a layer is differentiated:
 #: *split*: the gradients of its input and of its variables are two ops, the second a leaf (convolution, dense, LSTM);
@@ -40,7 +42,7 @@ class Variable:
     @property
     def nbytes(self) -> int:
         """Bytes, in 32-bit floating point."""
-        return FLOAT_BYTES * self.size
+        return PRECISIONS["fp32"] * self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Layer:
     `inputs` are indices of earlier layers (the samples are not listed),
     `variables` indices of the trainable variables that it reads. `flops` counts
     a multiply-add of a matrix product as two; `moved` is the number of values
-    that it reads and writes, `outputs` the number that it writes.
+    that it reads and writes, `outputs` the number that it writes. `block` names
+    the part of the model that is computed again as a whole where activations are
+    recomputed; empty if it is in none.
     """
 
     name: str
@@ -60,16 +64,22 @@ class Layer:
     flops: int
     moved: int
     outputs: int
+    block: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model; layers in the order of the forward pass, variables in the order of their creation."""
+    """A model; layers in the order of the forward pass, variables in the order of their creation.
+
+    `batch_size`, `device` and `precision` are those on which it is trained by default.
+    """
 
     name: str
     batch_size: int
     layers: tuple[Layer, ...]
     variables: tuple[Variable, ...]
+    device: str = DEFAULT_DEVICE
+    precision: str = "fp32"
 
     @property
     def trainable(self) -> tuple[Variable, ...]:
@@ -83,8 +93,8 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
-        return FLOAT_BYTES * self.parameters
+        """Bytes of all gradients, in the model's own precision."""
+        return PRECISIONS[self.precision] * self.parameters
 
     @property
     def flops(self) -> int:
@@ -119,12 +129,15 @@ def flatten(x: Value) -> Value:
 class Builder:
     """Collects layers and variables; `build` returns the model."""
 
-    def __init__(self, name: str, batch_size: int) -> None:
+    def __init__(self, name: str, batch_size: int, *, device: str = DEFAULT_DEVICE, precision: str = "fp32") -> None:
         self._name = name
         self._batch_size = batch_size
+        self._device = device
+        self._precision = precision
         self._layers: list[Layer] = []
         self._variables: list[Variable] = []
         self._scope = ""
+        self._block = ""
 
     def input(self, *shape: int) -> Value:
         """Return the samples, each of this shape: (height, width, channels) for images, (length,) for texts."""
@@ -139,6 +152,16 @@ class Builder:
             yield
         finally:
             self._scope = outer
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A scope of this name whose layers are computed again together if activations are recomputed."""
+        with self.scope(name):
+            self._block = self._scope.removesuffix("/")
+            try:
+                yield
+            finally:
+                self._block = ""
 
     def variable(self, name: str, *shape: int, trainable: bool = True) -> int:
         """Add a variable and return its index."""
@@ -161,9 +184,18 @@ class Builder:
         if moved is None:
             moved = sum(x.size for x in inputs) + outputs
         known = tuple(dict.fromkeys(x.layer for x in inputs if x.layer is not None))
-        self._layers.append(Layer(self._scope + name, known, tuple(variables), gradient, flops, moved, outputs))
+        self._layers.append(
+            Layer(self._scope + name, known, tuple(variables), gradient, flops, moved, outputs, self._block)
+        )
         return Value(self, len(self._layers) - 1, tuple(shape))
 
     def build(self) -> Model:
         """Return the model."""
-        return Model(self._name, self._batch_size, tuple(self._layers), tuple(self._variables))
+        return Model(
+            self._name,
+            self._batch_size,
+            tuple(self._layers),
+            tuple(self._variables),
+            device=self._device,
+            precision=self._precision,
+        )

@@ -7,23 +7,28 @@ from dataclasses import dataclass
 
 from legato.core.errors import InputError, unknown_name
 
-__all__ = ["DEVICES", "EFFICIENCY", "OVERHEAD_S", "Device", "device_named"]
+__all__ = ["DEVICES", "EFFICIENCY", "OVERHEAD_S", "PRECISIONS", "Device", "device_named"]
 
 #: The share of its peak that a device reaches in matrix products. The Network Operator Edition's forward time of
-#: Inception-v3 (Table 3: 0.176 s for 32 images of 1.1e10 FLOPs) is 0.46 of half a K80's peak.
+#: Inception-v3 (Table 3: 0.176 s for 32 images of 1.1e10 FLOPs) is 0.46 of half a K80's peak. Published steps of
+#: language models reach 0.3 to 0.65 of an A100's or H100's (`benchmarks/language_models.py`).
 EFFICIENCY = 0.5
 #: Seconds between the start of an op and the start of its work: the launch of a kernel.
 OVERHEAD_S = 5e-6
+#: Bytes of a value in each floating-point format in which models are trained; `fp32` includes TF32 tensor cores.
+PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """A roofline model: an op takes the time of its arithmetic or of its memory traffic, whichever is longer.
 
-    `flops_per_s` is the peak of 32-bit training (a multiply-add is two);
-    `efficiency` is the share of it that is reached; `bytes_per_s` is the memory
-    bandwidth; `overhead_s` (seconds) is added once per op. Raises `InputError`
-    on speeds that are not above zero.
+    `flops_per_s` is the peak of 32-bit training (a multiply-add is two),
+    `bf16_flops_per_s` and `fp16_flops_per_s` those of 16-bit training, None
+    where the device has no such format; `efficiency` is the share of a peak that
+    is reached; `bytes_per_s` is the memory bandwidth; `overhead_s` (seconds) is
+    added once per op. Raises `InputError` on speeds that are not above zero, and
+    on an efficiency above 1.
     """
 
     name: str
@@ -31,21 +36,37 @@ class Device:
     bytes_per_s: float
     overhead_s: float = OVERHEAD_S
     efficiency: float = EFFICIENCY
+    bf16_flops_per_s: float | None = None
+    fp16_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("flops_per_s", "bytes_per_s", "efficiency"):
+        for field in ("flops_per_s", "bytes_per_s", "efficiency", "bf16_flops_per_s", "fp16_flops_per_s"):
             value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise InputError(f"device {self.name!r}: {field}: {value} (expected a finite number above 0)")
+        if self.efficiency > 1:
+            raise InputError(f"device {self.name!r}: efficiency: {self.efficiency} (expected at most 1, the peak)")
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0):
             raise InputError(f"device {self.name!r}: overhead_s: {self.overhead_s} (expected seconds, at least 0)")
 
-    def time_s(self, flops: float, nbytes: float) -> float:
-        """Return the seconds of an op with this number of FLOPs and bytes."""
-        return self.overhead_s + max(flops / (self.flops_per_s * self.efficiency), nbytes / self.bytes_per_s)
+    def peak(self, precision: str = "fp32") -> float:
+        """Return the peak FLOP/s in one of `PRECISIONS`. Raises `InputError` if the device has no such format."""
+        peaks = {"fp32": self.flops_per_s, "bf16": self.bf16_flops_per_s, "fp16": self.fp16_flops_per_s}
+        if precision not in peaks:
+            raise unknown_name("precision", precision, PRECISIONS)
+        peak = peaks[precision]
+        if peak is None:
+            known = " or ".join(name for name, value in peaks.items() if value is not None)
+            raise InputError(f"device {self.name!r}: no peak in {precision} (expected precision {known})")
+        return peak
+
+    def time_s(self, flops: float, nbytes: float, precision: str = "fp32") -> float:
+        """Return the seconds of an op with this number of FLOPs, in this precision, and bytes. Raises as `peak`."""
+        return self.overhead_s + max(flops / (self.peak(precision) * self.efficiency), nbytes / self.bytes_per_s)
 
 
-#: FP32 peak with boost and memory bandwidth; `a100` and `h100` with TF32 tensor cores (dense).
+#: FP32 peak with boost and memory bandwidth; `a100` and `h100` with TF32 tensor cores. 16-bit peaks where they are
+#: faster, those of tensor cores from `v100` on. All are dense, of the boards with the fastest links (SXM).
 #: `k80` is one of the two processors of a K80 board: a worker in the papers has one.
 DEVICES = {
     device.name: device
@@ -55,10 +76,10 @@ DEVICES = {
         Device("titan-x-pascal", 10.97e12, 480e9),
         Device("titan-xp", 12.15e12, 547.7e9),
         Device("gtx-1080ti", 11.34e12, 484e9),
-        Device("p100", 10.6e12, 732e9),
-        Device("v100", 15.7e12, 900e9),
-        Device("a100", 156e12, 1555e9),
-        Device("h100", 494.5e12, 3350e9),
+        Device("p100", 10.6e12, 732e9, fp16_flops_per_s=21.2e12),
+        Device("v100", 15.7e12, 900e9, fp16_flops_per_s=125e12),
+        Device("a100", 156e12, 1555e9, bf16_flops_per_s=312e12, fp16_flops_per_s=312e12),
+        Device("h100", 494.5e12, 3350e9, bf16_flops_per_s=989.4e12, fp16_flops_per_s=989.4e12),
     )
 }
 

@@ -44,7 +44,7 @@ def _gpt2(name: str, layers: int, width: int, heads: int, batch_size: int) -> Mo
     x = embedding(tokens, "wte", _VOCABULARY, width, weights=words)
     x = add(x, embedding(tokens, "wpe", _LENGTH, width), "wpe/add")
     for i in range(layers):
-        with net.scope(f"h{i}"):
+        with net.block(f"h{i}"):
             x = _block(x, heads)
     loss(dense(layer_norm(x, "ln_f"), "lm_head", _VOCABULARY, bias=False, weights=words))
     return net.build()

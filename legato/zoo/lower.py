@@ -6,18 +6,31 @@ adds up the variable's gradients. The samples have no gradient, so the first lay
 computes none for its input. Every backward op depends on the ops that compute its
 input gradients; dependencies on saved activations are left out, since these exist
 before the loss. There are no optimizer ops: the papers neglect the optimizer.
+
+Three things that large models are trained with change an iteration. With *recomputed
+activations*, the backward pass of a block starts with an op that is as long as the
+block's forward pass. With *accumulated* micro-batches, a worker sends the gradients of
+the last one: the passes between the first forward pass and the last backward pass are
+one op, `accumulation`, at the end of the forward pass. A *replica* of several devices
+divides the work and the matrices evenly among them, as tensor parallelism does, and the
+iteration is that of one device, whose messages go to the same device of the other
+replicas; what the devices of a replica send one another is left out.
 """
 
 from __future__ import annotations
 
 import math
 
-from legato.core.errors import InputError
+from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Op, Phase, Tensor, Workload
-from legato.zoo.builder import FLOAT_BYTES, Layer, Model
-from legato.zoo.device import Device
+from legato.zoo.builder import Layer, Model, Variable
+from legato.zoo.device import PRECISIONS, Device
 
 __all__ = ["lower"]
+
+#: Samples, micro-batches, devices of a replica.
+_MOST = 2**30
+_ACCUMULATION = "accumulation"
 
 
 def lower(
@@ -27,24 +40,55 @@ def lower(
     batch_size: int | None = None,
     forward_s: float | None = None,
     backward_s: float | None = None,
+    precision: str | None = None,
+    gradients: str | None = None,
+    recompute: bool = False,
+    accumulate: int = 1,
+    replica_devices: int = 1,
 ) -> Workload:
     """One training iteration of a model on a device.
 
-    `batch_size` is the model's own by default. `forward_s` and `backward_s`
-    (seconds), where given, scale the ops of that pass to this total. Raises
-    `InputError` on a batch or a total that is not above zero.
+    `batch_size` is the model's own by default; it counts the samples of all
+    `accumulate` micro-batches of a replica. `forward_s` and `backward_s`
+    (seconds), where given, scale the ops of that pass of a micro-batch to this
+    total. `precision`, one of `PRECISIONS`, is that of the computation, by
+    default the model's own, and `gradients` that of the gradients as they are
+    sent, by default the same. `recompute` computes the activations of each block
+    of layers again in the backward pass. `replica_devices` is the number of
+    devices that share the model and its batch. Raises `InputError` on numbers
+    that are not above zero, on a batch that micro-batches do not divide, on a
+    precision that is unknown or that the device lacks, and where activations are
+    to be recomputed in a model that has no blocks.
     """
     batch = model.batch_size if batch_size is None else batch_size
-    if batch < 1:
-        raise InputError(f"batch_size: {batch} (expected at least 1)")
+    for field, number in (("batch_size", batch), ("accumulate", accumulate), ("replica_devices", replica_devices)):
+        if not 1 <= number <= _MOST:
+            raise InputError(f"{field}: {number} (expected 1 to {_MOST:,})")
+    if batch % accumulate:
+        raise InputError(f"batch_size: {batch} (expected a multiple of the {accumulate} micro-batches accumulated)")
     for field, total in (("forward_s", forward_s), ("backward_s", backward_s)):
         if total is not None and not (math.isfinite(total) and total > 0):
             raise InputError(f"{field}: {total} (expected finite seconds above 0)")
-    lowering = _Lowering(model, device, batch)
-    lowering.forward()
-    lowering.backward()
+    precision = model.precision if precision is None else precision
+    device.peak(precision)
+    if gradients is not None and gradients not in PRECISIONS:
+        raise unknown_name("precision", gradients, PRECISIONS)
+    if recompute and not any(layer.block for layer in model.layers):
+        raise InputError(f"recompute: {model.name} is not made of blocks (expected a transformer)")
+    lowering = _Lowering(model, device, batch // accumulate, precision, gradients or precision, replica_devices)
+    lowering.forward(accumulation=accumulate > 1)
+    lowering.backward(recompute=recompute)
     ops = _scaled(lowering.ops, {"forward": forward_s, "backward": backward_s})
-    return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=device.name)
+    if accumulate > 1:
+        passes_s = math.fsum(op.duration_s for op in ops)
+        ops = [_lasting(op, (accumulate - 1) * passes_s) if op.name == _ACCUMULATION else op for op in ops]
+    where = device.name if precision == "fp32" else f"{device.name} {precision}"
+    where = where if replica_devices == 1 else f"{where} (1 of {replica_devices})"
+    return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=where)
+
+
+def _lasting(op: Op, duration_s: float) -> Op:
+    return Op(op.name, op.phase, duration_s, op.deps)
 
 
 def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
@@ -56,14 +100,17 @@ def _scaled(ops: list[Op], totals: dict[Phase, float | None]) -> list[Op]:
     }
     if not scale:
         return ops
-    return [Op(op.name, op.phase, op.duration_s * scale.get(op.phase, 1.0), op.deps) for op in ops]
+    return [_lasting(op, op.duration_s * scale.get(op.phase, 1.0)) for op in ops]
 
 
 class _Lowering:
     """Op i of the forward pass is layer i."""
 
-    def __init__(self, model: Model, device: Device, batch: int) -> None:
-        self.model, self.device, self.batch = model, device, batch
+    def __init__(
+        self, model: Model, device: Device, batch: int, precision: str, gradients: str, replica_devices: int
+    ) -> None:
+        self.model, self.device, self.batch, self.precision = model, device, batch, precision
+        self.gradient_bytes, self.replica_devices = PRECISIONS[gradients], replica_devices
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
         layers = model.layers
@@ -76,20 +123,34 @@ class _Lowering:
             self.trained.append(bool(layer.variables) or any(self.trained[j] for j in layer.inputs))
         self.gradients: list[list[int]] = [[] for _ in layers]  # ops that yield (a part of) the output's gradient
         self.partial: dict[int, list[int]] = {}  # ops that yield (a part of) a variable's gradient
+        self.accumulation: int | None = None  # the op after which the last micro-batch's backward pass starts
+        self.to_recompute: dict[str, float] = {}  # blocks that the backward pass has not reached, and their seconds
 
-    def forward(self) -> None:
+    def forward(self, *, accumulation: bool) -> None:
         for layer in self.model.layers:
             rows_only = layer.gradient == "weights"
             values = self.batch * layer.moved + (0 if rows_only else self._weights(layer))
             self._op(layer.name, "forward", self.batch * layer.flops, values, layer.inputs)
+        if accumulation:
+            read = {j for layer in self.model.layers for j in layer.inputs}
+            self.accumulation = len(self.ops)
+            last = tuple(i for i in range(self.accumulation) if i not in read)
+            self.ops.append(Op(_ACCUMULATION, "forward", 0.0, last))
 
-    def backward(self) -> None:
+    def backward(self, *, recompute: bool) -> None:
+        if recompute:
+            for layer, op in zip(self.model.layers, self.ops, strict=False):
+                if layer.block:
+                    self.to_recompute[layer.block] = self.to_recompute.get(layer.block, 0.0) + op.duration_s
         for i in range(len(self.model.layers) - 1, -1, -1):
             if self.trained[i]:
                 self._differentiate(i)
 
     def _differentiate(self, i: int) -> None:
         layer, after = self.model.layers[i], self._output_gradient(i)
+        if layer.block in self.to_recompute:
+            self.ops.append(Op(f"{layer.block}/recompute", "backward", self.to_recompute.pop(layer.block), (after,)))
+            after = len(self.ops) - 1
         inputs = [j for j in layer.inputs if self.trained[j]]
         if layer.gradient == "identity":
             for j in inputs:
@@ -111,10 +172,10 @@ class _Lowering:
             self._variable_gradient(v, done)
 
     def _output_gradient(self, i: int) -> int:
-        """The op after which the gradient of layer i's output is complete; for a loss, the layer itself."""
+        """The op after which the gradient of layer i's output is complete; for a loss, the end of the forward pass."""
         parts = list(dict.fromkeys(self.gradients[i]))
         if not parts:
-            return i
+            return i if self.accumulation is None else self.accumulation
         if len(parts) == 1:
             return parts[0]
         layer = self.model.layers[i]
@@ -129,12 +190,18 @@ class _Lowering:
             return
         if len(parts) > 1:
             op = self._op(f"{variable.name}/grad-sum", "backward", 0, variable.size * (len(parts) + 1), parts)
-        self.tensors.append(Tensor(variable.name, variable.nbytes, op, tuple(self.readers[v])))
+        self.tensors.append(Tensor(variable.name, self._nbytes(variable), op, tuple(self.readers[v])))
+
+    def _nbytes(self, variable: Variable) -> int:
+        """Bytes of a gradient on one device: every device of a replica has a part of each matrix, and all vectors."""
+        parts = self.replica_devices if len(variable.shape) > 1 else 1
+        return self.gradient_bytes * -(-variable.size // parts)
 
     def _weights(self, layer: Layer) -> int:
         return sum(self.model.variables[v].size for v in layer.variables)
 
     def _op(self, name: str, phase: Phase, flops: int, values: int, deps: tuple[int, ...] | list[int]) -> int:
-        duration_s = self.device.time_s(flops, FLOAT_BYTES * values)
+        flops_here, values_here = flops / self.replica_devices, values / self.replica_devices
+        duration_s = self.device.time_s(flops_here, PRECISIONS[self.precision] * values_here, self.precision)
         self.ops.append(Op(name, phase, duration_s, tuple(sorted(deps))))
         return len(self.ops) - 1

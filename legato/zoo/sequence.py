@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from legato.zoo.builder import Value
+from legato.zoo.builder import Value, reshape
 
-__all__ = ["attention", "embedding", "layer_norm", "lstm"]
+__all__ = ["attention", "causal_attention", "embedding", "gated", "layer_norm", "lstm", "rms_norm", "rotate"]
 
 
 def embedding(tokens: Value, name: str, vocabulary: int, width: int, *, weights: int | None = None) -> Value:
@@ -24,6 +24,24 @@ def layer_norm(x: Value, name: str) -> Value:
     return x.net.layer(name, "fused", [x], x.shape, variables=variables, moved=3 * x.size)
 
 
+def rms_norm(x: Value, name: str) -> Value:
+    """Root mean square normalization: gamma."""
+    gamma = x.net.variable(f"{name}/gamma", x.shape[-1])
+    return x.net.layer(name, "fused", [x], x.shape, variables=[gamma], moved=3 * x.size)
+
+
+def rotate(query: Value, keys: Value, name: str) -> tuple[Value, Value]:
+    """Rotary position embeddings of queries and keys, in one layer, no variables."""
+    length, width = query.shape
+    both = query.net.layer(name, "fused", [query, keys], (length, width + keys.shape[1]))
+    return reshape(both, length, width), reshape(both, length, keys.shape[1])
+
+
+def gated(gate: Value, x: Value, name: str) -> Value:
+    """An activation of one value times another value of the same shape: SwiGLU."""
+    return x.net.layer(name, "fused", [gate, x], x.shape)
+
+
 def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 1) -> Value:
     """Dot-product attention, no variables: scores, their softmax, and the weighted sum of the values.
 
@@ -34,6 +52,19 @@ def attention(name: str, query: Value, keys: Value, values: Value, heads: int = 
     shape = (query.shape[0], values.shape[1])
     moved = 2 * query.size + keys.size + values.size + 4 * scores
     return query.net.layer(name, "fused", [query, keys, values], shape, flops=flops, moved=moved)
+
+
+def causal_attention(name: str, query: Value, keys: Value, values: Value) -> Value:
+    """Self-attention in which a token sees itself and the tokens before it, in one kernel, no variables.
+
+    The scores stay in the kernel (FlashAttention), and only the pairs of tokens
+    that see each other are computed. Several heads of the queries may share a
+    head of the keys and values, which are then narrower.
+    """
+    length, width = query.shape
+    pairs = length * (length + 1) // 2
+    moved = 2 * query.size + keys.size + values.size
+    return query.net.layer(name, "fused", [query, keys, values], query.shape, flops=4 * pairs * width, moved=moved)
 
 
 def lstm(x: Value, name: str, hidden: int, *, initial: Value | None = None) -> Value:

@@ -38,12 +38,12 @@ def _transformer(name: str, vocabulary: int, *, shared: bool) -> Model:
     table = net.variable("embed_weight", vocabulary, _WIDTH) if shared else None
     x = embedding(net.input(_LENGTH), "source_embed_weight", vocabulary, _WIDTH, weights=table)
     for i in range(_LAYERS):
-        with net.scope(f"encoder_{i}"):
+        with net.block(f"encoder_{i}"):
             x = _feed_forward(_self_attention(x))
     encoded = layer_norm(x, "encoder_final_norm")
     x = embedding(net.input(_LENGTH), "target_embed_weight", vocabulary, _WIDTH, weights=table)
     for i in range(_LAYERS):
-        with net.scope(f"decoder_{i}"):
+        with net.block(f"decoder_{i}"):
             x = _feed_forward(_attend(_self_attention(x), encoded))
     x = layer_norm(x, "decoder_final_norm")
     loss(dense(x, "output", vocabulary, weights=table, bias=not shared))

@@ -252,6 +252,38 @@ def test_workload_of_a_paper_s_model(capsys, tmp_path):
         assert expected in fails(capsys, "workload", *wrong)
 
 
+def test_workload_of_a_language_model(capsys, tmp_path):
+    path = tmp_path / "w.json"
+    seventy = ["llm", "--layers", 80, "--hidden", 8192, "--heads", 64, "--kv-heads", 8, "--vocab", 128_256]
+    status, out, _ = run(
+        capsys, "workload", *seventy, "--batch", 4, "--sequence", 2048, "--device", "a100", "--recompute",
+        "--accumulate", 2, "--replica-devices", 8, "--gradients", "fp32", "--efficiency", 0.4, "-o", path, "--json",
+    )  # fmt: skip
+    said, job = json.loads(out), legato.read(path, legato.Workload)
+    assert status == 0 and said["name"] == job.name == "llm-70.6b" and job.batch_size == 4
+    assert job.device == "a100 at 40% bf16 (1 of 8)"
+    vectors = (2 * 80 + 1) * 8192  # every device holds all of them
+    assert said["nbytes"] == 4 * ((70_553_706_496 - vectors) // 8 + vectors)
+    assert {"accumulation", "layer79/recompute"} <= {op.name for op in job.ops}
+    status, _, err = run(capsys, "workload", "llama-3-405b", "--replica-devices", 128)
+    assert status == 0 and "llama-3-405b, 1 sample on h100 bf16 (1 of 128): " in err
+    assert "47.2 GiB on a device" in err  # 16 bytes a parameter
+    said = json.loads(run(capsys, "workload", "llama-3-8b", "--layers", 2, "--sequence", 64, "--json")[1])
+    assert said["name"] == "llm-1.49b" and said["num_tensors"] == 2 * 9 + 3
+    assert json.loads(run(capsys, "workload", "gpt3", "--sequence", 64, "--json")[1])["name"] == "gpt3"
+    for wrong, expected in [
+        (["llm", "--hidden", 64, "--heads", 4], "--layers, --vocab: missing"), (["gpt-3"], "did you mean 'gpt3'"),
+        ([*seventy, "--hidden", 8193], "hidden: 8193"), ([*seventy, "--kv-heads", 7], "kv_heads: 7"),
+        ([*seventy, "--layers", 0], "layers: 0"), ([*seventy, "--layers", 10**6], "layers: 1,000,000"),
+        ([*seventy, "--device", "h10"], "did you mean 'h100'"), ([*seventy, "--device", "k80"], "no peak in bf16"),
+        ([*seventy, "--precision", "bf61"], "did you mean 'bf16'"), ([*seventy, "--efficiency", 0], "efficiency: 0"),
+        ([*seventy, "--accumulate", 3], "batch_size: 1"), ([*seventy, "--experts", 2.5], "--experts"),
+        (["gpt2", "--kv-heads", 4], "--kv-heads: gpt2 has no such option"), (["vgg-16", "--recompute"], "recompute"),
+        (["vgg-16", "--vocab", 4], "--vocab: vgg-16"), (["mixtral-8x7b", "--active-experts", 9], "active_experts: 9"),
+    ]:  # fmt: skip
+        assert expected in fails(capsys, "workload", *wrong)
+
+
 def test_an_option_that_several_verbs_have_is_the_same_in_all():
     """Name, help and default; verbs that start real workers on this machine have fewer of them and slower links."""
     verbs = {name: {p.name: p for p in verb.params} for name, verb in get_command(app).commands.items()}

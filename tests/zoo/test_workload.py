@@ -12,9 +12,9 @@ from legato.zoo import image, sequence
 from legato.zoo.builder import Builder
 from legato.zoo.lower import lower
 
-#: One value a second is moved, and arithmetic is free, or the other way round.
+#: One value of 32 bits a second is moved, and arithmetic is free, or the other way round.
 MEMORY = zoo.Device("memory", 1e30, 4.0, 0.0, 1.0)
-ARITHMETIC = zoo.Device("arithmetic", 1.0, 1e30, 0.0, 1.0)
+ARITHMETIC = zoo.Device("arithmetic", 1.0, 1e30, 0.0, 1.0, bf16_flops_per_s=1.0)
 
 
 def residual():
@@ -117,10 +117,15 @@ def test_a_gradient_waits_for_exactly_the_layers_behind_it(name):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_workload_holds_every_trained_variable_once(name):
     network, job = zoo.model(name), zoo.workload(name)
-    assert sorted((t.name, t.nbytes) for t in job.tensors) == sorted((v.name, v.nbytes) for v in network.trainable)
+    width = zoo.PRECISIONS[network.precision]
+    assert sorted((t.name, t.nbytes) for t in job.tensors) == sorted(
+        (v.name, width * v.size) for v in network.trainable
+    )
+    assert job.nbytes == network.nbytes
     assert [t.ready_after for t in job.tensors] == sorted(t.ready_after for t in job.tensors)
     assert all(t.readers for t in job.tensors)
-    assert job.name == network.name == name and job.batch_size == network.batch_size and job.device == "v100"
+    assert job.name == network.name == name and job.batch_size == network.batch_size
+    assert job.device == ("h100 bf16" if name in zoo.SHAPES else "v100")
     leaves = {dep for op in job.ops for dep in op.deps}
     for i, op in enumerate(job.ops):
         if op.name.endswith("/grad-weights") and i in leaves:
@@ -181,6 +186,16 @@ def test_sequence_layers_by_hand():
         ({"forward_s": 0.0}, "forward_s: 0.0"),
         ({"backward_s": float("nan")}, "backward_s: nan"),
         ({"device": "v1000"}, "did you mean 'v100'"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'; did you mean"),
+        ({"gradients": "float"}, "unknown precision 'float'"),
+        (
+            {"device": "v100", "precision": "bf16"},
+            r"device 'v100': no peak in bf16 \(expected precision fp32 or fp16\)",
+        ),
+        ({"recompute": True}, "recompute: vgg-16 is not made of blocks"),
+        ({"accumulate": 0}, "accumulate: 0"),
+        ({"accumulate": 5}, "batch_size: 32 .*multiple of the 5 micro-batches"),
+        ({"replica_devices": 0}, "replica_devices: 0"),
     ],
 )
 def test_wrong_arguments(arguments, expected):
@@ -196,6 +211,21 @@ def test_wrong_names_and_devices():
         zoo.Device("slow", 0, 1.0)
     with pytest.raises(InputError, match="overhead_s: -1"):
         zoo.Device("early", 1.0, 1.0, -1)
+    with pytest.raises(InputError, match=r"efficiency: 1\.5"):
+        zoo.Device("magic", 1.0, 1.0, efficiency=1.5)
+    with pytest.raises(InputError, match="bf16_flops_per_s: 0"):
+        zoo.Device("none", 1.0, 1.0, bf16_flops_per_s=0.0)
+
+
+def test_sixteen_bits_are_faster_and_half_as_many_bytes():
+    full, half = (zoo.workload("resnet-v1-50", device="v100", precision=precision) for precision in ("fp32", "fp16"))
+    assert half.nbytes * 2 == full.nbytes and half.device == "v100 fp16"
+    assert [op.deps for op in half.ops] == [op.deps for op in full.ops]
+    device = zoo.DEVICES["v100"]
+    arithmetic = [device.time_s(1e12, 0, precision) - device.overhead_s for precision in ("fp32", "fp16")]
+    assert arithmetic == pytest.approx([1e12 / (0.5 * 15.7e12), 1e12 / (0.5 * 125e12)])
+    mixed = zoo.workload("resnet-v1-50", device="v100", precision="fp16", gradients="fp32")
+    assert mixed.ops == half.ops and mixed.nbytes == full.nbytes
 
 
 def test_the_zoo_needs_nothing_heavy():
