@@ -1,8 +1,12 @@
-"""Every scheduler on the grid of models, bandwidths, workers and collectives: who wins where, and how near the bound.
+"""Every scheduler on two grids: who wins where, and how near the bound.
 
-    python benchmarks/schedulers.py [--quick] [-o grid.json] [--picture grid.svg]
+    python benchmarks/schedulers.py [--quick] [--grids zoo] [-o grids.json] [--picture grid.svg]
 
-Per cell: the bound, our gap to it, the best of the others and its gap, DDP's gap, and our planning time.
+The first grid is the zoo's models by bandwidths, workers and collectives; the second one,
+random layered networks by latencies and workers. Per cell: legato's gap to the bound, of
+the plan that can be run on an eager model and of the one that may compute in any order, which
+can only be simulated; the best of the others that can be run, among them p3 with the best
+slices; DDP; and the time that planning took.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -18,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from grid_picture import draw
+from random_nets import layered_net
 
 from legato.core.cluster import Cluster
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, schedule
+from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import kind_of, lower_bound
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
@@ -34,95 +41,134 @@ GIGABITS = (1, 3, 10, 25, 100)
 WORKERS = (4, 8, 64, 512)
 COLLECTIVES = {"ring": ["ring"], "halving-doubling": ["halving-doubling"], "best": ["ring", "halving-doubling"]}
 LATENCY_S = 30e-6
+LATENCIES_S = (1e-6, 30e-6, 300e-6, 1e-3)
+NETS = 24
+KINDS = ("run", "simulated")
+#: legato stops when it is as near to the bound as this.
+GAP = 0.005
 
 
-def cell(job: Workload, cluster: Cluster, budget_s: float) -> dict[str, Any]:
-    """One cell of the grid; `budget_s` is legato's."""
-    seconds = {}
-    planning = {}
-    plans = {}
+def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
+    """One cell of a grid: legato's plan that can be run, and the one that may compute in any order."""
+    seconds: dict[str, float] = {}
+    found: dict[str, Any] = {"seconds": seconds}
     for name in SCHEDULERS:
-        start = time.perf_counter()
-        options = {"any_order": True, "budget_s": budget_s} if name == "legato" else {}
-        plan = plans[name] = schedule(name, job, cluster, **options)
-        planning[name] = time.perf_counter() - start
-        seconds[name] = iteration_time(job, plan, cluster)
-    order, all_reduce_only = kind_of(plans["legato"], job)
-    bound = lower_bound(job, cluster, order=order, all_reduce_only=all_reduce_only).seconds
-    others = {name: s for name, s in seconds.items() if name != "legato"}
-    best = min(others, key=others.__getitem__)
-    return {
-        "bound_s": bound,
-        "order": order,
-        "gap": seconds["legato"] / bound - 1,
-        "best_other": best,
-        "over_best_other": others[best] / seconds["legato"],
-        "over_ddp": seconds["ddp"] / seconds["legato"],
-        "plan_s": planning["legato"],
-        "seconds": seconds,
-    }
+        for kind in KINDS if name == "legato" else ("",):
+            start = time.perf_counter()
+            plan = schedule(name, job, cluster, **({"any_order": kind == "simulated"} if kind else {}))
+            if kind:
+                order, all_reduce_only = kind_of(plan, job)
+                bound = lower_bound(job, cluster, order=order, all_reduce_only=all_reduce_only).seconds
+                took = iteration_time(job, plan, cluster)
+                found[kind] = {
+                    "bound_s": bound, "gap": took / bound - 1, "order": order, "seconds": took,
+                    "plan_s": time.perf_counter() - start,
+                }  # fmt: skip
+            else:
+                seconds[name] = iteration_time(job, plan, cluster)
+                if not is_runnable(plan, job):
+                    found.setdefault("simulated_only", []).append(name)
+    slices = (max(16, int(job.nbytes / 2 ** (k / 2)) // 16 * 16) for k in range(1, 21))
+    seconds["p3, best slices"] = min(
+        iteration_time(job, schedule("p3", job, cluster, slice_bytes=nbytes), cluster) for nbytes in slices
+    )
+    for kind in KINDS:
+        others = {
+            name: s for name, s in seconds.items() if kind == "simulated" or name not in found.get("simulated_only", [])
+        }
+        best = min(others, key=others.__getitem__)
+        mine = found[kind]["seconds"]
+        found[kind] |= {"best_other": best, "over_best_other": others[best] / mine, "over_ddp": seconds["ddp"] / mine}
+    return found
 
 
-def grid(quick: bool, budget_s: float) -> Iterator[tuple[tuple[str, int, int, str], dict[str, Any]]]:
-    models = MODELS[:3] if quick else MODELS
-    for name in models:
+def zoo_grid(quick: bool) -> Iterator[tuple[dict[str, Any], Workload, Cluster]]:
+    for name in MODELS[:3] if quick else MODELS:
         job = model(name)
         for gigabits, workers, label in itertools.product(GIGABITS, WORKERS, COLLECTIVES):
             cluster = Cluster.derive(workers, gigabits * 1e9, LATENCY_S, collectives=COLLECTIVES[label])
-            yield (name, gigabits, workers, label), cell(job, cluster, budget_s)
+            yield {"model": name, "gigabits": gigabits, "workers": workers, "collective": label}, job, cluster
 
 
-def summarise(cells: list[dict[str, Any]]) -> None:
-    """The whole grid in a few lines."""
-    over_ddp, over_other, planning = ([c[key] for c in cells] for key in ("over_ddp", "over_best_other", "plan_s"))
-    print(f"{len(cells)} cells; slower than another scheduler in {sum(ratio < 1 - 1e-9 for ratio in over_other)}")
-    rings = [c for c in cells if c["collective"] == "ring" and c["workers"] >= 64]
-    parts = {
-        "all": cells,
-        "all but rings of 64 and more workers": [c for c in cells if c not in rings],
-        "plans in the captured order of computation": [c for c in cells if c["order"] == "captured"],
-        "plans in another": [c for c in cells if c["order"] == "any"],
-    }
-    for name, part in parts.items():
+def random_grid(quick: bool) -> Iterator[tuple[dict[str, Any], Workload, Cluster]]:
+    """Random layered networks, at rates at which their gradients travel about as long as they compute."""
+    for seed in range(6 if quick else NETS):
+        job, rng = layered_net(seed), random.Random(seed)
+        for latency_s, workers in itertools.product(LATENCIES_S, (2, 16, 256, 4096)):
+            label, gigabits = rng.choice(list(COLLECTIVES)), round(10 ** rng.uniform(0.3, 2), 1)
+            cluster = Cluster.derive(workers, gigabits * 1e9, latency_s, collectives=COLLECTIVES[label])
+            name = {"model": job.name, "gigabits": gigabits, "workers": workers, "collective": label}
+            yield name | {"latency_s": latency_s}, job, cluster
+
+
+def summarise(cells: list[dict[str, Any]]) -> bool:
+    """A grid in a few lines; returns whether legato was slower than another scheduler."""
+    slower = 0
+    for kind in KINDS:
+        part = [c[kind] for c in cells]
+        lost = sum(c["over_best_other"] < 1 - 1e-9 and c["gap"] > GAP for c in part)
+        slower += lost
         gaps = sorted(c["gap"] for c in part)
         near = [sum(gap <= limit for gap in gaps) / len(gaps) for limit in (0.01, 0.03)]
+        print(f"plans that can be {'run' if kind == 'run' else 'simulated'}, {len(part)} cells:")
         print(
-            f"gap, {name} ({len(gaps)} cells): median {abs(statistics.median(gaps)):.2%}, worst {gaps[-1]:.2%}; "
-            f"at most 1% in {near[0]:.1%}, 3% in {near[1]:.1%}"
+            f"  gap: median {abs(statistics.median(gaps)):.2%}, at most 1% in {near[0]:.1%}, 3% in {near[1]:.1%}, "
+            f"worst {gaps[-1]:.2%}"
         )
-    print(f"faster than ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
-    print(f"faster than the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x")
-    print(f"planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
+        over_ddp, over_other, planning = ([c[key] for c in part] for key in ("over_ddp", "over_best_other", "plan_s"))
+        print(f"  over ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
+        print(
+            f"  over the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x, "
+            f"least {min(over_other):.3f}x; slower in {lost}, but for plans within {GAP:.1%} of the bound"
+        )
+        print(f"  planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
+    return slower > 0
+
+
+def picture(cells: list[dict[str, Any]]) -> str:
+    """The plans of the zoo's cells that can be run."""
+    return draw([c | c["run"] | {"seconds": c["seconds"] | {"legato": c["run"]["seconds"]}} for c in cells])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="three models only")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds that legato may take for a cell")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three models, six networks")
+    parser.add_argument("--grids", default=",".join(GRIDS), help="zoo, random or both")
     parser.add_argument("-o", "--output", help="write all cells to this JSON file")
-    parser.add_argument("--picture", help="draw all cells to this SVG file")
+    parser.add_argument("--picture", help="draw the cells of the zoo to this SVG file")
     parser.add_argument("--of", metavar="GRID.JSON", help="only draw, what -o has written")
     options = parser.parse_args()
     if options.of:
-        Path(options.picture).write_text(draw(json.loads(Path(options.of).read_text())), encoding="utf-8")
+        Path(options.picture).write_text(picture(json.loads(Path(options.of).read_text())["zoo"]), encoding="utf-8")
         return
-    cells: list[dict[str, Any]] = []
-    for (name, gigabits, workers, label), found in grid(options.quick, options.budget):
-        cells.append({"model": name, "gigabits": gigabits, "workers": workers, "collective": label, **found})
-        print(
-            f"{name:14} {gigabits:4} Gbit {workers:4} {label:16} gap {found['gap']:7.2%}  "
-            f"best other {found['best_other']:13} {found['over_best_other']:.3f}x  "
-            f"ddp {found['over_ddp']:.3f}x  {found['plan_s']:.2f} s",
-            flush=True,
-        )
-    summarise(cells)
+    grids: dict[str, list[dict[str, Any]]] = {}
+    for name in options.grids.split(","):
+        cells = grids[name] = []
+        for where, job, cluster in GRIDS[name](options.quick):
+            cells.append(where | cell(job, cluster))
+            run, simulated = (cells[-1][kind] for kind in KINDS)
+            latency_s = where.get("latency_s", LATENCY_S)
+            print(
+                f"{where['model']:14} {where['gigabits']:5} Gbit {latency_s * 1e6:4.0f} us {where['workers']:4} "
+                f"{where['collective']:16} "
+                f"gap {run['gap']:6.2%} {simulated['gap']:6.2%}  "
+                f"best other {run['best_other']:15} {run['over_best_other']:.3f}x  "
+                f"ddp {run['over_ddp']:.3f}x  {run['plan_s']:.2f} s",
+                flush=True,
+            )
     if options.output:
-        Path(options.output).write_text(json.dumps(cells), encoding="utf-8")
+        Path(options.output).write_text(json.dumps(grids), encoding="utf-8")
     if options.picture:
-        Path(options.picture).write_text(draw(cells), encoding="utf-8")
-    if any(c["over_best_other"] < 1 - 1e-9 for c in cells):
+        Path(options.picture).write_text(picture(grids["zoo"]), encoding="utf-8")
+    slower = False
+    for name, cells in grids.items():
+        print(f"\n{name}")
+        slower |= summarise(cells)
+    if slower:
         sys.exit("legato was slower than another scheduler")
 
+
+GRIDS = {"zoo": zoo_grid, "random": random_grid}
 
 if __name__ == "__main__":
     main()

@@ -19,6 +19,7 @@ __all__ = [
     "has_free_order",
     "is_runnable",
     "message_of",
+    "moves_updates_only",
     "priorities",
     "ready_order",
     "release_times",
@@ -79,6 +80,12 @@ def is_runnable(plan: Plan, workload: Workload) -> bool:
     kinds = {message.kind for message in plan.messages}
     sendable = kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and set(gathered) <= set(scattered)
     return sendable and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
+
+
+def moves_updates_only(plan: Plan, workload: Workload) -> bool:
+    """Whether the plan has an order of ops, and it has all but the optimizer ops in the captured one."""
+    chosen = [i for i in plan.op_order if workload.ops[i].phase != "optimizer"]
+    return bool(chosen) and chosen == [*workload.phase_ops("backward"), *workload.phase_ops("forward")]
 
 
 def has_free_order(workload: Workload) -> bool:

@@ -28,6 +28,7 @@ from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.basics.compose import compose, message_of
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.search.annealing_kernel import MOST, AnnealingInstance, Halves, anneal, iteration_s
+from legato.schedule.search.budget import Budget
 from legato.schedule.search.op_orders import times_in_order
 from legato.simulator.period import Period
 
@@ -37,25 +38,27 @@ __all__ = ["annealing", "load_kernel"]
 _STARTS = (2, 4, 8)
 #: The lateness that is accepted at the start and at the end, in startup times of a message.
 _HOT, _COLD = 0.35, 1e-4
-#: The number of tries between two looks at the clock.
+#: The number of tries between two looks at the budget.
 _TRIES = 256
+#: What a try costs: for each gradient and each op.
+_TRY_S = 12e-9
 
 
-def annealing(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, stop_at: float, seed: int) -> Plan:
-    """The best plan found in `rounds` tries from each start, or until `perf_counter` reaches `stop_at`.
+def annealing(workload: Workload, cluster: Cluster, collective: str, *, rounds: int, budget: Budget, seed: int) -> Plan:
+    """The best plan found in `rounds` tries from each start, or until the budget is spent.
 
-    The same seed gives the same plan unless time runs out. The first call in a
-    process also takes the time of `load_kernel`.
+    The same seed gives the same plan. The first call in a process also takes the
+    time of `load_kernel`.
     """
     problem, rng = _Problem(workload, cluster, collective), np.random.default_rng(seed)
     heats = cluster.cost(collective).startup_s * np.geomspace(_HOT, _COLD, rounds)
     best, least = None, math.inf
     for start in problem.starts():
-        found = _annealed(start, problem.instance, heats, stop_at, rng)
+        found = _annealed(start, problem.instance, heats, budget, rng)
         seconds = iteration_s(problem.instance, found)
         if best is None or seconds < least:
             best, least = found, seconds
-        if time.perf_counter() > stop_at:
+        if budget.spent:
             break
     assert best is not None
     return problem.plan(best)
@@ -66,17 +69,18 @@ def load_kernel() -> float:
     began = time.perf_counter()
     workload = Workload("tiny", (Op("b", "backward", 1.0),), (Tensor("t", 1, 0),))
     cluster = Cluster(1, {"c": LinearCost(0.0, 0.0)})
-    annealing(workload, cluster, "c", rounds=1, stop_at=math.inf, seed=0)
+    annealing(workload, cluster, "c", rounds=1, budget=Budget(), seed=0)
     return time.perf_counter() - began
 
 
 def _annealed(
-    start: Halves, instance: AnnealingInstance, heats: np.ndarray, stop_at: float, rng: np.random.Generator
+    start: Halves, instance: AnnealingInstance, heats: np.ndarray, budget: Budget, rng: np.random.Generator
 ) -> Halves:
     now, best = (Halves(start.place.copy(), start.first.copy(), start.number.copy()) for _ in range(2))
     for k in range(0, len(heats), _TRIES):
-        if time.perf_counter() > stop_at:
+        if budget.spent:
             break
+        budget.spend(_TRIES * _TRY_S * (len(instance.nbytes) + len(instance.duration_s)))
         anneal(instance, now, best, heats[k : k + _TRIES], rng)
     return best
 

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "Filled", "Piece", "fill"]
+__all__ = ["ALIGNMENT", "Filled", "Piece", "fill", "fill_greedily"]
 
 #: Tensors are partitioned at multiples of this many bytes, so that no element of any dtype is divided.
 ALIGNMENT = 16
@@ -92,6 +92,48 @@ def fill(
     for _, t in sorted(urgent):  # the rest, where partitions were aligned
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
+    return Filled(out.late, out.messages)
+
+
+def fill_greedily(
+    quantum: int,
+    release_s: Sequence[float],
+    tail_s: Sequence[float],
+    nbytes: Sequence[int],
+    cost: Callable[[int], float],
+    *,
+    merge: bool = True,
+    whole_below: int | None = None,
+) -> Filled:
+    """Whenever the network is free, send up to `quantum` bytes of what is ready, the longest tail first.
+
+    Nothing waits for more gradients to come, so sizes differ. Without `merge`, each message has bytes of
+    one tensor only, as P3's have. The other arguments are those of `fill`.
+    """
+    quantum = max(quantum // ALIGNMENT, 1) * ALIGNMENT
+    arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
+    urgent: list[tuple[float, int]] = []
+    sent = [0] * len(nbytes)
+    out = _Outbox(tail_s, nbytes, cost, one_piece=whole_below is not None)
+    while arriving or urgent:
+        if not urgent:
+            out.now = max(out.now, release_s[arriving[-1]])
+        while arriving and release_s[arriving[-1]] <= out.now:
+            t = arriving.pop()
+            heapq.heappush(urgent, (-tail_s[t], t))
+        space = quantum
+        while urgent and space:
+            t = urgent[0][1]
+            left = nbytes[t] - sent[t]
+            take = left if left <= space or nbytes[t] < (whole_below or 0) else space - space % ALIGNMENT
+            if take == 0 or (take > space and space < quantum):
+                break
+            out.put(Piece(t, sent[t], take))
+            sent[t] += take
+            space = max(space - take, 0) if merge else 0
+            if sent[t] == nbytes[t]:
+                heapq.heappop(urgent)
+        out.close()
     return Filled(out.late, out.messages)
 
 

@@ -35,8 +35,8 @@ Source: ours. Units: seconds and bytes.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -48,11 +48,19 @@ from legato.core.errors import TooLargeError
 from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Workload
-from legato.schedule.basics.compose import compose, has_free_order, is_runnable, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    has_free_order,
+    is_runnable,
+    moves_updates_only,
+    resolve_collective,
+)
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
+from legato.schedule.search.arranged import arranged_search
+from legato.schedule.search.budget import Budget
 from legato.schedule.search.fill import Filled
 from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
@@ -63,12 +71,15 @@ from legato.simulator.pipelining import message_s
 
 __all__ = ["legato"]
 
+_log = logging.getLogger("legato")
 #: For every round of the local search: moves of updates, and tries of the annealing from each start. They cost less.
 _MOVES, _ANNEALING_TRIES = 0.25, 64
 #: Where partitioning has a price, only tensors of at least this fraction of all bytes are partitioned, in three passes.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The largest fraction of the budget for the annealing.
 _ANNEALING_SHARE = 0.8
+#: The most turns of messages and updates.
+_TURNS = 3
 
 
 def legato(
@@ -77,23 +88,27 @@ def legato(
     *,
     collective: str | None = None,
     gap: float = 0.005,
-    budget_s: float = 1.0,
+    work: float = 1.0,
+    limit_s: float = 20.0,
     rounds: int = 400,
     seed: int = 0,
     any_order: bool = False,
 ) -> Plan:
-    """The best plan found within `rounds` changes or `budget_s` seconds, or until within `gap` of the bound.
+    """The best plan found within `rounds` changes or a budget of `work`, or until within `gap` of the bound.
 
-    By default every message takes the cheapest collective; `collective` restricts the
-    choice to one. The same seed gives the same plan unless the budget runs out. With
+    `work` is counted in seconds of a processor of today (`budget.py`), so the same input
+    gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
+    which is logged. By default every message takes the cheapest collective; `collective`
+    restricts the choice to one. With
     `any_order`, plans count too that can only be simulated: those that reorder more
     than the nodes of compiled graphs, or that gather other messages than they
     scattered. Raises `InputError` on a collective the cluster lacks.
     """
-    stop_at = time.perf_counter() + budget_s
     if cluster.contention is not None:
-        options = {"collective": collective, "gap": gap, "budget_s": budget_s / 2, "rounds": rounds, "seed": seed}
+        options = {"collective": collective, "gap": gap, "rounds": rounds, "seed": seed}
+        options |= {"work": work / 2, "limit_s": limit_s / 2}
         return _contended(workload, cluster, any_order, **options)
+    budget = Budget(work, limit_s)
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
     collectives = _collectives(cluster, names)
     nbytes = [tensor.nbytes for tensor in workload.tensors]
@@ -102,7 +117,7 @@ def legato(
     free_order = any_order or has_free_order(workload)
     for name in dict.fromkeys((names[0], cheapest) if free_order else names[:1]):
         fastest.consider(_published(workload, cluster, name))
-    orders = _orders(workload, cluster, free_order, int(_MOVES * rounds), gap / 2, stop_at, seed)
+    orders = _orders(workload, cluster, free_order, int(_MOVES * rounds), gap / 2, budget, seed)
     if free_order:
         fastest.consider(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
         least_s = orders[0][1]
@@ -110,21 +125,56 @@ def legato(
             # imported here because it compiles: other planning does without numba
             from legato.schedule.search.annealing import annealing, load_kernel
 
-            stop_at += load_kernel()  # takes seconds on its first use on a machine
-            stop, tries = min(stop_at, time.perf_counter() + _ANNEALING_SHARE * budget_s), _ANNEALING_TRIES * rounds
-            fastest.consider([annealing(workload, cluster, cheapest, rounds=tries, stop_at=stop, seed=seed)])
+            budget.wait(load_kernel())  # takes seconds on its first use on a machine
+            part, tries = budget.part(_ANNEALING_SHARE), _ANNEALING_TRIES * rounds
+            fastest.consider([annealing(workload, cluster, cheapest, rounds=tries, budget=part, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
-        if k and time.perf_counter() > stop_at:
+        if k and budget.spent:
             break
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
-        for tails, part in itertools.product(_tails(workload, in_order, order), _whole_fractions(cluster)):
+        for tails, whole_below in itertools.product(_tails(workload, in_order, order), _whole_below(workload, cluster)):
             if fastest.seconds > bound_s * (1 + gap):
-                whole_below = None if part is None else int(part * workload.nbytes) + 1
-                instance = Instance(ready, tails, nbytes, collectives, bound_s, whole_below)
-                best = local_search(instance, gap=gap, rounds=rounds, stop_at=stop_at, seed=seed)
+                instance = Instance(ready, tails, nbytes, collectives, bound_s, budget, whole_below)
+                best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
                 fastest.consider(_plans(best, instance, workload, cluster, order))
+    if workload.phase_ops("optimizer"):
+        captured_s = next(bound_s for order, bound_s in orders if not order)
+        for whole_below in _whole_below(workload, cluster):
+            instance = Instance([], [], nbytes, collectives, captured_s, budget, whole_below)
+            _arrange(fastest, instance, gap, rounds, seed)
+    if budget.cut:
+        _log.warning("the search for a plan was ended after %g s: another run may find another plan", limit_s)
     assert fastest.plan is not None
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
+
+
+def _arrange(fastest: _Fastest, instance: Instance, gap: float, rounds: int, seed: int) -> None:
+    """Plan messages for the updates of the fastest plan, and updates for these messages, in turns.
+
+    In the last turn, every change of the messages is valued with its updates arranged.
+    """
+    workload, cluster = fastest.workload, fastest.cluster
+    assert fastest.plan is not None
+    captured = workload.iteration_order()
+    for _ in range(_TURNS):
+        before = fastest.seconds
+        if before <= instance.bound_s * (1 + gap) or instance.budget.spent:
+            return
+        order = fastest.plan.op_order if moves_updates_only(fastest.plan, workload) else captured
+        ready, tails = times_in_order(workload, order)
+        instance = instance._replace(release_s=ready, tail_s=tails)
+        best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
+        plans = _plans(best, instance, workload, cluster, ())
+        fastest.consider([*plans, msgspec.structs.replace(plans[0], op_order=order)])
+        if fastest.seconds >= before:
+            break
+    own = heads_tails(workload, "one", "captured").tail_s
+    for tails in (instance.tail_s, times_in_order(workload, captured)[1], own):
+        if fastest.seconds > instance.bound_s * (1 + gap):
+            instance = instance._replace(tail_s=tails)
+            sizes = [message.nbytes for message in fastest.plan.messages if message.kind == "all_reduce"]
+            best = arranged_search(instance, workload, sizes, gap=gap, rounds=rounds, seed=seed)
+            fastest.consider(_plans(best, instance, workload, cluster, ()))
 
 
 def _contended(workload: Workload, cluster: Cluster, any_order: bool, **options: Any) -> Plan:
@@ -207,7 +257,7 @@ def _published(workload: Workload, cluster: Cluster, collective: str) -> list[Pl
 
 
 def _orders(
-    workload: Workload, cluster: Cluster, free_order: bool, rounds: int, gap: float, stop_at: float, seed: int
+    workload: Workload, cluster: Cluster, free_order: bool, rounds: int, gap: float, budget: Budget, seed: int
 ) -> list[tuple[tuple[int, ...], float]]:
     """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
 
@@ -219,7 +269,7 @@ def _orders(
     least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
-    orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, stop_at=stop_at, seed=seed)
+    orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, budget=budget, seed=seed)
     found = [captured, *((order, max(least_s, value(order))) for order in orders)]
     return sorted(found, key=lambda choice: choice[1])
 
@@ -245,12 +295,14 @@ def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) ->
     return [in_order, heads_tails(workload, "one", "captured").tail_s]
 
 
-def _whole_fractions(cluster: Cluster) -> tuple[float | None, ...]:
-    """The fractions of all bytes below which a tensor stays whole; None where partitioning has no price.
+def _whole_below(workload: Workload, cluster: Cluster) -> list[int | None]:
+    """The sizes in bytes below which a tensor stays whole; None where partitioning has no price.
 
     It has one where a gradient that does not lie in one piece of memory has to be put together.
     """
-    return _WHOLE_BELOW if cluster.unpack_s_per_byte else (None,)
+    if not cluster.unpack_s_per_byte:
+        return [None]
+    return [int(part * workload.nbytes) + 1 for part in _WHOLE_BELOW]
 
 
 def _plans(
@@ -265,11 +317,11 @@ def _plans(
     plan, arrival_s = _plan(best, instance, workload, cluster)
     if order or not workload.phase_ops("optimizer"):
         return [msgspec.structs.replace(plan, op_order=order)]
-    plans = [plan, msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s))]
+    plans = [plan, msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])]
     sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
     for part in (4, 2, 1):
         plan, arrival_s = _plan(instance.fill(sizes, first_come=len(sizes) // part), instance, workload, cluster)
-        plans.append(msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)))
+        plans.append(msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0]))
     return plans
 
 

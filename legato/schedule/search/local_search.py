@@ -7,7 +7,6 @@ Nothing here knows about ops.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +14,16 @@ import numpy as np
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.jackson import jackson
-from legato.schedule.search.fill import ALIGNMENT, Filled, Piece, fill
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.fill import ALIGNMENT, Filled, Piece, fill, fill_greedily
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
 
-__all__ = ["CheapestCollective", "Instance", "local_search"]
+__all__ = ["CheapestCollective", "Instance", "change_sizes", "local_search"]
 
 #: About how many pieces the tensors are partitioned into before these are merged.
 _PIECES = 256
+#: What it costs to fill messages: for each tensor and each message.
+_FILL_S = 1.5e-6
 
 
 class CheapestCollective(NamedTuple):
@@ -52,12 +54,30 @@ class Instance(NamedTuple):
     nbytes: list[int]
     collectives: CheapestCollective
     bound_s: float
+    budget: Budget
     whole_below: int | None = None
 
     def cost(self, nbytes: int) -> float:
         return float(self.collectives.cost(nbytes))
 
+    def arrival_s(self, filled: Filled) -> list[float]:
+        """When each tensor has arrived."""
+        arrival_s = [0.0] * len(self.nbytes)
+        now = 0.0
+        for pieces in filled.messages:
+            now = max(now, *(self.release_s[p.tensor] for p in pieces)) + self.cost(sum(p.nbytes for p in pieces))
+            for p in pieces:
+                arrival_s[p.tensor] = now
+        return arrival_s
+
+    def fill_greedily(self, quantum: int, merge: bool) -> Filled:
+        fixed = self.release_s, self.tail_s, self.nbytes, self.cost
+        filled = fill_greedily(quantum, *fixed, merge=merge, whole_below=self.whole_below)
+        self.budget.spend(_FILL_S * (len(self.nbytes) + len(filled.messages)))
+        return filled
+
     def fill(self, sizes: Sequence[int], first_come: int = 0) -> Filled:
+        self.budget.spend(_FILL_S * (len(self.nbytes) + len(sizes)))
         return fill(
             sizes,
             self.release_s,
@@ -69,40 +89,41 @@ class Instance(NamedTuple):
         )
 
 
-def local_search(instance: Instance, *, gap: float, rounds: int, stop_at: float, seed: int) -> Filled:
-    """The best messages found until they are within `gap` of the bound, or rounds or time (`perf_counter`) run out."""
+def local_search(instance: Instance, *, gap: float, rounds: int, seed: int) -> Filled:
+    """The best messages found until they are within `gap` of the bound, or rounds or budget are spent."""
     enough_s = instance.bound_s * (1 + gap)
-    return _improve(_best_start(instance, enough_s, stop_at), instance, enough_s, rounds, stop_at, random.Random(seed))
+    return _improve(_best_start(instance, enough_s), instance, enough_s, rounds, random.Random(seed))
 
 
-def _best_start(instance: Instance, enough_s: float, stop_at: float) -> Filled:
+def _best_start(instance: Instance, enough_s: float) -> Filled:
     """The best of several starts, improved in turns; stops at the first one that is good enough."""
     total = sum(instance.nbytes)
     starts = []
-    for count in (1, 2, 4, 8, 16, 32, 64, 128):
+    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
         sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
         starts.append(instance.fill([size for size in sizes if size]))
-        if time.perf_counter() > stop_at:
+        starts += [instance.fill_greedily(total // count, merge) for merge in (True, False)]
+        if instance.budget.spent:
             break
     in_ready_order = [
         Piece(t, 0, instance.nbytes[t]) for t in sorted(range(len(instance.nbytes)), key=instance.release_s.__getitem__)
     ]
     for pieces in (_jackson_pieces(instance), in_ready_order):
-        if time.perf_counter() < stop_at and min(starts, key=_rank).seconds > enough_s:
-            starts.append(_in_turns(_partition(pieces, instance), instance, stop_at))
+        if not instance.budget.spent and min(starts, key=_rank).seconds > enough_s:
+            starts.append(_in_turns(_partition(pieces, instance), instance))
     best = min(starts, key=_rank)
     if best.seconds <= enough_s:
         return best
-    return _in_turns([piece for message in best.messages for piece in message], instance, stop_at, best)
+    return _in_turns([piece for message in best.messages for piece in message], instance, best)
 
 
 def _rank(plan: Filled) -> tuple[float, int]:
     return plan.seconds, len(plan.messages)
 
 
-def _in_turns(pieces: Sequence[Piece], instance: Instance, stop_at: float, best: Filled | None = None) -> Filled:
-    """Merge, fill, merge again, until nothing improves or time runs out."""
-    while best is None or time.perf_counter() < stop_at:
+def _in_turns(pieces: Sequence[Piece], instance: Instance, best: Filled | None = None) -> Filled:
+    """Merge, fill, merge again, until nothing improves or the budget is spent."""
+    while best is None or not instance.budget.spent:
         found = merge_with_deadlines(
             [instance.release_s[p.tensor] for p in pieces],
             [instance.tail_s[p.tensor] for p in pieces],
@@ -110,7 +131,7 @@ def _in_turns(pieces: Sequence[Piece], instance: Instance, stop_at: float, best:
             instance.collectives.cost,
             at_least_s=instance.bound_s,
             at_most_s=np.inf if best is None else best.seconds,
-            stop_at=stop_at,
+            budget=instance.budget,
         )
         if found is None:
             assert best is not None
@@ -156,21 +177,19 @@ def _jackson_pieces(instance: Instance) -> list[Piece]:
     return pieces
 
 
-def _improve(
-    best: Filled, instance: Instance, enough_s: float, rounds: int, stop_at: float, rng: random.Random
-) -> Filled:
+def _improve(best: Filled, instance: Instance, enough_s: float, rounds: int, rng: random.Random) -> Filled:
     """Change one or two sizes at random and fill again, until the result is good enough."""
     for _ in range(rounds):
-        if best.seconds <= enough_s or time.perf_counter() > stop_at:
+        if best.seconds <= enough_s or instance.budget.spent:
             break
-        sizes = _changed([sum(piece.nbytes for piece in message) for message in best.messages], rng)
+        sizes = change_sizes([sum(piece.nbytes for piece in message) for message in best.messages], rng)
         filled = instance.fill(sizes)
         if _rank(filled) < _rank(best):
             best = filled
     return best
 
 
-def _changed(sizes: list[int], rng: random.Random) -> list[int]:
+def change_sizes(sizes: list[int], rng: random.Random) -> list[int]:
     """Merge two neighbours, divide a message, or move some bytes across a border."""
     k = rng.randrange(len(sizes))
     choice = rng.random()

@@ -19,16 +19,20 @@ take. A try takes O(n^2), one row at a time in numpy.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.schedule.search.budget import Budget
+
 __all__ = ["Grouping", "merge_with_deadlines"]
 
 Floats = NDArray[np.float64]
+
+#: What a try costs: for each piece, and for each pair of pieces.
+_PER_ROW_S, _PER_CELL_S = 8e-6, 1.5e-9
 
 
 class Grouping(NamedTuple):
@@ -47,18 +51,20 @@ def merge_with_deadlines(
     at_least_s: float,
     at_most_s: float,
     precision: float = 1e-4,
-    stop_at: float = np.inf,
+    budget: Budget | None = None,
 ) -> Grouping | None:
     """The best messages for this order of pieces, or None if none takes less than `at_most_s`.
 
     `at_least_s` is a lower bound of the answer. The answer is within the relative
-    `precision` of the best one, unless `perf_counter` reaches `stop_at` first.
+    `precision` of the best one, unless the budget is spent first.
     """
     ready, tail = np.asarray(release_s, dtype=float), np.asarray(tail_s, dtype=float)
     sent = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     low, high, best = at_least_s, at_most_s, None
     limit = at_most_s  # first try whether anything better exists
+    budget = budget or Budget()
     while True:
+        budget.spend(len(ready) * (_PER_ROW_S + _PER_CELL_S * len(ready)))
         messages = _within(limit, ready, tail, sent, cost)
         if messages is None:
             if best is None:
@@ -71,7 +77,7 @@ def merge_with_deadlines(
             if best is None or seconds < best.seconds:
                 best = Grouping(seconds, messages)
             high = min(high, seconds)
-        if high - low <= precision * high or time.perf_counter() > stop_at:
+        if high - low <= precision * high or budget.spent:
             return best
         limit = (low + high) / 2
 

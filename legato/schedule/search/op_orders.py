@@ -16,7 +16,6 @@ partitioned for free (`jackson.py`).
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -26,11 +25,14 @@ from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.search.budget import Budget
 
 __all__ = ["OrderValue", "promising_orders", "times_in_order"]
 
 #: How many limits to try before refining around the best one.
 _LIMITS = 8
+#: What it costs to value an order: for each op and each tensor.
+_VALUE_S = 5e-7
 
 
 def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -58,11 +60,11 @@ class OrderValue:
 
 
 def promising_orders(
-    workload: Workload, value: OrderValue, *, rounds: int, enough_s: float, stop_at: float, seed: int
+    workload: Workload, value: OrderValue, *, rounds: int, enough_s: float, budget: Budget, seed: int
 ) -> list[tuple[int, ...]]:
     """Distinct orders of all ops of a period, without the captured one.
 
-    Moves updates `rounds` times, or until the value is `enough_s` seconds or `perf_counter` reaches `stop_at`.
+    Moves updates `rounds` times, or until the value is `enough_s` seconds or the budget is spent.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}
@@ -75,12 +77,13 @@ def promising_orders(
         return [u for u in updates if tail[u] >= limits[k]] + [u for u in urgent if tail[u] < limits[k]]
 
     def takes(sequence: Sequence[int]) -> float:
+        budget.spend(_VALUE_S * (len(workload.ops) + len(workload.tensors)))
         return value(serialized_order(workload, sequence))
 
     best = split(coarse_to_fine(len(limits), lambda k: -takes(split(k)), first=_LIMITS))
     least, rng = takes(best), random.Random(seed)
     for _ in range(rounds):
-        if least <= enough_s or time.perf_counter() > stop_at:
+        if least <= enough_s or budget.spent:
             break
         moved = best.copy()
         moved.insert(rng.randrange(len(best)), moved.pop(rng.randrange(len(best))))

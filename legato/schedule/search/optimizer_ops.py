@@ -19,8 +19,11 @@ from legato.core.workload import Workload
 __all__ = ["work_conserving_order"]
 
 
-def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[int, ...]:
-    """An `op_order` for gradients that arrive at these seconds of the period, by tensor, in O(n log n)."""
+def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
+    """An `op_order` for gradients that arrive at these seconds of the period, by tensor, in O(n log n).
+
+    Also the seconds until its last op ends.
+    """
     ops = workload.ops
     arrives = [0.0] * len(ops)  # when everything that an op reads has arrived
     updates_of: dict[int, set[int]] = {op: set() for op in workload.phase_ops("forward")}
@@ -31,8 +34,8 @@ def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tup
             if ops[reader].phase == "forward":
                 updates_of[reader] |= mine
     by_use = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
-    for op in by_use:  # each stands after the updates that it depends on
-        arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps)))
+    for op in by_use:  # each stands after the updates that it depends on; other ops that it needs have run before
+        arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps if ops[dep].phase == "optimizer")))
     coming = [(arrives[op], use, op) for use, op in enumerate(by_use)]
     heapq.heapify(coming)
     there: list[tuple[int, int]] = []
@@ -54,4 +57,4 @@ def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tup
             continue
         now += ops[op].duration_s
         order.append(op)
-    return tuple(order)
+    return tuple(order), now

@@ -17,9 +17,8 @@ from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.annealing import _Problem, annealing
 from legato.schedule.search.annealing_kernel import Halves, anneal, iteration_s
+from legato.schedule.search.budget import Budget
 from legato.simulator.collective import iteration_time
-
-NEVER = float("inf")
 
 
 def problem_of(workload, cluster):
@@ -116,7 +115,7 @@ def best_of_all(problem):
 @given(workloads(max_ops=4, max_tensors=3), clusters())
 def test_annealing_finds_the_best_of_all_ways_to_send_three_gradients(workload, cluster):
     name = cluster.default_collective
-    plan = annealing(workload, cluster, name, rounds=300, stop_at=NEVER, seed=0)
+    plan = annealing(workload, cluster, name, rounds=3000, budget=Budget(), seed=0)
     assert iteration_time(workload, plan, cluster) == best_of_all(problem_of(workload, cluster))
 
 
@@ -125,17 +124,17 @@ def test_halves_share_a_message():
     ops = (Op("f", "forward", 0.0), Op("b0", "backward", 0.0), Op("b1", "backward", 4.0, (1,)))
     workload = Workload("w", ops, (Tensor("x", 4, 1), Tensor("y", 1, 2)))
     cluster = Cluster(2, {"c": LinearCost(4.0, 1.0)})
-    plan = annealing(workload, cluster, "c", rounds=200, stop_at=NEVER, seed=0)
+    plan = annealing(workload, cluster, "c", rounds=200, budget=Budget(), seed=0)
     assert iteration_time(workload, plan, cluster) == pytest.approx(11)
 
 
 @given(workloads(), clusters(), st.integers(0, 5))
 @examples(10)
-def test_the_same_seed_gives_the_same_plan_and_no_time_gives_one(workload, cluster, seed):
+def test_the_same_seed_gives_the_same_plan_and_no_budget_gives_one(workload, cluster, seed):
     name = cluster.default_collective
-    one, other = (annealing(workload, cluster, name, rounds=300, stop_at=NEVER, seed=seed) for _ in range(2))
+    one, other = (annealing(workload, cluster, name, rounds=300, budget=Budget(), seed=seed) for _ in range(2))
     assert one == other
-    check_plan(annealing(workload, cluster, name, rounds=300, stop_at=-NEVER, seed=seed), workload)
+    check_plan(annealing(workload, cluster, name, rounds=300, budget=Budget(0.0), seed=seed), workload)
 
 
 def test_plans_to_be_run_compile_nothing():

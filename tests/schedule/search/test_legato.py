@@ -18,9 +18,12 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.search.fill import ALIGNMENT, fill
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.fill import ALIGNMENT, fill, fill_greedily
 from legato.schedule.search.halves import halves
+from legato.schedule.search.local_search import CheapestCollective, Instance
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
+from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.simulator.collective import iteration_time
 
@@ -136,9 +139,80 @@ def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster
 @given(workloads(), st.randoms(use_true_random=False))
 def test_a_busy_order_is_an_order_and_never_slower(workload, rng):
     arrival = [rng.uniform(0, 3) for _ in workload.tensors]
-    order = work_conserving_order(workload, arrival)
+    order, _ = work_conserving_order(workload, arrival)
     plan = legato.Plan("x", (legato.Message(tuple(legato.Slice(t.name, 0, t.nbytes) for t in workload.tensors)),), True)
     check_plan(replace(plan, op_order=order), workload)
+
+
+@given(workloads(), clusters(max_collectives=1), st.integers(1, 6), st.integers(0, 6))
+def test_messages_are_valued_by_the_iteration_with_their_updates_arranged(workload, cluster, count, first_come):
+    captured = workload.iteration_order()
+    ready, tails = times_in_order(workload, captured)
+    name = cluster.default_collective
+    collectives = CheapestCollective(((name, 1),), (cluster.cost(name),))
+    instance = Instance(ready, tails, [t.nbytes for t in workload.tensors], collectives, 0.0, Budget())
+    total = workload.nbytes
+    sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
+    filled = instance.fill([size for size in sizes if size], first_come)
+    order, seconds = work_conserving_order(workload, instance.arrival_s(filled))
+    messages = tuple(
+        legato.Message(
+            tuple(legato.Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces),
+            collective=name,
+        )
+        for pieces in filled.messages
+    )
+    plan = legato.Plan("x", messages, True, op_order=order)
+    assert iteration_time(workload, plan, cluster) == pytest.approx(max(seconds, max(instance.arrival_s(filled))))
+
+
+@given(PIECES, st.integers(0, 6), st.integers(1, 30), st.booleans(), st.sampled_from([None, 0, 3]))
+def test_nothing_that_is_ready_waits_for_more(pieces, alpha, quantum, merge, units_whole):
+    """Everything is sent once, at most the quantum at a time, and the network is idle only if nothing is ready."""
+    ready, tail, units = map(list, zip(*pieces, strict=True))
+    nbytes = [ALIGNMENT * n for n in units]
+    whole_below = None if units_whole is None else ALIGNMENT * units_whole
+    cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
+    found = fill_greedily(ALIGNMENT * quantum, ready, tail, nbytes, cost, merge=merge, whole_below=whole_below)
+    names = {str(t): n for t, n in enumerate(nbytes)}
+    messages = [
+        legato.Message(tuple(legato.Slice(str(p.tensor), p.start, p.start + p.nbytes) for p in m))
+        for m in found.messages
+    ]
+    check_messages(legato.Plan("x", tuple(messages)), names)
+    left, now, late = dict(enumerate(nbytes)), 0.0, 0.0
+    for message in found.messages:
+        size = sum(p.nbytes for p in message)
+        assert size <= ALIGNMENT * quantum or all(nbytes[p.tensor] < (whole_below or 0) for p in message)
+        assert merge or len(message) == 1
+        now = max(now, min(ready[t] for t, n in left.items() if n))
+        assert all(ready[p.tensor] <= now for p in message)
+        for p in message:
+            left[p.tensor] -= p.nbytes
+        now += cost(size)
+        late = max(late, now + max(tail[p.tensor] for p in message))
+    assert not any(left.values()) and found.seconds == pytest.approx(late)
+
+
+def test_a_budget_ends_a_search_by_work_and_by_time():
+    budget = Budget(2.0)
+    part = budget.part(0.5)
+    part.spend(1.0)
+    assert part.spent and not budget.spent
+    budget.spend(1.0)
+    assert budget.spent and not budget.cut
+    late = Budget(1.0, limit_s=0.0)
+    assert late.part(0.5).spent and late.cut and late.spent
+
+
+def test_a_search_that_is_cut_says_so(caplog):
+    ops = [Op(f"f{i}", "forward", 0.01) for i in range(12)] + [Op(f"b{i}", "backward", 0.02) for i in range(12)]
+    tensors = tuple(Tensor(f"t{i}", 4096 * (7 * i % 12 + 1) ** 3, 12 + i, (11 - i,)) for i in range(12))
+    workload, cluster = Workload("w", tuple(ops), tensors), Cluster.derive(8, 1e9, 1e-3)
+    schedule("legato", workload, cluster, gap=0.0)
+    assert not caplog.records
+    schedule("legato", workload, cluster, gap=0.0, limit_s=0.0)
+    assert "ended after 0 s" in caplog.text
 
 
 @given(workloads(max_tensors=4, optimizer=False), clusters(max_collectives=1))
@@ -180,7 +254,7 @@ def test_the_same_seed_gives_the_same_plan():
     ops += [Op(f"b{i}", "backward", 0.02, (11 + i,)) for i in range(12)]
     tensors = tuple(Tensor(f"t{i}", 4096 * (7 * i % 12 + 1) ** 3, 12 + i, (11 - i,)) for i in range(12))
     workload, cluster = Workload("chain", tuple(ops), tensors), Cluster.derive(8, 1e9, 1e-3)
-    plans = [schedule("legato", workload, cluster, budget_s=60, gap=0.0, seed=5) for _ in range(2)]
+    plans = [schedule("legato", workload, cluster, gap=0.0, seed=5) for _ in range(2)]
     assert plans[0] == plans[1]
 
 

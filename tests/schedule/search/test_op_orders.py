@@ -12,10 +12,9 @@ from legato.schedule import schedule
 from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.bound.lower_bound import cheapest_line
+from legato.schedule.search.budget import Budget
 from legato.schedule.search.op_orders import OrderValue, promising_orders
 from legato.simulator.collective import iteration_time
-
-NEVER = float("inf")
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 20))
@@ -27,7 +26,7 @@ def test_the_highest_is_found_where_values_rise_and_then_fall(count, top, first)
 @given(workloads(), clusters())
 def test_promising_orders_are_orders_and_none_is_the_captured_one(workload, cluster):
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
-    orders = promising_orders(workload, value, rounds=5, enough_s=0.0, stop_at=NEVER, seed=0)
+    orders = promising_orders(workload, value, rounds=5, enough_s=0.0, budget=Budget(), seed=0)
     assert len(set(orders)) == len(orders) and workload.iteration_order() not in orders
     for order in orders:
         plan = replace(schedule("fifo", workload, cluster), op_order=order)
@@ -61,7 +60,7 @@ def test_what_is_needed_late_is_computed_behind_what_would_wait_for_it():
     """The last layer's weights are large and read last: made first, they delay all; made last, they fit beside it."""
     workload, cluster = layers(6, 16, 16), Cluster(2, {"c": LinearCost(0.0, 1.5 / 16)})
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
-    best = promising_orders(workload, value, rounds=0, enough_s=0.0, stop_at=NEVER, seed=0)[0]
+    best = promising_orders(workload, value, rounds=0, enough_s=0.0, budget=Budget(), seed=0)[0]
     updates = update_order(workload)
     others = [workload.iteration_order(), serialized_order(workload, updates)]
     assert value(best) < min(map(value, others))

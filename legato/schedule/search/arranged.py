@@ -1,0 +1,71 @@
+"""Messages valued with their updates arranged: what a tail cannot tell.
+
+The local search values messages by fixed tails: an optimizer op stands where the order of
+ops has it. In truth it runs when its gradient has arrived and the stream has time
+(`optimizer_ops.py`), so which updates fit into the wait for the last message depends on the
+messages. Where messages are few and dear, this decides; here each change of the messages is
+valued by the iteration with its updates arranged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from legato.core.workload import Workload
+from legato.schedule.search.fill import Filled
+from legato.schedule.search.local_search import Instance, change_sizes
+from legato.schedule.search.optimizer_ops import work_conserving_order
+
+__all__ = ["arranged_search"]
+
+#: The numbers of messages to start from, all of the same size, and how many of the starts are improved.
+_STARTS, _IMPROVED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32), 3
+#: What it costs to arrange updates, for each op.
+_ARRANGE_S = 1.5e-6
+#: The probability that a change is one of sizes, not of how many messages take what is ready first.
+_SIZES = 0.8
+
+
+def arranged_search(
+    instance: Instance, workload: Workload, first: Sequence[int], *, gap: float, rounds: int, seed: int
+) -> Filled:
+    """The best messages found in `rounds` changes, or until within `gap` of the bound, or the budget is spent.
+
+    It begins with messages of equal sizes, and with the sizes `first` if they add up to all bytes.
+    """
+    rng, total = random.Random(seed), sum(instance.nbytes)
+    enough_s = instance.bound_s * (1 + gap)
+    starts: list[tuple[float, int, list[int], int, Filled]] = []
+
+    def add(sizes: list[int], first_come: int) -> None:
+        filled = instance.fill(sizes, first_come)
+        starts.append((_takes(filled, instance, workload), len(starts), sizes, first_come, filled))
+
+    if sum(first) == total:
+        add(list(first), 0)
+    for count in _STARTS:
+        for first_come in sorted({0, count // 2, count}):
+            if not instance.budget.spent:
+                sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
+                add([size for size in sizes if size], first_come)
+    starts.sort()
+    best_s, _, _, _, best = starts[0]
+    for seconds, _, sizes, first_come, _ in starts[:_IMPROVED]:
+        for _ in range(rounds // _IMPROVED):
+            if best_s <= enough_s or instance.budget.spent:
+                return best
+            changed = change_sizes(sizes, rng) if rng.random() < _SIZES else sizes
+            come = first_come if changed is not sizes else rng.randint(0, len(sizes))
+            filled = instance.fill(changed, come)
+            found_s = _takes(filled, instance, workload)
+            if found_s <= seconds:
+                seconds, sizes, first_come = found_s, changed, come
+                if found_s < best_s:
+                    best_s, best = found_s, filled
+    return best
+
+
+def _takes(filled: Filled, instance: Instance, workload: Workload) -> float:
+    instance.budget.spend(_ARRANGE_S * len(workload.ops))
+    return work_conserving_order(workload, instance.arrival_s(filled))[1]
