@@ -105,11 +105,19 @@ def plan(
         return
     bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {machines.describe(collective)}; no plan can be faster than {bound}{proved}", rows)
+    _note_simulated(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
     _note_buckets({candidate.plan.scheduler: candidate for candidate in found}, chosen)
     if output is not None:
         why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
         note(f"{chosen.plan.scheduler}{why} -> {output}")
+
+
+def _note_simulated(found: list[Candidate]) -> None:
+    """Name the plans that can only be simulated."""
+    names = [candidate.plan.scheduler for candidate in found if not candidate.runnable]
+    if names:
+        note(f"only simulated, because they compute in another order or gather other messages: {', '.join(names)}")
 
 
 def _note_collectives(found: list[Candidate], default: str) -> None:

@@ -13,7 +13,7 @@ from legato.core.errors import TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
-from legato.schedule import schedule, scheduler_names
+from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import Order, check_size
 from legato.schedule.bound.check import verify_bound
@@ -32,7 +32,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `bound` holds for all plans of the same kind: in the captured order of ops or
     in any order, with all-reduces only or also with their halves. `runnable` says
-    whether the PyTorch runtime carries the plan out as predicted (`is_runnable`).
+    whether the PyTorch runtime carries the plan out as predicted (`is_runnable`);
+    plans for parameter servers are carried out by theirs.
     """
 
     plan: Plan
@@ -60,6 +61,7 @@ class Candidate(msgspec.Struct, frozen=True):
             "overlap": self.timeline.overlap,
             "utilization": self.timeline.utilization,
             "num_messages": len(self.plan.messages),
+            "runnable": self.runnable,
             "plan_s": self.plan_s,
         }
 
@@ -106,7 +108,8 @@ def compare(
             )
         bound = bounds[order, all_reduce_only]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
-        found.append(Candidate(plan, timeline, bound, plan_s, is_runnable(plan, workload)))
+        runnable = name in SERVER_SCHEDULERS or is_runnable(plan, workload)
+        found.append(Candidate(plan, timeline, bound, plan_s, runnable))
         if progress:
             progress(i + 1, len(names))
     return found

@@ -36,16 +36,25 @@ def test_plan_prints_a_row_for_every_scheduler(capsys, workload):
     status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--bandwidth", "1Gbit")
     rows = json.loads(out)
     assert status == 0 and [row["scheduler"] for row in rows] == list(SCHEDULERS)
-    keys = ["scheduler", "iteration_s", "lower_bound_s", "gap", "overlap", "utilization", "num_messages", "plan_s"]
+    keys = ["scheduler", "iteration_s", "lower_bound_s", "gap", "overlap", "utilization", "num_messages", "runnable"]
+    keys += ["plan_s"]
     for row in rows:
         assert list(row) == keys
         assert row["iteration_s"] >= row["lower_bound_s"] * (1 - 1e-12)
         assert row["gap"] == pytest.approx(row["iteration_s"] / row["lower_bound_s"] - 1)
 
 
+def test_plan_says_what_can_only_be_simulated(capsys, workload, tmp_path):
+    run(capsys, "workload", "resnet-v1-50", "-o", tmp_path / "branches.json")
+    said = run(capsys, "plan", tmp_path / "branches.json", "--workers", 8, "--scheduler", "ddp,caramel")[2]
+    assert "only simulated, because they compute in another order or gather other messages: caramel" in said
+    assert "only simulated" not in run(capsys, "plan", workload, "--scheduler", "ddp,dear")[2]
+
+
 def test_plan_on_parameter_servers(capsys, workload):
     status, out, _ = run(capsys, "plan", workload, "--json", "--workers", 4, "--servers", 2)
     assert status == 0 and [row["scheduler"] for row in json.loads(out)] == list(SERVER_SCHEDULERS)
+    assert all(row["runnable"] for row in json.loads(out))
     assert "0 parameter servers (expected at least 1" in fails(capsys, "plan", workload, "--scheduler", "tac")
 
 
