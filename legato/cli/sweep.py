@@ -281,6 +281,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
         ("speedup", lambda row: f"{row.speedup:.2f}x" if row.speedup is not None else ""),
         ("above bound", lambda row: format_gap(row.gap) if row.gap is not None else ""),
         ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
+        ("faster with", lambda row: row.anomaly or ""),
     ]
     words = {"workload": "{}", "workers": "{} workers", "link": "{}", "latency": "latency {}", "fabric": "{}"}
     same = [(name, texts.pop()) for name, text in cells if len(texts := {text(row) for row in rows}) == 1]
@@ -292,7 +293,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
     if len(shown) > _MOST_SHOWN:
         title += f" ({_MOST_SHOWN} shown)"
     table = Table(title=title, header_style="dim")
-    kept = [(name, text) for name, text in cells if name == "iteration" or len({text(row) for row in rows} - {""}) > 1]
+    kept = [(name, text) for name, text in cells if _is_shown(name, {text(row) for row in rows} - {""})]
     for name, _ in kept:
         table.add_column(name, justify="left" if name in ("workload", "fabric", "scheduler") else "right")
     for row in shown[:_MOST_SHOWN]:
@@ -301,8 +302,16 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
     for error in dict.fromkeys(row.error for row in failed):
         names = ", ".join(dict.fromkeys(f"{row.scheduler} on {row.fabric}" for row in failed if row.error == error))
         note(f"{sum(row.error == error for row in failed):,} failed ({names}): {error}")
+    if odd := sum(row.anomaly is not None for row in rows):
+        cells_are = "1 cell is" if odd == 1 else f"{odd:,} cells are"
+        note(f"{cells_are} slower than with less of one axis, as fixed priorities allow (Graham's anomalies)")
     if output is not None:
         note(f"{len(rows):,} rows -> {output}")
+
+
+def _is_shown(name: str, texts: set[str]) -> bool:
+    """Whether the table has this column: it has several values, or is always worth a look."""
+    return len(texts) > 1 or name == "iteration" or (name == "faster with" and bool(texts))
 
 
 def _fastest(rows: Sequence[SweepRow]) -> list[SweepRow]:

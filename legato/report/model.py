@@ -49,8 +49,9 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One cell of a sweep; `legato sweep --json` prints it.
 
     Times are in seconds. `speedup` is relative to the sweep's first fabric and
-    scheduler on the same cluster. Results that a cell does not have are None; if
-    it has none at all, `error` says why.
+    scheduler on the same cluster. `anomaly` names less of one axis that is faster,
+    such as `bandwidth_bps=1e+09` (`legato.sweep.anomalies`). Results that a cell does
+    not have are None; if it has none at all, `error` says why.
     """
 
     workload: str
@@ -74,6 +75,7 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     utilization: float | None = None
     num_messages: int | None = None
     wall_s: float | None = None
+    anomaly: str | None = None
     error: str | None = None
 
 

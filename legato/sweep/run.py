@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from legato.core import files
 from legato.core.workload import Workload
 from legato.report.model import SweepRow
+from legato.sweep.anomalies import mark_anomalies
 from legato.sweep.cell import Outcome, run_cell
 from legato.sweep.grid import MACHINE_AXES, Cell, Grid
 from legato.sweep.journal import Journal
@@ -86,7 +87,7 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
                 error=out.error,
             )
         )
-    return rows
+    return mark_anomalies(rows)
 
 
 def _baseline(cell: Cell) -> tuple[object, ...]:

@@ -1,0 +1,38 @@
+"""Cells that are slower than with less."""
+
+import pytest
+from support.command import run
+
+from legato.core import files
+from legato.core.workload import Op, Tensor, Workload
+from legato.sweep import Grid, sweep
+
+FORWARD_S, BACKWARD_S, NBYTES = (0.02, 0.07, 0.01), (0.04, 0.05, 0.04), (23_000_000, 27_000_000, 25_000_000)
+
+
+def chain():
+    ops = [Op(f"f{i}", "forward", s, (i - 1,) if i else ()) for i, s in enumerate(FORWARD_S)]
+    ops += [Op(f"b{2 - k}", "backward", s, (2 + k,)) for k, s in enumerate(BACKWARD_S)]
+    return Workload("chain", tuple(ops), tuple(Tensor(f"w{i}", n, 5 - i, (i,)) for i, n in enumerate(NBYTES)))
+
+
+def rows(**axes):
+    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), workers=(4,), **axes), jobs=1)
+
+
+def test_a_faster_link_makes_an_iteration_longer_and_the_cell_says_so():
+    slow, fast, fastest = rows(bandwidths_bps=(11e9, 12e9, 100e9), latencies_s=(0.0,))
+    assert (slow.iteration_s, fast.iteration_s) == pytest.approx((0.306545, 0.308), abs=1e-6)
+    assert slow.anomaly is None and fast.anomaly == "bandwidth_bps=1.1e+10" and fastest.anomaly is None
+
+
+def test_what_is_slower_with_less_is_not_marked():
+    assert not any(row.anomaly for row in rows(bandwidths_bps=(1e9, 11e9), latencies_s=(0.0, 1.0), slows=(1.0, 2.0)))
+
+
+def test_the_command_says_so(tmp_path, capsys):
+    files.write(tmp_path / "chain.json", chain())
+    options = ["--fabric", "tree", "--workers", 4, "--bandwidth", "11,12Gbit", "--latency", 0]
+    status, out, err = run(capsys, "sweep", tmp_path / "chain.json", *options)
+    assert status == 0 and "faster with" in out and "bandwidth_bps=1.1e+10" in out
+    assert "1 cell is slower than with less of one axis" in err
