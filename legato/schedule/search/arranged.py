@@ -46,7 +46,7 @@ def arranged_search(
         add(list(first), 0)
     for count in _STARTS:
         for first_come in sorted({0, count // 2, count}):
-            if not instance.budget.spent:
+            if not starts or not instance.budget.spent:
                 sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
                 add([size for size in sizes if size], first_come)
     starts.sort()

@@ -194,6 +194,12 @@ def test_nothing_that_is_ready_waits_for_more(pieces, alpha, quantum, merge, uni
     assert not any(left.values()) and found.seconds == pytest.approx(late)
 
 
+@given(workloads(), clusters())
+@examples(10)
+def test_without_a_budget_there_is_a_plan_all_the_same(workload, cluster):
+    check_plan(schedule("legato", workload, cluster, work=0.0, gap=0.0), workload)
+
+
 def test_a_budget_ends_a_search_by_work_and_by_time():
     budget = Budget(2.0)
     part = budget.part(0.5)
