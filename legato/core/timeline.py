@@ -56,7 +56,8 @@ class Timeline(
     The metrics are those of TicTac and Caramel, for the first worker:
     communication time N, computation time C, iteration time T (seconds). Time
     in which several messages are in flight counts once; so does time in which
-    several ops run.
+    several ops run. `members` has (worker, number of workers with its times,
+    itself included) for those that stand for others.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Timeline(
     iteration_s: float
     spans: tuple[Span, ...]
     lower_bound_s: float | None = None
+    members: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.iteration_s <= _LATEST_S:

@@ -57,7 +57,7 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
     for name, at_s in marks.items():
         if at_s is not None:
             yield {"ph": "i", "s": "p", "pid": pid, "tid": 0, "name": name, "cat": "mark", "ts": _ns(at_s) / 1000}
-    tid = 0
+    tid, members = 0, dict(timeline.members)
     thread: dict[int, int] = {}  # id of a span -> its thread
     for (worker, lane), spans in _lanes(timeline.spans):
         rows: dict[int, list[Span]] = {}
@@ -65,7 +65,8 @@ def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterato
             rows.setdefault(row, []).append(span)
         for row in sorted(rows):
             tid += 1
-            name = f"worker {worker} {lane}" + (f" ({row + 1})" if row else "")
+            alike = f" of {members[worker]:,} alike" if worker in members else ""
+            name = f"worker {worker}{alike} {lane}" + (f" ({row + 1})" if row else "")
             yield _metadata(pid, tid, "thread_name", name=name)
             yield _metadata(pid, tid, "thread_sort_index", sort_index=tid)
             thread |= dict.fromkeys(map(id, rows[row]), tid)

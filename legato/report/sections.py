@@ -10,7 +10,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
-from legato.report.idle import idle_costs, idle_sentence
+from legato.report.idle import drawn_worker, idle_costs, idle_sentence
 from legato.report.model import ModelReport
 from legato.report.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
 from legato.report.tables import bar_percent, heads, percent, table_cell
@@ -44,10 +44,19 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     if model.timelines:
         part["timelines"] = f"timelines-{number}"
         figures[part["timelines"]] = draw_timelines(model.timelines, single)
-        workers = max(len({s.worker for s in t.spans}) for t in model.timelines)
-        if workers > 1:
-            part["worker_note"] = f"Only the first of {workers} workers is shown; `legato trace` shows all of them."
+        part["worker_note"] = _worker_note(model.timelines)
     return part
+
+
+def _worker_note(timelines: Sequence[Timeline]) -> str:
+    """Says for how many workers the drawn one stands, and where the others are."""
+    workers, alike = max(len({s.worker for s in t.spans}) for t in timelines), 1
+    for timeline in timelines:
+        alike = max(alike, dict(timeline.members).get(drawn_worker(timeline), 1))
+    notes = [f"The worker that is shown is one of {alike:,} that do the same at the same time."] if alike > 1 else []
+    if workers > 1:
+        notes.append(f"Only the first of {workers} workers is shown; `legato trace` shows all of them.")
+    return " ".join(notes)
 
 
 def _single(timelines: Sequence[Timeline], table: Sequence[Entry]) -> frozenset[int]:

@@ -27,6 +27,12 @@ HAND = Timeline(
 )
 
 
+def test_a_worker_that_stands_for_others_says_so():
+    alike = Timeline("alike", "predicted", 5.0, HAND.spans, members=((0, 4096),))
+    names = {e["args"]["name"] for e in events(alike) if e["name"] == "thread_name"}
+    assert {"worker 0 of 4,096 alike compute", "worker 1 compute"} <= names
+
+
 def events(*of):
     return json.loads(to_perfetto(of))["traceEvents"]
 
