@@ -222,7 +222,7 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
 
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Callable[[], Timeline], dict[str, Any]]:
         result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
-        drawn = range(min(_MOST_DRAWN, result.gradient_s.shape[1]))
+        drawn = sorted(result.ranks.tolist())[:_MOST_DRAWN]
         return lambda: result.timeline(drawn, name), {
             "iteration_s": result.iteration_s,
             "overlap": result.overlap,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from legato.core.errors import TooLargeError
 from legato.core.plan import MOST_CHUNKS, Message, Slice
 
-__all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "fragment", "overlaps"]
+__all__ = ["DISTRIBUTING", "REDUCING", "Fragments", "fragment", "num_fragments", "overlaps"]
 
 REDUCING = ("all_reduce", "reduce_scatter", "push")
 DISTRIBUTING = ("all_reduce", "all_gather", "pull")
@@ -73,6 +73,15 @@ def fragment(
     pieces = [group.pieces for group in groups]
     message = np.repeat(np.array([group.message for group in groups], dtype=np.int64), pieces)
     return Fragments(slices, message, np.repeat(np.array([group.server for group in groups], dtype=np.int64), pieces))
+
+
+def num_fragments(
+    messages: Iterable[tuple[int, Message]], placement: Mapping[str, int] | None, message_bytes: int | None
+) -> int:
+    """The number of fragments of messages; arguments and errors are those of `fragment`."""
+    groups = list(_groups(messages, placement, message_bytes))
+    _check_number(groups, message_bytes)
+    return sum(group.pieces for group in groups)
 
 
 class _Group(NamedTuple):

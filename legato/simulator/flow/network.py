@@ -155,8 +155,13 @@ class Network:
         alike = self.jitter == 0 and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.racks == 1 and self.sharing == "fifo"
 
-    def slowdown(self, iterations: int) -> NDArray[np.float64]:
-        """[iterations, workers]: the factor by which a worker's computation takes longer."""
+    def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:
+        """[iterations, workers]: the factor by which a worker's computation takes longer.
+
+        `workers` is given if all are alike, and may then be smaller than the number there is.
+        """
+        if workers is not None:
+            return np.full((iterations, workers), self.compute_scale[0] if self.compute_scale else 1.0)
         factors = np.ones((iterations, self.workers))
         if self.jitter > 0:
             factors *= np.exp(self.jitter * np.random.default_rng(self.seed).standard_normal(factors.shape))

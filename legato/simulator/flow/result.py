@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,23 @@ from legato.simulator.flow.compute import Stream
 from legato.simulator.flow.graph import Ids
 from legato.simulator.flow.unroll import Unrolled
 
-__all__ = ["ComputeTimes", "FlowResult", "MessageTimes", "Transfers"]
+__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers"]
 
 Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class IterationTimes:
+    """The times of an `Iteration` (unroll.py), of the workers that are kept: when the segments of `forward_s` and
+    `backward_s` [segment, worker] begin, when all else ends, and when the last forward op ends."""
+
+    forward_s: Times
+    backward_s: Times
+    launched_s: Times
+    summed_s: Times
+    released_s: Times
+    received_s: Times
+    computed_s: float
 
 
 @dataclass(frozen=True)
@@ -33,14 +47,13 @@ class ComputeTimes:
     slowdown: Times
 
     @classmethod
-    def of(cls, unrolled: Unrolled, begin_s: Times) -> ComputeTimes:
-        """Of the unrolled iterations, given when each of their services began."""
-        runs = unrolled.iterations
+    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
+        """Of the unrolled iterations, given their times."""
         return cls(
             unrolled.forward,
             unrolled.backward,
-            np.array([begin_s[run.forward] for run in runs]),
-            np.array([begin_s[run.backward] for run in runs]),
+            np.array([run.forward_s for run in runs]),
+            np.array([run.backward_s for run in runs]),
             unrolled.slowdown,
         )
 
@@ -88,17 +101,17 @@ class MessageTimes:
     end_s: Times
 
     @classmethod
-    def of(cls, unrolled: Unrolled, launched: Times, summed: Times, released: Times, received: Times) -> MessageTimes:
+    def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
         """Of reducing fragments, then of distributing fragments; a barrier releases all of those at once."""
-        reducing, distributing, size = unrolled.reducing, unrolled.distributing, unrolled.topology.size
-        sums = np.broadcast_to(summed.max(axis=1, keepdims=True), (len(reducing), size))
+        reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
+        sums = np.broadcast_to(run.summed_s.max(axis=1, keepdims=True), (len(reducing), received_s.shape[1]))
         barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
-        free = released.max() if barrier else released.min(axis=1)[:, None]
+        free = run.released_s.max() if barrier else run.released_s.min(axis=1)[:, None]
         return cls(
             message=np.concatenate([reducing.message, distributing.message]),
             nbytes=np.concatenate([reducing.nbytes, distributing.nbytes]),
-            start_s=np.concatenate([launched[reducing.message], np.broadcast_to(free, received.shape)]),
-            end_s=np.concatenate([sums, received]),
+            start_s=np.concatenate([run.launched_s[reducing.message], np.broadcast_to(free, received_s.shape)]),
+            end_s=np.concatenate([sums, received_s]),
         )
 
 
@@ -106,15 +119,19 @@ class MessageTimes:
 class FlowResult:
     """K iterations of W workers with T tensors (in `workload.tensors` order); times in seconds from the start.
 
-    If workers are identical and the fabric is symmetric, W is smaller than the
-    network's number of workers: only those that represent all are simulated.
-    `num_events` is the number of simulated services on links and streams.
-    Metrics are those of the last iteration.
+    If workers are identical, W may be smaller than the network's number of
+    workers. Then column w is worker `ranks[w]`, and `members[w]` workers have the
+    same times, itself included; those for which no column stands have other times
+    than all columns, but do not change any metric. `num_events` is the number of
+    simulated services on links and streams. Metrics are those of the last
+    iteration.
     """
 
     workload: Workload
     plan: Plan
     servers: int
+    ranks: NDArray[np.int64]  # [W]
+    members: NDArray[np.int64]  # [W]
     end_s: Times  # [K]
     gradient_s: Times  # [K, W, T]
     aggregated_s: Times  # [K, T]
@@ -127,37 +144,67 @@ class FlowResult:
     @classmethod
     def of(cls, unrolled: Unrolled, records: NDArray[np.void], *, keep_transfers: bool) -> FlowResult:
         """Read the result from the services of the unrolled iterations, after the engine has run them."""
-        runs = unrolled.iterations
 
         def end_s(ids: Ids) -> Times:
             return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
 
-        compute = ComputeTimes.of(unrolled, records["begin_s"])
+        runs = [
+            IterationTimes(
+                forward_s=records["begin_s"][run.forward],
+                backward_s=records["begin_s"][run.backward],
+                launched_s=end_s(run.launched),
+                summed_s=end_s(run.summed),
+                released_s=end_s(run.released),
+                received_s=end_s(run.received),
+                computed_s=float(end_s(run.forward[-1:]).max(initial=0.0)),
+            )
+            for run in unrolled.iterations
+        ]
+        topology = unrolled.topology
+        return cls.read(
+            unrolled,
+            runs,
+            ranks=topology.stand_ins,
+            members=topology.members,
+            num_events=topology.num_events,
+            transfers=Transfers.of(records, topology.s_per_byte()) if keep_transfers else None,
+        )
+
+    @classmethod
+    def read(
+        cls,
+        unrolled: Unrolled,
+        runs: Sequence[IterationTimes],
+        *,
+        ranks: NDArray[np.int64],
+        members: NDArray[np.int64],
+        num_events: int,
+        transfers: Transfers | None = None,
+    ) -> FlowResult:
+        """Read the result from the times of the iterations."""
+        compute = ComputeTimes.of(unrolled, runs)
         ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
-        summed = [end_s(run.summed) for run in runs]
-        received = [end_s(run.received) for run in runs]
-        aggregated_s = np.array([[sums[i].max() for i in carriers] for sums in summed])
-        received_s = np.array([[got[i].max(axis=0) for i in unrolled.readable] for got in received])
+        aggregated_s = np.array([[run.summed_s[i].max() for i in carriers] for run in runs])
+        received_s = np.array([[run.received_s[i].max(axis=0) for i in unrolled.readable] for run in runs])
         if unrolled.fabric.servers:
             iteration_end_s = aggregated_s.max(axis=1)
         else:
-            computed = [end_s(run.forward[-1:]).max(initial=0.0) for run in runs]
-            iteration_end_s = np.maximum(received_s.max(axis=(1, 2)), computed)
-        last = runs[-1]
-        messages = MessageTimes.of(unrolled, end_s(last.launched), summed[-1], end_s(last.released), received[-1])
+            iteration_end_s = np.maximum(received_s.max(axis=(1, 2)), [run.computed_s for run in runs])
         return cls(
             workload=unrolled.workload,
             plan=unrolled.plan,
             servers=unrolled.fabric.servers,
+            ranks=ranks,
+            members=members,
             end_s=iteration_end_s,
             gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
             aggregated_s=aggregated_s,
             received_s=received_s.transpose(0, 2, 1),
-            num_events=len(records),
+            num_events=num_events,
             compute=compute,
-            messages=messages,
-            transfers=Transfers.of(records, unrolled.topology.s_per_byte()) if keep_transfers else None,
+            messages=MessageTimes.of(unrolled, runs[-1]),
+            transfers=transfers,
         )
 
     @property
@@ -248,24 +295,29 @@ class FlowResult:
         return self.computation_s / self.iteration_s if self.iteration_s > 0 else 1.0
 
     def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
-        """Return the last iteration of `workers` (None: all that were simulated), from its first event on.
+        """Return the last iteration of `workers` (None: all that were kept), from its first event on.
 
         The lanes are "compute" and "network"; a message's span is from when it may
         be sent until it has arrived. With `links`, if transfers were kept, there
         are also the lanes "out" and "in": all that the worker's link carries,
-        also for other workers. Raises `InputError` on a worker that was not simulated.
+        also for other workers. Raises `InputError` on a worker that was not kept.
         """
-        count = self.gradient_s.shape[1]
-        chosen = list(range(count)) if workers is None else list(workers)
-        for worker in chosen:
-            if not 0 <= worker < count:
-                raise InputError(f"worker {worker}: not simulated (expected 0 to {count - 1})")
+        column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
+        for worker in () if workers is None else (workers := list(workers)):
+            if worker not in column:
+                raise InputError(f"worker {worker}: not simulated (expected {_listed(sorted(column))})")
+        chosen = [column[worker] for worker in sorted(column) if workers is None or worker in workers]
         spans = [*self._compute_spans(chosen), *self._message_spans(chosen)]
         spans += self._link_spans(chosen) if links else ()
+        rank = self.ranks.tolist()
         zero = min((span[3] for span in spans), default=0.0)
-        made = [Span(w, lane, label, start - zero, end - zero, *rest) for w, lane, label, start, end, *rest in spans]
+        made = [
+            Span(rank[w], lane, label, start - zero, end - zero, *rest) for w, lane, label, start, end, *rest in spans
+        ]
         made.sort(key=lambda span: (span.worker, span.start_s, span.end_s))
-        return Timeline(name or self.plan.scheduler, "predicted", self.iteration_s, tuple(made))
+        members = tuple((rank[w], count) for w, count in enumerate(self.members.tolist()) if count > 1 and w in chosen)
+        title = name or self.plan.scheduler
+        return Timeline(title, "predicted", self.iteration_s, tuple(made), members=members)
 
     def _compute_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
         k = self.iterations - 1
@@ -305,3 +357,14 @@ class FlowResult:
 
 def _label(tensor: str, more: int) -> str:
     return f"{tensor} +{more}" if more else tensor
+
+
+def _listed(workers: list[int]) -> str:
+    """The numbers of workers, such as "0 to 31 or 1023"."""
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    return " or ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

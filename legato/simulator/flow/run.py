@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from legato.core.errors import InputError, PlanError
+from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Workload
+from legato.simulator.flow.case import Case
 from legato.simulator.flow.compute import check_alike
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fabrics.servers import creation_order
-from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Services
+from legato.simulator.flow.few import check_few, simulate_few
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.result import FlowResult
-from legato.simulator.flow.topology import Topology
 from legato.simulator.flow.unroll import Unrolled
 
-__all__ = ["check_iterations", "compile_flow", "plain_plan", "simulate_flow"]
+__all__ = ["check_flow", "check_iterations", "compile_flow", "plain_plan", "simulate_flow"]
 
 _MOST_ITERATIONS = 1000
 
@@ -58,20 +56,35 @@ def simulate_flow(
     `workload` is that of all workers, or a sequence with one per worker, which
     may differ only in the durations of ops. Without a plan, `plain_plan` is used.
     `iterations` None means 1 if all workers start together (with a barrier, or
-    if they are identical), else 3. `symmetry` False simulates every worker even
-    if one can represent all; `keep_transfers` False drops the data that only the
-    link lanes of `FlowResult.timeline` need.
+    if they are identical), else 3. `keep_transfers` False drops the data that only
+    the link lanes of `FlowResult.timeline` need; then identical workers take little
+    time and memory on most fabrics (`FlowResult.ranks` are those that are kept).
+    `symmetry` False simulates every worker even if few can stand for all.
 
     Raises `InputError` on arguments out of range or that contradict each other,
     and `PlanError` on a plan that does not fit the workload or waits for itself.
     """
-    unrolled = compile_flow(workload, plan, fabric, network, iterations=iterations, symmetry=symmetry)
-    services = unrolled.graph.freeze(unrolled.topology.num_links)
-    done = _run(services, unrolled.topology)
-    if done < len(services.records):
-        left = len(services.records) - done
-        raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")
-    return FlowResult.of(unrolled, services.records, keep_transfers=keep_transfers)
+    case = _case(workload, plan, fabric, network, iterations)
+    try:
+        if symmetry and not keep_transfers and (found := simulate_few(case)) is not None:
+            return found
+        return case.simulate(case.topology(symmetry=symmetry), keep_transfers=keep_transfers)
+    except MemoryError:
+        raise InputError(f"{network.workers} workers: too many transfers for this machine's memory") from None
+
+
+def check_flow(
+    workload: Workload | Sequence[Workload],
+    plan: Plan | None,
+    fabric: Fabric | str,
+    network: Network,
+    *,
+    iterations: int | None = None,
+) -> None:
+    """Raise what `simulate_flow` would raise before it simulates, if it kept no transfers; arguments are the same."""
+    case = _case(workload, plan, fabric, network, iterations)
+    if not check_few(case):
+        case.topology(symmetry=True)
 
 
 def compile_flow(
@@ -83,35 +96,33 @@ def compile_flow(
     iterations: int | None = None,
     symmetry: bool = True,
 ) -> Unrolled:
-    """Build the graph that `simulate_flow` runs. Arguments and errors are the same."""
-    workloads = _per_worker(workload, network)
-    job, found = workloads[0], fabric_named(fabric) if isinstance(fabric, str) else fabric
-    plan = plain_plan(job, found) if plan is None else plan
-    check_plan(plan, job)
-    alike = network.uniform and all(other is job or other == job for other in workloads)
-    size = found.simulated(network.workers)
-    if not (symmetry and alike and network.racks == 1 and network.sharing == "fifo"):
-        size = network.workers
-    if iterations is None:
-        iterations = 1 if found.synchronous or (alike and not found.servers) else 3
-    check_iterations(iterations)
-    graph = Graph(MOST_FAIR_SERVICES) if network.sharing == "fair" else Graph()
-    # Every worker sends or receives every message, and those that are not simulated have durations, too.
-    graph.check_room(iterations * max(size * len(plan.messages), network.workers))
-    topology = Topology(graph, network, size, found.servers, found.local_bandwidth_bps)
-    durations = np.array([[op.duration_s for op in one.ops] for one in workloads[:size]])
-    if len(durations) < size:
-        durations = np.broadcast_to(durations, (size, durations.shape[1]))
-    try:
-        return Unrolled(job, plan, found, topology, durations, network.slowdown(iterations)).build()
-    except MemoryError:
-        raise InputError(f"{network.workers} workers: too many transfers for this machine's memory") from None
+    """Build the graph that `simulate_flow` runs if it keeps transfers. Arguments and errors are the same."""
+    case = _case(workload, plan, fabric, network, iterations)
+    return case.build(case.topology(symmetry=symmetry))
 
 
 def check_iterations(iterations: int) -> None:
     """Raise `InputError` on a number of iterations that cannot be simulated."""
     if not 1 <= iterations <= _MOST_ITERATIONS:
         raise InputError(f"iterations: {iterations} (expected 1 to {_MOST_ITERATIONS})")
+
+
+def _case(
+    workload: Workload | Sequence[Workload],
+    plan: Plan | None,
+    fabric: Fabric | str,
+    network: Network,
+    iterations: int | None,
+) -> Case:
+    workloads = _per_worker(workload, network)
+    job, found = workloads[0], fabric_named(fabric) if isinstance(fabric, str) else fabric
+    plan = plain_plan(job, found) if plan is None else plan
+    check_plan(plan, job)
+    alike = network.uniform and all(other is job or other == job for other in workloads)
+    if iterations is None:
+        iterations = 1 if found.synchronous or (alike and not found.servers) else 3
+    check_iterations(iterations)
+    return Case(workloads, plan, found, network, iterations, alike)
 
 
 def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Sequence[Workload]:
@@ -122,14 +133,3 @@ def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Se
         raise InputError(f"{len(workload)} workloads for {network.workers} workers (expected one each)")
     check_alike(workload)
     return workload
-
-
-def _run(services: Services, topology: Topology) -> int:
-    """Run the engine for the network's sharing, and return how many services ran."""
-    if topology.network.sharing == "fair":
-        from legato.simulator.flow.fair import run_fair
-
-        return run_fair(services, topology.s_per_byte())
-    from legato.simulator.flow.engine import run_services
-
-    return int(run_services(*services))

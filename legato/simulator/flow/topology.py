@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,9 +27,21 @@ from numpy.typing import ArrayLike, NDArray
 from legato.simulator.flow.graph import NO_LINK, NO_TAG, Graph, Ids
 from legato.simulator.flow.network import Network
 
-__all__ = ["Topology"]
+__all__ = ["Branches", "Hosts", "Topology"]
 
 Hosts = NDArray[np.int64]
+
+
+class Branches(NamedTuple):
+    """A round of a tree: who sends to whom. Receiver k receives what sender `come_from[k]` sends.
+
+    `level` is that of the receivers, or None where they are the parents.
+    """
+
+    senders: Hosts
+    receivers: Hosts
+    come_from: Hosts
+    level: int | None
 
 
 class Topology:
@@ -50,6 +63,21 @@ class Topology:
         racks = network.racks
         self._rack = np.concatenate([np.arange(size) * racks // network.workers, np.arange(servers) % racks])
         self._rack_s_per_byte = network.s_per_byte * network.oversubscription * racks / network.workers
+
+    @property
+    def stand_ins(self) -> Hosts:
+        """The number of the worker that each rank stands for, among others."""
+        return self.ranks
+
+    @property
+    def members(self) -> Hosts:
+        """The number of workers that each rank stands for."""
+        return np.full(self.size, self.workers // self.size)
+
+    @property
+    def num_events(self) -> int:
+        """The number of services that are simulated."""
+        return self.graph.num_services
 
     def tagged(self, tag: NDArray[np.int64]) -> Topology:
         """The same topology on the same graph, for fragments with these tags."""
@@ -158,6 +186,47 @@ class Topology:
             if adds and self.size > 1:  # with one rank, its own chunk comes later anyway
                 self.graph.edge(begin[:, None], out[:, 1:])
         return arrived
+
+    def all_to_all(
+        self, nbytes: NDArray[np.float64], begin: Ids, *, key: ArrayLike, adds: bool = False, multicast: bool = False
+    ) -> Ids:
+        """Send `nbytes` from every rank to every other; return services that end when a rank has received them all.
+
+        Rank r starts when `begin[:, r]` has ended, with the neighbour on the right,
+        then the one after it, and so on: no worker receives two at once. With
+        `multicast`, it sends once for all. The services do not end before `begin`.
+        """
+        ranks, steps = self.ranks[:, None], np.arange(1, self.workers)
+        targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
+        if not len(steps):
+            return begin
+        if multicast:
+            sent = self.multicast(self.ranks, targets, nbytes[:, None], [begin], key=key)
+        else:
+            sizes = nbytes[:, None, None]
+            sent = self.send(ranks, targets, sizes, [begin[..., None]], key=key[..., None], adds=adds)
+        mine = sent[:, self.worker(ranks - steps), steps - 1]
+        return self.graph.join(np.concatenate([mine, begin[..., None]], axis=-1))
+
+    def branches(self, level: int, *, up: bool) -> Branches:
+        """A round of a binomial tree: the workers at a level send to their parents (`up`), or receive from them.
+
+        A worker is at the level of the lowest bit of its number, and its parent's number does not have that bit.
+        """
+        children = np.arange(1 << level, self.workers, 2 << level)
+        parents, each = children - (1 << level), np.arange(len(children))
+        return Branches(children, parents, each, None) if up else Branches(parents, children, each, level)
+
+    def relay(
+        self, branches: Branches, nbytes: NDArray[np.float64], after: Ids, *, key: ArrayLike, adds: bool = False
+    ) -> Ids:
+        """Send `nbytes[fragment]` in a round of a tree, from sender k once `after[:, k]` has ended.
+
+        Returns [fragment, receiver]: services that end as those of `send`.
+        """
+        senders, receivers, come_from, _ = branches
+        sizes, key, after = nbytes[:, None], np.asarray(key)[:, None], after[:, come_from]
+        return self.send(senders[come_from], receivers, sizes, [after], key=key, adds=adds)
 
     def _transfers(
         self, source: Hosts, target: Hosts, nbytes: ArrayLike, key: ArrayLike, adds: bool, local: bool

@@ -70,7 +70,8 @@ class Unrolled:
         self.backward = Stream.backward(workload, plan, self.reducing, op_duration_s)
         self.reads = first_reads(workload, plan, self.forward.ops)
         self.readable = self.fragments_of_tensor(self.distributing)
-        self._shared = overlaps(self.reducing, self.distributing)
+        self.shared = overlaps(self.reducing, self.distributing)
+        self._ready_after = {tensor.name: tensor.ready_after for tensor in workload.tensors}
         self._last_op: Ids | None = None
         self._launched: list[Ids] = []  # of all messages that workers send, in the order in which they are launched
         self._done: list[Ids] = []  # services that end when such a message is through
@@ -135,20 +136,23 @@ class Unrolled:
 
     def _launch(self, backward: Ids) -> Ids:
         """[message, rank]: when the worker launches each of its messages."""
-        graph, ops = self.graph, self.backward
+        graph = self.graph
         sends = REDUCING if self.fabric.servers else (*REDUCING, *DISTRIBUTING)
-        ready_op = {tensor.name: ops.at[tensor.ready_after] for tensor in self.workload.tensors}
         launched = graph.add((len(self.plan.messages), self.topology.size))
         for i, message in enumerate(self.plan.messages):
             if message.kind not in sends:
                 continue
             if message.kind in REDUCING:
-                last = max(ready_op[piece.tensor] for piece in message.slices)
-                graph.edge(backward[ops.segment[last]], launched[i])
+                graph.edge(backward[self.ready_segment(i)], launched[i])
             if self._launched:
                 graph.edge(self._launched[-1], launched[i])
             self._launched.append(launched[i])
         return launched
+
+    def ready_segment(self, i: int) -> int:
+        """The segment of the backward pass that makes message i ready."""
+        ops = self.backward
+        return int(ops.segment[max(ops.at[self._ready_after[piece.tensor]] for piece in self.plan.messages[i].slices)])
 
     def _reduce(self, k: int, launched: Ids) -> Ids:
         """[reducing fragment, ...]: when the sums are complete."""
@@ -157,7 +161,7 @@ class Unrolled:
 
     def _summed_for(self, summed: Ids) -> Ids:
         """[distributing fragment, ...]: when all that the fragment distributes is summed."""
-        first, second = self._shared
+        first, second = self.shared
         if len(first) == len(summed) == len(self.distributing) and (first == second).all():
             return summed
         complete = self.graph.add((len(self.distributing), *summed.shape[1:]))

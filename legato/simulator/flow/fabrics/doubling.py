@@ -30,6 +30,10 @@ class Butterfly(Collective):
     def simulated(self, workers: int) -> int:
         return 1 if is_power_of_two(workers) else workers
 
+    def services(self, workers: int) -> tuple[int, int]:
+        rounds = workers.bit_length() - 1
+        return 2 * (rounds << rounds), 0
+
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         held, rounds = _fold(topology, fragments, ready)
         for k in range(rounds):
@@ -46,6 +50,10 @@ class HalvingDoubling(Collective):
 
     def simulated(self, workers: int) -> int:
         return 1 if is_power_of_two(workers) else workers
+
+    def services(self, workers: int) -> tuple[int, int]:
+        rounds = workers.bit_length() - 1
+        return 2 * (rounds << rounds), 2 * (rounds << rounds)
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         held, rounds = _fold(topology, fragments, ready)

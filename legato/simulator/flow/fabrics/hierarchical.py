@@ -42,6 +42,10 @@ class Hierarchical(Collective):
             raise InputError(f"group: {self.group} workers per host (expected a divisor of {workers})")
         return self.group
 
+    def services(self, workers: int) -> tuple[int, int]:
+        half = 2 * workers * (self.group - 1 + workers // self.group - 1)
+        return half, half
+
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         part = self._around(topology, fragments, ready, self.group, local=True, adds=True)
         return self._around(topology, fragments, part, topology.workers // self.group, local=False, adds=True)

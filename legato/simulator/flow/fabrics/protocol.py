@@ -52,6 +52,13 @@ class Fabric(Protocol):
         """
         ...
 
+    def services(self, workers: int) -> tuple[int, int]:
+        """Return at least how many services on links it takes to reduce a fragment, and to distribute its sum.
+
+        A transfer is two services. What would need too many is refused by this number before it is built.
+        """
+        ...
+
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
         """Return the server of each tensor, or None if there is one place only."""
         ...
@@ -92,6 +99,9 @@ class Collective:
 
     def simulated(self, workers: int) -> int:
         return 1
+
+    def services(self, workers: int) -> tuple[int, int]:
+        return workers - 1, workers - 1
 
     def placed(self, workload: Workload) -> None:
         return None

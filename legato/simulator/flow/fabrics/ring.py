@@ -31,6 +31,11 @@ class Ring(Collective):
     def simulated(self, workers: int) -> int:
         return 1 if self.messaging else workers
 
+    def services(self, workers: int) -> tuple[int, int]:
+        around = 2 * (workers - 1) * (workers if self.messaging else 1)
+        multicast = workers * workers if self.messaging else workers
+        return around, multicast if self.multicast and workers > 1 else around
+
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         if not self.messaging:
             return _reduce_whole(topology, fragments, ready)
@@ -42,14 +47,9 @@ class Ring(Collective):
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         if not self.messaging:
             return _distribute_whole(topology, fragments, held, self.multicast)
-        ranks, key, n = topology.ranks, fragments.order[:, None], topology.workers
-        chunk = fragments.nbytes[:, None] / n
-        if self.multicast and n > 1:
-            steps = np.arange(1, n)
-            targets = topology.worker(ranks[:, None] + steps)
-            sent = topology.multicast(ranks, targets, chunk, [held], key=key)
-            mine = sent[:, topology.worker(ranks[:, None] - steps), steps - 1]
-            return topology.graph.join(np.concatenate([mine, held[..., None]], axis=-1))
+        ranks, n = topology.ranks, topology.workers
+        if self.multicast:
+            return topology.all_to_all(fragments.nbytes / n, held, key=fragments.order, multicast=True)
         right, left = topology.worker(ranks + 1), topology.worker(ranks - 1)
         arrived = topology.pass_around(right, left, fragments.nbytes / n, held, n - 1, key=fragments.order)
         return topology.graph.join(np.concatenate([arrived, held[:, None]], axis=1), axis=1)

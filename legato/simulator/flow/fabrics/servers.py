@@ -83,6 +83,11 @@ class Servers:
     def simulated(self, workers: int) -> int:
         return workers
 
+    def services(self, workers: int) -> tuple[int, int]:
+        pushed = workers + 1 if self.aggregation else 2 * workers
+        pulled = workers + 1 if self.multicast else 2 * workers
+        return self.shards * pushed, self.shards * pulled
+
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
         if self.placement == "equal":
             return None
@@ -96,7 +101,7 @@ class Servers:
         return self.placement
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        servers, nbytes, key = self._servers(topology, fragments), self._nbytes(fragments), fragments.order[:, None]
+        servers, nbytes, key = self.hosts(topology, fragments), self.shard_bytes(fragments), fragments.order[:, None]
         after = np.broadcast_to(ready[:, None, :], (len(fragments), self.shards, topology.size))
         if self.aggregation is None:
             sent = topology.send(
@@ -110,7 +115,7 @@ class Servers:
         if self.barrier:
             held = topology.graph.join(held.reshape(1, -1))[:, None]
         held = np.broadcast_to(held, (len(fragments), self.shards))
-        servers, nbytes, order = self._servers(topology, fragments), self._nbytes(fragments), fragments.order[:, None]
+        servers, nbytes, order = self.hosts(topology, fragments), self.shard_bytes(fragments), fragments.order[:, None]
         if self.multicast:
             sent = topology.multicast(servers, topology.ranks, nbytes, [held], key=order)
         else:
@@ -121,15 +126,16 @@ class Servers:
             )
         return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
-    def _servers(self, topology: Topology, fragments: Fragments) -> np.ndarray:
-        """[fragment, shard]: the hosts."""
+    def hosts(self, topology: Topology, fragments: Fragments) -> np.ndarray:
+        """[fragment, shard]: the servers' hosts."""
         if self.shards > 1:
             return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
         if len(fragments) and (worst := int(fragments.server.max())) >= self.servers:
             raise InputError(f"server: {worst} (expected one of 0 to {self.servers - 1})")
         return topology.server(fragments.server)[:, None]
 
-    def _nbytes(self, fragments: Fragments) -> np.ndarray:
+    def shard_bytes(self, fragments: Fragments) -> np.ndarray:
+        """[fragment, shard]: the bytes."""
         return np.broadcast_to(fragments.nbytes[:, None] / self.shards, (len(fragments), self.shards))
 
 

@@ -22,24 +22,26 @@ class Tree(Collective):
     def simulated(self, workers: int) -> int:
         return workers
 
+    def services(self, workers: int) -> tuple[int, int]:
+        return 2 * (workers - 1), 2 * (workers - 1)
+
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        held, nbytes, key = ready.copy(), fragments.nbytes[:, None], fragments.order[:, None]
-        distance = 1
-        while distance < topology.workers:
-            children = np.arange(distance, topology.workers, 2 * distance)
-            parents = children - distance
-            sent = topology.send(children, parents, nbytes, [held[:, children]], key=key, adds=True)
-            held[:, parents] = topology.graph.join(np.stack([held[:, parents], sent], axis=-1))
-            distance *= 2
+        held = ready.copy()
+        for level in range(_height(topology)):
+            branches = topology.branches(level, up=True)
+            here, there = branches.senders, branches.receivers
+            sent = topology.relay(branches, fragments.nbytes, held[:, here], key=fragments.order, adds=True)
+            held[:, there] = topology.graph.join(np.stack([held[:, there], sent], axis=-1))
         return held[:, :1]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        nbytes, key = fragments.nbytes[:, None], fragments.order[:, None]
         received = np.broadcast_to(held[:, :1], (len(fragments), topology.size)).copy()
-        distance = 1 << (topology.workers - 1).bit_length() >> 1
-        while distance:
-            children = np.arange(distance, topology.workers, 2 * distance)
-            parents = children - distance
-            received[:, children] = topology.send(parents, children, nbytes, [received[:, parents]], key=key)
-            distance //= 2
+        for level in reversed(range(_height(topology))):
+            branches = topology.branches(level, up=False)
+            after = received[:, branches.senders]
+            received[:, branches.receivers] = topology.relay(branches, fragments.nbytes, after, key=fragments.order)
         return received
+
+
+def _height(topology: Topology) -> int:
+    return (topology.workers - 1).bit_length()

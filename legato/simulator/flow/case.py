@@ -1,0 +1,121 @@
+"""One simulation: its arguments, checked, and how to run it on a topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from legato.core.errors import PlanError, TooLargeError
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.simulator.flow.alone import Alone
+from legato.simulator.flow.fabrics.protocol import Fabric
+from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, num_fragments
+from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Services
+from legato.simulator.flow.network import Network
+from legato.simulator.flow.result import FlowResult
+from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.unroll import Unrolled
+
+__all__ = ["Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated: one workload for all workers or one each, a plan, a fabric, a network, and iterations.
+
+    `alike`: whether all workers have the same workload, speed and link.
+    """
+
+    workloads: Sequence[Workload]
+    plan: Plan
+    fabric: Fabric
+    network: Network
+    iterations: int
+    alike: bool
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all workers are alike, and the network looks the same from each of them."""
+        return self.alike and self.network.racks == 1 and self.network.sharing == "fifo"
+
+    def num_fragments(self, kinds: Sequence[str]) -> int:
+        """The number of fragments of messages of these kinds."""
+        messages = [(i, message) for i, message in enumerate(self.plan.messages) if message.kind in kinds]
+        return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all workers can be simulated."""
+        try:
+            self.topology(symmetry=False)
+        except TooLargeError:
+            return False
+        return True
+
+    def services(self, workers: int) -> int:
+        """At least how many services run, all iterations together, on the links of so many of the workers."""
+        reduce, distribute = self.fabric.services(self.network.workers)
+        total = self.num_fragments(REDUCING) * reduce + self.num_fragments(DISTRIBUTING) * distribute
+        return self.iterations * total * workers // self.network.workers
+
+    def topology(self, *, symmetry: bool) -> Topology:
+        """The links of all workers, or, with `symmetry`, of as few as can stand for all with each of their transfers.
+
+        Raises `TooLargeError` if they have too many transfers.
+        """
+        fabric, network = self.fabric, self.network
+        size = fabric.simulated(network.workers)
+        if not (symmetry and self.symmetric):
+            size = network.workers
+        graph = Graph(MOST_FAIR_SERVICES) if network.sharing == "fair" else Graph()
+        # Every worker sends or receives every message.
+        launches = self.iterations * max(size * len(self.plan.messages), 1 if self.symmetric else network.workers)
+        graph.check_room(max(self.services(size), launches))
+        return Topology(graph, network, size, fabric.servers, fabric.local_bandwidth_bps)
+
+    def unroll(self, topology: Topology) -> Unrolled:
+        """What is simulated on a topology; its graph is not built yet."""
+        size = topology.size
+        durations = np.array([[op.duration_s for op in one.ops] for one in self.workloads[:size]])
+        if len(durations) < size:
+            durations = np.broadcast_to(durations, (size, durations.shape[1]))
+        slowdown = self.network.slowdown(self.iterations, size if self.symmetric else None)
+        return Unrolled(self.workloads[0], self.plan, self.fabric, topology, durations, slowdown)
+
+    def build(self, topology: Topology) -> Unrolled:
+        """What is simulated on a topology, with its graph."""
+        return self.unroll(topology).build()
+
+    def run(self, topology: Topology) -> tuple[Unrolled, Services]:
+        """What is simulated on a topology, and its services after they have run.
+
+        Raises `PlanError` on a plan that waits for itself.
+        """
+        unrolled = self.build(topology)
+        services = unrolled.graph.freeze(topology.num_links)
+        done = _run(services, topology)
+        if done < len(services.records):
+            left = len(services.records) - done
+            raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")
+        return unrolled, services
+
+    def simulate(self, topology: Topology, *, keep_transfers: bool = False) -> FlowResult:
+        """Simulate on a topology. Raises `PlanError` on a plan that waits for itself."""
+        unrolled, services = self.run(topology)
+        return FlowResult.of(unrolled, services.records, keep_transfers=keep_transfers)
+
+
+def _run(services: Services, topology: Topology) -> int:
+    """Run the engine for the topology, and return how many services ran."""
+    if isinstance(topology, Alone):
+        return topology.run(services)
+    if topology.network.sharing == "fair":
+        from legato.simulator.flow.fair import run_fair
+
+        return run_fair(services, topology.s_per_byte())
+    from legato.simulator.flow.engine import run_services
+
+    return int(run_services(*services))
