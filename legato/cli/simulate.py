@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +45,7 @@ from legato.cli.options import (
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
-from legato.core.errors import InputError
+from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds, parse_bandwidth
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 #: A timeline file is for looking at, and has no more workers than these.
 _MOST_DRAWN = 32
+#: The baseline of speedups is simulated beside other fabrics if it has no more pushes than these.
+_MOST_BASELINE = 1_000_000
 
 
 def simulate(
@@ -103,7 +106,8 @@ def simulate(
 ) -> None:
     """Simulate one iteration on parameter servers, with help from switches, and on collectives.
 
-    Speedups are over one parameter server without help from switches. A measured cluster's bandwidth and latency are
+    Speedups are over one parameter server without help from switches; beyond a million pushes to it, there
+    are speedups only if it is one of the fabrics. A measured cluster's bandwidth and latency are
     those that explain the measured cost of its default collective.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
@@ -145,12 +149,13 @@ def simulate(
         jobs[0], None if scheduler == "plain" else scheduler, None if plan is None else files.read(plan, Plan), network
     )
     if fidelity == "flow":
-        run = _flow(jobs, network, iterations)
+        check, run = _flow(jobs, network, iterations)
     else:
-        run = _collective(jobs, network)
+        check, run = None, _collective(jobs, network)
         if fabric == "all":
             chosen = {name: one for name, one in chosen.items() if _cost(name, one, network) is not None}
-    rows, timeline = _rows(chosen, planned, run)
+    costs_little = fidelity == "collective" or count * len(jobs[0].tensors) <= _MOST_BASELINE
+    rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little)
     if output is not None:
         files.write(output, timeline)
     if json:
@@ -158,10 +163,12 @@ def simulate(
         return
     print_rows(f"{jobs[0].name} on {machines.describe_link(network)}, {fidelity} fidelity", rows)
     if output is not None:
-        drawn = f" (its first {_MOST_DRAWN} workers)" if fidelity == "flow" and count > _MOST_DRAWN else ""
+        shown = len({span.worker for span in timeline.spans})
+        drawn = f" ({shown} of {count:,} workers)" if fidelity == "flow" and shown < count else ""
         note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
 
 
+Check = Callable[[str, "Fabric", Plan | None], None]
 Run = Callable[[str, "Fabric", Plan | None], tuple[Timeline | Callable[[], Timeline], dict[str, Any]]]
 
 
@@ -193,32 +200,60 @@ def _planner(
 
 
 def _rows(
-    chosen: dict[str, Fabric], planned: Callable[[str, Fabric], Plan | None], run: Run
+    chosen: dict[str, Fabric],
+    planned: Callable[[str, Fabric], Plan | None],
+    check: Check | None,
+    run: Run,
+    *,
+    with_baseline: bool,
 ) -> tuple[list[dict[str, Any]], Timeline]:
-    """One row per fabric, and the timeline of the fastest one."""
+    """One row per fabric, and the timeline of the fastest one.
+
+    `check` refuses what is too large, of all fabrics before the first one runs. Speedups are None if the baseline is
+    not one of the fabrics, and is not simulated as well (`with_baseline`).
+    """
     from legato.simulator.flow import BASELINE, FABRICS
 
-    rows, drawn = [], []
+    plans = {name: planned(name, fabric) for name, fabric in chosen.items()}
+    if check is not None:
+        for name, fabric in chosen.items():
+            check(name, fabric, plans[name])
+    rows: list[dict[str, Any]] = []
+    drawn, baseline_s = [], None
     with progress("simulating") as advance:
-        baseline_s = run(BASELINE, FABRICS[BASELINE], None)[1]["iteration_s"]
         for done, (name, fabric) in enumerate(chosen.items()):
             advance(done, len(chosen))
-            plan = planned(name, fabric)
+            plan = plans[name]
             start = time.perf_counter()
             draw, found = run(name, fabric, plan)
             simulate_s = time.perf_counter() - start
-            speedup = baseline_s / found["iteration_s"] if found["iteration_s"] > 0 else 1.0
-            rows.append({"fabric": name, "iteration_s": found.pop("iteration_s"), "speedup": speedup, **found})
+            iteration_s = found.pop("iteration_s")
+            rows.append({"fabric": name, "iteration_s": iteration_s, "speedup": None, **found})
             rows[-1]["simulate_s"] = simulate_s
             drawn.append(draw)
+            if plan is None and fabric == FABRICS[BASELINE]:
+                baseline_s = iteration_s
+        if baseline_s is None and with_baseline:
+            with contextlib.suppress(TooLargeError):
+                baseline_s = run(BASELINE, FABRICS[BASELINE], None)[1]["iteration_s"]
+    for row in rows:
+        if baseline_s is not None:
+            row["speedup"] = baseline_s / row["iteration_s"] if row["iteration_s"] > 0 else 1.0
     fastest = drawn[min(range(len(rows)), key=lambda i: rows[i]["iteration_s"])]
     return rows, fastest if isinstance(fastest, Timeline) else fastest()
 
 
-def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> Run:
+def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> tuple[Check, Run]:
     from legato.simulator.flow import simulate_flow
+    from legato.simulator.flow.run import check_flow
 
     job = jobs[0] if len(jobs) == 1 else jobs
+
+    def check(name: str, fabric: Fabric, plan: Plan | None) -> None:
+        try:
+            check_flow(job, plan, fabric, network, iterations=iterations)
+        except TooLargeError as error:
+            raise TooLargeError(f"{name}: {error}") from None
 
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Callable[[], Timeline], dict[str, Any]]:
         result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
@@ -229,7 +264,7 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
             "utilization": result.utilization,
         }
 
-    return run
+    return check, run
 
 
 def _collective(jobs: Sequence[Workload], network: Network) -> Run:

@@ -33,6 +33,44 @@ def test_a_row_for_every_fabric(capsys, workload):
     assert by_name["butterfly"] == pytest.approx(0.03 + 3 * 0.04)
 
 
+def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys, workload, monkeypatch):
+    from legato.simulator import flow
+
+    simulated, simulate_flow = [], flow.simulate_flow
+
+    def counted(job, plan, fabric, *arguments, **options):
+        simulated.append(next(name for name, known in FABRICS.items() if known == fabric))
+        return simulate_flow(job, plan, fabric, *arguments, **options)
+
+    monkeypatch.setattr(flow, "simulate_flow", counted)
+    (ring,) = rows(capsys, workload, "--fabric", "ring")
+    assert simulated == ["ring", "parameter-server"] and ring["speedup"] > 1
+    simulated.clear()
+    found = rows(capsys, workload, "--fabric", "ring,parameter-server")
+    assert simulated == ["ring", "parameter-server"] and found[0]["speedup"] == ring["speedup"]
+    simulated.clear()
+    (ring,) = rows(capsys, workload, "--fabric", "ring", "--workers", 2**20)
+    assert simulated == ["ring"] and ring["speedup"] is None
+    status, out, _ = run(capsys, "simulate", workload, "--fabric", "ring", "--workers", 2**20)
+    assert status == 0 and "speedup" not in out
+
+
+def test_a_timeline_says_for_how_many_workers_it_is(capsys, workload, tmp_path):
+    timeline = tmp_path / "t.json"
+    for fabric, shown, members in (("ring", 1, ((0, 4096),)), ("parameter-server", 32, ())):
+        status, _, err = run(capsys, "simulate", workload, "--fabric", fabric, "--workers", 4096, "-o", timeline)
+        assert status == 0 and f"({shown} of 4,096 workers)" in err
+        assert legato.read(timeline, legato.Timeline).members == members
+
+
+def test_all_fabrics_are_checked_before_the_first_is_simulated(capsys, workload, monkeypatch):
+    from legato.simulator import flow
+
+    monkeypatch.setattr(flow, "simulate_flow", None)
+    status, out, err = run(capsys, "simulate", workload, "--workers", 2**20, "--message-bytes", "100KiB")
+    assert status == 2 and out == "" and "ring-whole: more than 100,000,000" in err
+
+
 def test_both_fidelities_agree_on_a_message_at_a_time(capsys, workload):
     shared = (workload, "--workers", 8, "--latency", "1ms", "--fabric", "ring,halving-doubling,shuffle")
     flow = rows(capsys, *shared, "--in-flight", 1, "--reduce", 0)
@@ -140,7 +178,8 @@ def test_a_workload_a_worker(capsys, workload):
             ("--fabric", "ring", "--message-bytes", "1B", "--workers", "2"),
             "message_bytes: 1 makes 5,000,000 fragments (expected at most 1,000,000)",
         ),
-        (("--workers", "1048576", "--iterations", "1000"), "more than 100,000,000"),
+        (("--workers", "1048576", "--iterations", "1000"), "parameter-server: more than 4,000,000,000"),
+        (("--workers", "1048576", "--fabric", "ring", "--slow", "2"), "ring: more than 100,000,000"),
         (("--sharing", "fair", "--workers", "1000", "--fabric", "ring"), "more than 1,000,000"),
         (("--fidelity", "collective", "--fabric", "ring-whole"), "ring-whole"),
         (("--plan", "nowhere.json"), "nowhere.json"),
