@@ -43,8 +43,11 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def identity(value: msgspec.Struct) -> str:
-    """Return 16 hexadecimal digits of a hash: they differ if the values differ."""
-    return hashlib.sha256(encode(value)).hexdigest()[:16]
+    """Return 16 hexadecimal digits of a hash: they differ if the values differ. That of a workload is kept with it."""
+    kept: dict[str, str] = value.__dict__ if isinstance(value, Workload) else {}
+    if "identity" not in kept:
+        kept["identity"] = hashlib.sha256(encode(value)).hexdigest()[:16]
+    return kept["identity"]
 
 
 @overload

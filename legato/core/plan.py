@@ -26,7 +26,7 @@ _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
 _AGGREGATED_BY = {second: first for first, second in _DISTRIBUTE.items()}
 
 
-class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Bytes `start` to `stop` (exclusive) of the tensor called `tensor`."""
 
     tensor: str
@@ -42,7 +42,7 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.stop - self.start
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Slices of one or more tensors that are sent together.
 
     `collective` is a name in `Cluster.collectives`, or None for the default;

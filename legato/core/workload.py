@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
 _LONGEST_S = 1e15
 
 
-class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One computation of an iteration; its index in `Workload.ops` is its id.
 
     `duration_s` is in seconds; `deps` are the ids of the earlier ops whose
@@ -38,7 +38,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.name.rpartition("/")[0] if self.name.startswith("graph ") else ""
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One trained parameter and its gradient, which has `nbytes` bytes.
 
     `ready_after` is the id of the backward op that produces the gradient.
@@ -60,7 +60,7 @@ class Workload(
     forbid_unknown_fields=True,
     tag_field="format",
     tag="legato.workload/1",
-    dict=True,  # what is computed from a workload can be kept with it (`legato.simulator.period`)
+    dict=True,  # what is computed from a workload is kept with it (`iteration_order`, `identity`, `Period`)
 ):
     """One training iteration on one worker.
 
@@ -163,7 +163,15 @@ class Workload(
         The period starts with the backward pass and ends with the next forward
         pass. Each optimizer op comes just before the first forward op that reads
         a parameter which it updates, or after the forward pass if none does.
+        It is computed once and kept.
         """
+        kept: dict[str, Any] = self.__dict__
+        if "captured_order" not in kept:
+            kept["captured_order"] = self._iteration_order()
+        order: tuple[int, ...] = kept["captured_order"]
+        return order
+
+    def _iteration_order(self) -> tuple[int, ...]:
         first_use: dict[int, int] = {}
         forward, updates = self.phase_ops("forward"), self.phase_ops("optimizer")
         for tensor in self.tensors:
