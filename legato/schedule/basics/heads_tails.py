@@ -10,24 +10,31 @@ to the end of the period (also called the delivery time). All times are in secon
     one stream,         all ops it depends on,          all ops that depend on it,
     any order           directly or not                 directly or not
     unlimited           longest path to the gradient    longest path from the arrival
+
+On one stream, these are the times of sets of ops. Up to `MOST_BITS` ops, a set is a row of
+bits. Above, `reach.py` finds the times without the sets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from itertools import accumulate
 from operator import getitem
 from typing import Literal, NamedTuple
 
 from legato.core.errors import TooLargeError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import release_times
+from legato.schedule.basics.reach import reached_s
 from legato.simulator.period import Compute, Period, check_compute
 
-__all__ = ["Detours", "HeadsTails", "Order", "check_size", "heads_tails"]
+__all__ = ["MOST_BITS", "Detours", "HeadsTails", "Order", "check_size", "heads_tails"]
 
-#: Each op has a bit for each op that it depends on. Where so many ops form one chain, these are 16 GiB.
-_MOST_OPS = 2**19
+#: The most ops to plan for. So many take a gigabyte, and half a minute to bound.
+_MOST_OPS = 2**20
+#: Up to so many ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
+MOST_BITS = 2**14
 
 #: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
 #: workload, "any" keeps only their dependencies. In both, optimizer ops may run at the best time for them.
@@ -60,6 +67,8 @@ def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTail
     period = Period.of(workload)
     if compute == "unlimited":
         return _longest_paths(period)
+    if len(workload.ops) > MOST_BITS:
+        return _without_sets(period, order)
     weigh = _Weights(period.duration_s)
     after = _closures(reversed(period.topological), _successors(period))
     tails = [_union(after[r] for r in set(tensor.readers)) for tensor in workload.tensors]
@@ -78,7 +87,8 @@ class Detours:
 
     The computation that all tensors of the set depend on comes before the first
     gradient of the set. Any other gradient either comes before it as well, and
-    its op delays the set, or is sent after it. Sets of ops are bit masks.
+    its op delays the set, or is sent after it. Sets of ops are bit masks, so there
+    should be at most `MOST_BITS` ops.
     """
 
     def __init__(self, workload: Workload, s_per_byte: float) -> None:
@@ -115,6 +125,29 @@ class Detours:
             free_s -= spared * send
             least += (1 - spared) * min(duration, send)
         return least
+
+
+def _without_sets(period: Period, order: Order) -> HeadsTails:
+    """The same as `heads_tails` on one stream, up to rounding, for any number of ops; or less, as `reached_s` says."""
+    workload, duration, successors = period.workload, period.duration_s, _successors(period)
+    backward, updates = workload.phase_ops("backward"), workload.phase_ops("optimizer")
+    readers = [list(set(tensor.readers)) for tensor in workload.tensors]
+    if order == "any":
+        heads = reached_s(backward, period.waits, duration, ([op] for op in period.ready_op))
+        later = period.topological[: len(backward) - 1 : -1]
+        return HeadsTails(heads, reached_s(later, successors, duration, readers), workload.compute_s)
+    forward = len(workload.phase_ops("forward"))
+    rest_s = [0.0, *accumulate(reversed(duration[:forward]))][::-1]  # by forward op, and the end
+    first = [*range(forward), *[forward] * (len(duration) - forward)]  # by op: the first forward op that it reaches
+    among: list[list[int]] = [[] for _ in duration]  # the updates that wait for an update
+    for update in reversed(updates):
+        first[update] = min((first[op] for op in successors[update]), default=forward)
+        among[update] = [op for op in successors[update] if op >= updates[0]]
+    own = [[r for r in of if r >= forward] for of in readers]
+    updating_s = reached_s(updates[::-1], among, duration, own)
+    begun_s = (rest_s[min((first[r] for r in of), default=forward)] for of in readers)
+    tails = [sum(both) for both in zip(begun_s, updating_s, strict=True)]
+    return HeadsTails(release_times(workload), tails, workload.compute_s)
 
 
 def _longest_paths(period: Period) -> HeadsTails:

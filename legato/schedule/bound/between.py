@@ -10,7 +10,8 @@ for which it proves most.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
@@ -50,20 +51,35 @@ def between(
     """
     prover = _Prover(times, nbytes, line, all_reduce_only, beat_s, detours)
     best = None
-    for near, order in zip(prover.ends, prover.orders, strict=True):
-        sets = [order[k:] for k, t in enumerate(order) if k == 0 or near[t] > near[order[k - 1]]]
-        found = _best(sets, prover)
+    for end in (0, 1):
+        sets = prover.sets(end)
+        found = _best(len(sets), sets.__getitem__, prover)
         if found.seconds > beat_s:
             best, beat_s = found, found.seconds
     if detours:
-        found = _best([_latest(tensors, times, nbytes, line) for tensors in sets], prover)
+        found = _best(len(sets), lambda k: prover.set_of(_latest(sets[k].tensors, times, nbytes, line)), prover)
         if found.seconds > beat_s:
             best = found
     return best
 
 
-def _best(sets: Sequence[Sequence[int]], prover: _Prover) -> Between:
-    return prover(sets[coarse_to_fine(len(sets), lambda k: prover(sets[k]).seconds, first=_SETS)])
+class _Set(NamedTuple):
+    """The tensors from some place in an order on, their least release time and least tail, and their bytes."""
+
+    order: Sequence[int]
+    begin: int
+    first_s: float
+    last_s: float
+    nbytes: int
+
+    @property
+    def tensors(self) -> Sequence[int]:
+        return self.order[self.begin :]
+
+
+def _best(count: int, set_at: Callable[[int], _Set], prover: _Prover) -> Between:
+    best = set_at(coarse_to_fine(count, lambda k: prover.proves(set_at(k)), first=_SETS))
+    return Between(prover.proves(best), tuple(sorted(best.tensors)), best.first_s, best.last_s)
 
 
 def _latest(tensors: Sequence[int], times: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> list[int]:
@@ -74,7 +90,7 @@ def _latest(tensors: Sequence[int], times: HeadsTails, nbytes: Sequence[int], li
 
 
 class _Prover:
-    """Computes what a set proves, or a value below zero if it proves no more than `beat_s`.
+    """Computes the seconds that a set proves, or a value below zero if it proves no more than `beat_s`.
 
     What can be sent of the other tensors before the least release time h of a set
     belongs to tensors that are released before h, and these are the first ones in
@@ -97,20 +113,37 @@ class _Prover:
         self.capacities = capacities(self.ends, nbytes, line, all_reduce_only)
         self.total = sum(nbytes)
 
-    def __call__(self, tensors: Sequence[int]) -> Between:
+    def sets(self, end: int) -> list[_Set]:
+        """For each value of a release time (end 0) or a tail (end 1), the tensors with at least that value."""
+        near, far, order = self.ends[end], self.ends[1 - end], self.orders[end]
+        own = list(accumulate(self.nbytes[t] for t in reversed(order)))[::-1]
+        least = list(accumulate((far[t] for t in reversed(order)), min))[::-1]
+        found = []
+        for k, t in enumerate(order):
+            if k == 0 or near[t] > near[order[k - 1]]:
+                first, last = (near[t], least[k]) if end == 0 else (least[k], near[t])
+                found.append(_Set(order, k, first, last, own[k]))
+        return found
+
+    def set_of(self, tensors: Sequence[int]) -> _Set:
+        """The set of these tensors."""
         first, last = (min(near[t] for t in tensors) for near in self.ends)
-        own = sum(self.nbytes[t] for t in tensors)
+        return _Set(tensors, 0, first, last, sum(self.nbytes[t] for t in tensors))
+
+    def proves(self, of: _Set) -> float:
+        """The seconds that a set proves."""
+        first, last, own = of.first_s, of.last_s, of.nbytes
         work = self.line.beta_s_per_byte * (self.total - own)
-        inside = set(tensors) if self.detours else set[int]()
+        tensors = of.tensors if self.detours else ()
+        inside = set(tensors)
         shared = self.detours.shared(tensors) if self.detours else 0
         detour = self.detours.least_s(shared, inside, 0.0) if self.detours else 0.0
         if max(first + work, detour) + self.line.cost(own) + last <= self.beat_s:  # even with all others between
-            return Between(-1.0, (), first, last)
+            return -1.0
         before, after = (
             capacity.carried(until, of=bisect_left(capacity.release_s, until))
             for capacity, until in zip(self.capacities, (first, last), strict=True)
         )
         if self.detours:
             detour = self.detours.least_s(shared, inside, after)
-        begin = max(first, first + work - before - after, detour)
-        return Between(begin + self.line.cost(own) + last, tuple(sorted(tensors)), first, last)
+        return max(first, first + work - before - after, detour) + self.line.cost(own) + last

@@ -117,7 +117,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.schedule.basics.heads_tails import Detours, HeadsTails, Order, heads_tails
+from legato.schedule.basics.heads_tails import MOST_BITS, Detours, HeadsTails, Order, heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
@@ -189,8 +189,10 @@ def lower_bound(
     It holds for every plan that `legato.simulator.collective` accepts under the same
     `compute` and with an `op_order` that `order` allows. With `all_reduce_only`, it
     holds only for plans that send nothing but all-reduces, and is sharper. Without
-    `thorough`, it leaves out "sequences", which takes longest to find. Raises
-    `InputError` on an unknown setting.
+    `thorough`, it leaves out "sequences", which takes longest to find. In any order,
+    "last" and the detours of "between" need sets of ops and are left out above
+    `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
+    `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
     times = heads_tails(workload, compute, order)
     alpha_share = 1.0 if all_reduce_only else 0.5
@@ -205,7 +207,8 @@ def lower_bound(
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
         bounds.append(_both_ends(tensors, workload, cluster, times, alpha_share))
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
-    detours = Detours(workload, line.beta_s_per_byte) if order == "any" and compute == "one" else None
+    reorders = order == "any" and compute == "one" and len(workload.ops) <= MOST_BITS
+    detours = Detours(workload, line.beta_s_per_byte) if reorders else None
     nbytes = [tensor.nbytes for tensor in workload.tensors]
     late = between(times, nbytes, line, all_reduce_only, beat_s=found.seconds, detours=detours)
     if late is not None:

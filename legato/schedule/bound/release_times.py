@@ -8,7 +8,8 @@ one in part (a fractional knapsack). The least over all gradients that may be th
 one taken is never too much.
 
 In the captured order, and with unlimited compute, each gradient has its own fixed
-release time, whatever else is computed. Units: seconds and bytes.
+release time, whatever else is computed. In any order, to count only these is valid, too,
+and proves less. Units: seconds and bytes.
 """
 
 from __future__ import annotations
