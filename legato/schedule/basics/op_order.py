@@ -26,66 +26,117 @@ Deviations:
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from legato.core.workload import Workload
 from legato.simulator.period import Period
 
-__all__ = ["control_dependencies", "serialized_order", "update_order"]
+__all__ = ["control_dependencies", "parts", "serialized_order", "update_order"]
 
 
 def update_order(workload: Workload) -> list[int]:
     """Stage 1: the backward ops that produce gradients, in the order in which to run them.
 
-    An update needs at least as much as the updates that it depends on, so it never
-    comes before them. It is compared with others, by what is left to compute for
-    it, only when all of those are done; until then it is kept with one that it waits
-    for. Times are exact (whole multiples of a small enough unit), so no rounding
-    errors add up.
+    What is left to compute for an op is at least what is left for those that it waits
+    for. So the search goes through the graph from what has been computed, always on
+    from the op for which least is left, until this is an update, as Dijkstra's does.
+    Only ops near to what has been computed are looked at. Times are exact (whole
+    multiples of a small enough unit), so no rounding errors add up.
     """
-    waits, duration = Period.of(workload).waits, _whole_durations(workload)
-    updates = sorted({tensor.ready_after for tensor in workload.tensors})
-    undone = set(workload.phase_ops("backward"))
-    pending = set(updates)
-    behind: dict[int, list[int]] = {}  # by update: the updates that wait for it
-    left: dict[int, int] = {}  # what is left to compute, for updates that wait for no other
-    needed_by: dict[int, list[int]] = {}  # by op: the updates in `left` that need it
-    order: list[int] = []
-    fresh = updates
-    while len(order) < len(updates):
-        for update in fresh:
-            block, other = _until_update(update, waits, undone, pending)
-            if other is not None:
-                behind.setdefault(other, []).append(update)
-                continue
-            left[update] = sum(duration[op] for op in block)
-            for op in block:
-                needed_by.setdefault(op, []).append(update)
-        chosen = min(left, key=lambda update: (left[update], update))  # of equal ones, the one captured first
-        order.append(chosen)
-        for op in _until_update(chosen, waits, undone, pending)[0]:
-            undone.remove(op)
-            for update in needed_by[op]:
-                left[update] -= duration[op]
-        pending.remove(chosen)
-        del left[chosen]
-        fresh = behind.pop(chosen, [])
-    return order
+    part_of = parts(workload)
+    search = _Nearest(workload, part_of)
+    return [search.next() for _ in range(len(set(Period.of(workload).ready_op)))]
 
 
-def _until_update(
-    update: int, waits: list[list[int]], undone: set[int], pending: set[int]
-) -> tuple[list[int], int | None]:
-    """The undone ops that an update needs, including itself, or another update that it waits for."""
-    block, found = [update], {update}
-    for op in block:  # grows
-        for dep in waits[op]:
-            if dep in undone and dep not in found:
-                if dep in pending:
-                    return [], dep
-                found.add(dep)
-                block.append(dep)
-    return block, None
+def parts(workload: Workload) -> dict[int, int]:
+    """For each backward op that an update needs, the op of which it is a part.
+
+    This is itself for an update. An op that only one part of the backward pass needs is
+    a part of it.
+    """
+    period = Period.of(workload)
+    part_of = {update: update for update in sorted(set(period.ready_op))}
+    needed_by: defaultdict[int, set[int]] = defaultdict(set)
+    for op in reversed(workload.phase_ops("backward")):
+        if op not in part_of and needed_by[op]:
+            part_of[op] = op if len(needed_by[op]) > 1 else min(needed_by[op])
+        if op in part_of:
+            for dep in period.waits[op]:
+                needed_by[dep].add(part_of[op])
+    return part_of
+
+
+class _Nearest:
+    """Finds the update for which least is left to compute, again and again. An op stands for all of its parts."""
+
+    def __init__(self, workload: Workload, part_of: dict[int, int]) -> None:
+        period = Period.of(workload)
+        self.updates = set(period.ready_op)
+        self.duration: dict[int, int] = dict.fromkeys(part_of.values(), 0)
+        self.waits: dict[int, set[int]] = {op: set() for op in self.duration}
+        durations = _whole_durations(workload)
+        for op, whole in part_of.items():
+            self.duration[whole] += durations[op]
+            self.waits[whole].update(part_of[dep] for dep in period.waits[op])
+        self.followers: dict[int, list[int]] = {op: [] for op in self.duration}
+        for op, waits in self.waits.items():
+            waits.discard(op)
+            for dep in waits:
+                self.followers[dep].append(op)
+        self.undone, self.passed = set(self.duration), set[int]()
+        self.ahead = {op: len(waits) for op, waits in self.waits.items()}  # neither done nor passed
+        self.needs: dict[int, set[int]] = {}  # by op seen: what is left to compute for it, of what takes time
+        self.left: dict[int, int] = {}  # and for how long
+        self.needed_by: defaultdict[int, list[int]] = defaultdict(list)
+        self.nearest: list[tuple[int, bool, int]] = []  # of equally near ops, updates stand last, by their ids
+        for op in sorted(op for op, count in self.ahead.items() if not count):
+            self._see(op)
+
+    def next(self) -> int:
+        """The next update; it is done then, with everything that it needs."""
+        while True:
+            left, is_update, op = heapq.heappop(self.nearest)
+            if op in self.undone and op not in self.passed and left == self.left[op]:
+                if is_update:
+                    self._do(op)
+                else:
+                    self.passed.add(op)
+                for follower in self.followers[op]:
+                    self.ahead[follower] -= 1
+                    if not self.ahead[follower]:
+                        self._see(follower)
+                if is_update:
+                    return op
+
+    def _see(self, op: int) -> None:
+        """Find what is left to compute for an op that waits only for what is done or passed."""
+        needs = {op} if self.duration[op] else set()
+        needs.update(*(self.needs[dep] for dep in self.waits[op] if dep in self.undone))
+        for other in needs:
+            self.needed_by[other].append(op)
+        self.needs[op], self.left[op] = needs, sum(self.duration[other] for other in needs)
+        heapq.heappush(self.nearest, (self.left[op], op in self.updates, op))
+
+    def _do(self, update: int) -> None:
+        """Compute an update and what it needs, which leaves less for others."""
+        done, nearer = [update], set[int]()
+        self.undone.remove(update)
+        for op in done:  # grows
+            for dep in self.waits[op]:
+                if dep in self.undone:
+                    self.undone.remove(dep)
+                    done.append(dep)
+        for op in done:
+            self.needs.pop(op)
+            for other in self.needed_by.pop(op, ()):
+                if other in self.undone:
+                    self.needs[other].remove(op)
+                    self.left[other] -= self.duration[op]
+                    nearer.add(other)
+        for op in nearer - self.passed:
+            heapq.heappush(self.nearest, (self.left[op], op in self.updates, op))
 
 
 def _whole_durations(workload: Workload) -> list[int]:

@@ -280,10 +280,9 @@ class _Pass:
         at = bisect_left(self.busy, (release_s,))
         if at and self.busy[at - 1][1] > start:
             start = self.busy[at - 1][1]
-        for begin, end in self.busy[at:]:
-            if start + send_s <= begin:
-                break
-            start = end
+        while at < len(self.busy) and start + send_s > self.busy[at][0]:
+            start = self.busy[at][1]
+            at += 1
         return start
 
     def added_s(self, end_s: float) -> float:

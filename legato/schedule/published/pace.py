@@ -29,8 +29,8 @@ The recursion for R groups tries every first group of a chain,
 
 and takes the shortest group that attains the maximum. A longer first group holds
 more and leaves less, so the maximum is where the two cross, and the crossing moves
-to the right with i. One walk over the chain therefore fills a row of the table:
-O(N R) where the recursion takes O(N^2 R). The groups are the same.
+to the right with i. So a row of the table is one search for rising values in a rising
+sequence: O(N R) where the recursion takes O(N^2 R). The groups are the same.
 
 Deviations:
 - `compute`: the paper assumes "unlimited" devices, on which every op runs as soon
@@ -49,7 +49,8 @@ Deviations:
 - For "large" N the paper searches R at random (a momentum method that it does not
   describe). Here every R up to 399 is tried (the paper's models have up to 164
   tensors), then one in R / 200. The search stops where nothing better can come,
-  because all communication is hidden already or R startup times alone take longer.
+  because all communication is hidden already or R startup times alone take longer. It
+  also stops where the table has 2^27 entries: at 1,342 groups of 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice
@@ -76,6 +80,9 @@ _ALIGNMENT = 16
 
 #: Every number of groups R is tried up to twice this, then one in R / _DENSE.
 _DENSE = 200
+
+#: The most entries of the table of groups. They take half a gigabyte.
+_MOST_ENTRIES = 2**27
 
 
 def pace(
@@ -127,11 +134,23 @@ class Chain(NamedTuple):
 
     def fused(self, ends: Sequence[int]) -> Chain:
         """The chain of groups with these ends: ready with the last tensor, as urgent as the most urgent one."""
-        upto = list(accumulate(self.nbytes, initial=0))
+        return _Ranges(self).fused(ends)
+
+
+class _Ranges:
+    """Sums and maxima over neighbours of a chain."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.release_s, self.tail_s = chain.release_s, np.array(chain.tail_s)
+        self.upto = list(accumulate(chain.nbytes, initial=0))
+
+    def fused(self, ends: Sequence[int]) -> Chain:
+        """See `Chain.fused`."""
+        begins = [0, *ends[:-1]]
         return Chain(
             [self.release_s[end - 1] for end in ends],
-            [upto[b] - upto[a] for a, b in pairwise([0, *ends])],
-            [max(self.tail_s[a:b]) for a, b in pairwise([0, *ends])],
+            [self.upto[b] - self.upto[a] for a, b in zip(begins, ends, strict=True)],
+            np.maximum.reduceat(self.tail_s, begins).tolist(),
         )
 
 
@@ -147,16 +166,18 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
     `compute_s` is the time of an iteration when communication is free. Of equal
     iteration times, the one with the fewest groups is taken.
     """
-    best_s, best = math.inf, [len(chain.nbytes)]
+    best_s, best, ranges = math.inf, [len(chain.nbytes)], _Ranges(chain)
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)
     untried = 1
     for groups, ends in enumerate(balanced(chain.nbytes), start=1):
         if max(compute_s, unavoidable + groups * cost.alpha_s) >= best_s:
             break
+        if groups * len(chain.nbytes) > _MOST_ENTRIES:
+            break
         if groups < untried and groups < len(chain.nbytes):
             continue
         untried = groups + max(1, groups // _DENSE)
-        seconds = max(compute_s, preemptive(chain.fused(ends), cost)[0])
+        seconds = max(compute_s, preemptive(ranges.fused(ends), cost)[0])
         if seconds < best_s:
             best_s, best = seconds, ends
     return best
@@ -165,33 +186,29 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
 def balanced(nbytes: Sequence[int]) -> Iterator[list[int]]:
     """For R = 1, 2, ..., N: where R groups of neighbours end, with the smallest group as large as possible."""
     count = len(nbytes)
-    upto = list(accumulate(nbytes, initial=0))
-    least = [upto[count] - start for start in upto[:count]]  # MaxMinSize(i, R) for the current R
-    first_end = [[count] * count]  # for every R, where the first group of the chain from i on ends
+    sums = [*accumulate(nbytes, initial=0)]
+    upto = np.array(sums, dtype=np.int64 if sums[-1] < 2**63 else object)
+    least = upto[count] - upto[:count]  # MaxMinSize(i, R) for the current R
+    first_end = [np.full(count, count, np.uint32)]  # for every R, where the first group of the chain from i on ends
     for groups in range(1, count + 1):
         if groups > 1:
             least, row = _one_more_group(upto, least)
             first_end.append(row)
         ends = [0]
         for row in reversed(first_end):
-            ends.append(row[ends[-1]])
+            ends.append(row.item(ends[-1]))
         yield ends[1:]
 
 
-def _one_more_group(upto: list[int], least: list[int]) -> tuple[list[int], list[int]]:
+def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
     """MaxMinSize(., R) from MaxMinSize(., R - 1), and where the first of the R groups ends."""
-    sizes, ends = [], []
     last = len(least) - 1  # the first group can go up to here
-    k = 1
-    for i in range(last):
-        while k < last and upto[k] - upto[i] < least[k]:
-            k += 1
-        size, end = min(upto[k] - upto[i], least[k]), k
-        if k - 1 > i and upto[k - 1] - upto[i] >= size:  # there the group is still the smaller side
-            size, end = upto[k - 1] - upto[i], k - 1
-        sizes.append(size)
-        ends.append(end)
-    return sizes, ends
+    before, starts = upto[:last], np.arange(last)
+    ends = np.maximum(np.searchsorted(before - least[:last], before), 1)  # the first where the group is no smaller
+    sizes = np.minimum(upto[ends] - before, least[ends])
+    shorter = upto[ends - 1] - before
+    better = (ends - 1 > starts) & (shorter >= sizes)  # there the group is still the smaller side
+    return np.where(better, shorter, sizes), np.where(better, ends - 1, ends).astype(np.uint32)
 
 
 class _Fused:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -26,7 +25,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Kind, Message, Plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.basics.compose import compose, message_of
-from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.basics.op_order import parts, serialized_order, update_order
 from legato.schedule.search.annealing_kernel import MOST, AnnealingInstance, Halves, anneal, iteration_s
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.op_orders import times_in_order
@@ -131,16 +130,9 @@ class _Problem:
 def _instance(
     updates: Sequence[int], tensors: Sequence[Sequence[int]], workload: Workload, cost: LinearCost
 ) -> AnnealingInstance:
-    """The updates and the ops that they need. An op that only one other op needs becomes part of that one."""
+    """The updates and the ops that they need, each with its parts."""
     period = Period.of(workload)
-    part_of = {update: update for update in updates}
-    needed_by: defaultdict[int, set[int]] = defaultdict(set)
-    for op in reversed(workload.phase_ops("backward")):
-        if op not in part_of and needed_by[op]:
-            part_of[op] = op if len(needed_by[op]) > 1 else min(needed_by[op])
-        if op in part_of:
-            for dep in period.waits[op]:
-                needed_by[dep].add(part_of[op])
+    part_of = parts(workload)
     op_id = {op: k for k, op in enumerate(sorted(set(part_of.values())))}
     duration_s, waits = np.zeros(len(op_id)), [set[int]() for _ in op_id]
     for op, whole_op in part_of.items():
