@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-__all__ = ["MOST_ENTRIES", "reached_s"]
+__all__ = ["MOST_ENTRIES", "Cover", "reached_s"]
 
 #: The most chains, of all ops together, for which the length of the prefix is kept. They take about 200 MB.
 MOST_ENTRIES = 2**22
@@ -39,14 +39,18 @@ def reached_s(
     In `order`, which has every op that can be reached, an op stands after its
     neighbours. The time is too small where some op reaches more chains than can be kept.
     """
-    cover = _Cover(order, neighbours, duration_s)
+    cover = Cover(order, neighbours, duration_s)
     return [cover.seconds(cover.joined(ops)) for ops in starts]
 
 
-class _Cover:
-    """Chains that cover a graph, and for each op how much of each chain it reaches."""
+class Cover:
+    """Chains that cover a graph, and for each op how much of each chain it reaches.
+
+    `complete` says whether no chain had to be left out.
+    """
 
     def __init__(self, order: Sequence[int], neighbours: Sequence[Sequence[int]], duration_s: Sequence[float]) -> None:
+        self.complete = True
         self.most = max(_LEAST_ENTRIES, MOST_ENTRIES // max(1, len(order)))
         self.until_s: list[list[float]] = []  # by chain: the seconds of its first 0, 1, 2, ... ops
         self.last: list[int] = []  # by chain: its last op
@@ -93,6 +97,7 @@ class _Cover:
                     joined[chain] = count
         if len(joined) <= self.most:
             return joined
+        self.complete = False
         return dict(heapq.nlargest(self.most, joined.items(), key=lambda item: self.until_s[item[0]][item[1]]))
 
     def seconds(self, reached: dict[int, int]) -> float:

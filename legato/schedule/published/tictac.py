@@ -45,6 +45,11 @@ So ops are held as distinct sets with the sum of their times. A chain of n layer
 has n sets, and its whole backward pass is one. A set is a row of bits; completing a
 transfer updates the rows that hold it, and nothing is recomputed.
 
+[Note: counts] TIC needs only the number of transfers of each set. The sets of ops grow
+along the graph, so of all ops that need a transfer the first ones with several have the
+fewest. Where the sets are too large to be held, a cover of the graph by chains counts
+them (`reach.py`): a transfer counts at the op that reads it, if only one does.
+
 [Note: whole numbers] Times are counted in whole picoseconds, so that a sum is the
 same in any order and equal times compare as equal. (A week is 6e17 of at most 9e18.)
 """
@@ -62,15 +67,32 @@ from legato.core.placement import Placement
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import priorities
+from legato.schedule.basics.reach import Cover
 from legato.schedule.published.pulls import pull_seconds, push_and_pull
 
-__all__ = ["NEVER", "TransferProperties", "find_dependencies", "picoseconds", "tac", "tac_order", "tic", "tic_order"]
+__all__ = [
+    "NEVER",
+    "TransferProperties",
+    "find_dependencies",
+    "least_counts",
+    "picoseconds",
+    "tac",
+    "tac_order",
+    "tic",
+    "tic_order",
+]
 
 
 #: M+ of a transfer that no op needs together with another one.
 NEVER = np.iinfo(np.int64).max
-#: A set of tensors that some op needs takes eight bytes for each tensor: 8 GiB in all.
+#: A set of tensors that some op needs has a bit for each tensor: 128 MiB in all.
 _MOST_NEEDS = 2**30
+#: The same for the sets of all forward ops, before it is known which are different: 512 MiB.
+_MOST_BITS = 2**32
+#: Up to so many bits, TIC counts them.
+_FEW_BITS = 2**26
+#: Sets that are unpacked at once, and transfers that are looked up one by one.
+_ROWS = 64
 
 
 def tic(
@@ -81,11 +103,49 @@ def tic(
 
 
 def tic_order(workload: Workload, *, inference: bool = False) -> list[int]:
-    """The indices of the tensors in TIC's order, for a worker or an inference agent."""
-    needs = find_dependencies(workload, inference=inference)
-    properties = TransferProperties(needs, [0] * len(needs), [1] * len(workload.tensors))
-    impending, place = properties.impending(), priorities(workload)
+    """The indices of the tensors in TIC's order, for a worker or an inference agent.
+
+    Raises `TooLargeError` on too many tensors in a graph that is very wide.
+    """
+    impending, place = least_counts(workload, inference=inference), priorities(workload)
     return sorted(range(len(place)), key=lambda t: (impending[t], place[t], t))
+
+
+def least_counts(workload: Workload, *, inference: bool = False) -> list[int]:
+    """M+ of each tensor when every transfer takes 1; `NEVER` where it is infinite ([Note: counts])."""
+    counts = _counts(workload, inference)
+    least = [count if count > 1 else NEVER for count in counts]  # by op: of it and those behind it
+    for i in reversed(range(len(counts))):
+        for dep in workload.ops[i].deps:
+            if counts[dep] < 2:
+                least[dep] = min(least[dep], least[i])
+    forward = len(workload.phase_ops("forward"))
+    return [min((least[r] for r in tensor.readers if r < forward), default=NEVER) for tensor in workload.tensors]
+
+
+def _counts(workload: Workload, inference: bool) -> list[int]:
+    """For each op that a worker runs, the number of tensors that it needs."""
+    ops, forward = _worker_ops(workload, inference), len(workload.phase_ops("forward"))
+    if ops * len(workload.tensors) > _FEW_BITS:
+        waits, counted = [list(workload.ops[i].deps) for i in range(ops)], [0.0] * ops
+        for tensor in workload.tensors:
+            readers = {r for r in tensor.readers if r < forward}
+            if len(readers) == 1:
+                counted[min(readers)] += 1
+            else:
+                for reader in readers:
+                    waits[reader].append(len(waits))
+                waits.append([])
+                counted.append(1)
+        cover = Cover([*range(ops, len(waits)), *range(ops)], waits, counted)
+        if cover.complete:
+            return [round(cover.seconds(cover.reached[i])) for i in range(ops)]
+    return [needs.bit_count() for needs in find_dependencies(workload, inference=inference)]
+
+
+def _worker_ops(workload: Workload, inference: bool) -> int:
+    """The number of ops that a worker runs, or an inference agent."""
+    return len(workload.phase_ops("forward")) + (0 if inference else len(workload.phase_ops("backward")))
 
 
 def tac(
@@ -134,18 +194,22 @@ def find_dependencies(workload: Workload, *, inference: bool = False) -> list[in
 
     A worker runs the forward and the backward ops, an inference agent only the
     forward ops; the optimizer runs at the servers. Ops stand after those that they
-    depend on, so the traversal is one pass in order.
+    depend on, so the traversal is one pass in order. Raises `TooLargeError` on too many
+    tensors and forward ops.
     """
-    phases = ("forward",) if inference else ("forward", "backward")
-    count = sum(op.phase in phases for op in workload.ops)
-    reads = [0] * count
+    forward, tensors = len(workload.phase_ops("forward")), len(workload.tensors)
+    if forward * tensors > _MOST_BITS:
+        sets = f"{tensors:,} that {forward:,} forward ops need"
+        raise TooLargeError(f"tensors: {sets} (expected at most {_MOST_BITS:,} pairs)")
+    reads = [0] * _worker_ops(workload, inference)
     for t, tensor in enumerate(workload.tensors):
         for reader in tensor.readers:
-            if workload.ops[reader].phase == "forward":
+            if reader < forward:
                 reads[reader] |= 1 << t
-    for i in range(count):
+    for i in range(len(reads)):
         for dep in workload.ops[i].deps:
-            reads[i] |= reads[dep]
+            both = reads[i] | reads[dep]
+            reads[i] = reads[dep] if both == reads[dep] else both  # equal sets share their memory
     return reads
 
 
@@ -172,23 +236,29 @@ class TransferProperties:
             sets = f"{len(loads):,} sets of {transfers:,} tensors"
             raise TooLargeError(f"tensors: {sets} that ops need (expected at most {_MOST_NEEDS:,} pairs)")
         width = (transfers + 7) // 8
-        packed = b"".join(needs.to_bytes(width, "little") for needs in loads)
+        packed = bytearray().join(needs.to_bytes(width, "little") for needs in loads)
         #: `_bits[set]`: its transfers, eight to a byte; rows lose a bit when a transfer completes.
-        self._bits = np.frombuffer(packed, np.uint8).reshape(len(loads), width).copy()
-        needed = np.unpackbits(self._bits, axis=1, count=transfers, bitorder="little").view(bool)
-        self._holders = [np.flatnonzero(needed[:, t]) for t in range(transfers)]
+        self._bits = np.frombuffer(packed, np.uint8).reshape(len(loads), width)
         self._load = np.array(list(loads.values()), np.int64)
-        self._count = needed.sum(axis=1, dtype=np.int64)
+        self._count = np.array([needs.bit_count() for needs in loads], np.int64)
         self.time = np.array(transfer_time, np.int64)
-        self._m = needed.astype(np.int64) @ self.time if len(loads) else np.zeros(0, np.int64)
+        self._m = np.zeros(len(loads), np.int64)
+        for start in range(0, len(loads), _ROWS):
+            rows = np.unpackbits(self._bits[start : start + _ROWS], axis=1, count=transfers, bitorder="little")
+            self._m[start : start + _ROWS] = np.where(rows, self.time, 0).sum(axis=1)
         self.outstanding = np.ones(transfers, bool)
         #: P of every transfer.
         self.load = np.zeros(transfers, np.int64)
         self._credit(np.flatnonzero(self._count == 1))
 
+    def _held(self, transfer: int) -> NDArray[np.bool_]:
+        """Which sets hold a transfer."""
+        held: NDArray[np.bool_] = self._bits[:, transfer >> 3] & (1 << (transfer & 7)) != 0
+        return held
+
     def complete(self, transfer: int) -> None:
         """Record that a transfer has completed."""
-        holders = self._holders[transfer]
+        holders = np.flatnonzero(self._held(transfer))
         self.outstanding[transfer] = False
         self._bits[holders, transfer >> 3] &= np.uint8(~(1 << (transfer & 7)) & 0xFF)
         self._count[holders] -= 1
@@ -211,10 +281,15 @@ class TransferProperties:
 
     def least_impending(self, candidates: NDArray[np.intp]) -> NDArray[np.intp]:
         """The ones of some outstanding transfers with the least M+; all of them if none has a finite M+."""
-        asked = np.zeros(len(self.time), bool)
-        asked[candidates] = True
-        mask = np.packbits(asked, bitorder="little")
-        shared = (self._count > 1) & (self._bits & mask).any(axis=1)
+        asked: NDArray[np.bool_] = np.zeros(len(self._count), bool)
+        if len(candidates) <= _ROWS:
+            for transfer in candidates.tolist():
+                asked |= self._held(transfer)
+        else:
+            mask = np.zeros(len(self.time), bool)
+            mask[candidates] = True
+            asked = np.any(self._bits & np.packbits(mask, bitorder="little"), axis=1)
+        shared = (self._count > 1) & asked
         if not shared.any():
             return candidates
         nearest = shared & (self._m == self._m[shared].min())

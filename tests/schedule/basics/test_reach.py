@@ -51,7 +51,7 @@ def test_a_deep_network_reaches_few_chains():
     for _ in range(50):
         begin = len(waits) - 1
         waits += [[begin], [begin], [begin], [begin], [begin + 2, begin + 3, begin + 4]]
-    cover = reach._Cover(range(len(waits)), waits, [1.0] * len(waits))
+    cover = reach.Cover(range(len(waits)), waits, [1.0] * len(waits))
     assert max(len(chains) for chains in cover.reached.values()) <= 4
 
 

@@ -28,7 +28,14 @@ from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule
 from legato.schedule.compare import compare
 from legato.schedule.published.pulls import pull_seconds
-from legato.schedule.published.tictac import NEVER, TransferProperties, find_dependencies, tac_order, tic_order
+from legato.schedule.published.tictac import (
+    NEVER,
+    TransferProperties,
+    find_dependencies,
+    least_counts,
+    tac_order,
+    tic_order,
+)
 from legato.simulator.collective import iteration_time
 
 SECOND = Cluster(2, {"c": LinearCost(0.0, 2.0)}, servers=1)  # a pull takes a second a byte
@@ -286,6 +293,22 @@ def survey(count):
 
 if __name__ == "__main__":
     survey(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+
+
+@given(workloads(max_ops=8, max_tensors=8), st.booleans())
+def test_tic_counts_the_same_with_sets_and_without(workload, inference):
+    needs = find_dependencies(workload, inference=inference)
+    counted = TransferProperties(needs, [0] * len(needs), [1] * len(workload.tensors)).impending().tolist()
+    assert least_counts(workload, inference=inference) == counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("legato.schedule.published.tictac._FEW_BITS", 0)
+        assert least_counts(workload, inference=inference) == counted
+
+
+def test_more_sets_than_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr("legato.schedule.published.tictac._MOST_BITS", 3)
+    with pytest.raises(TooLargeError, match=r"tensors: 2 that 2 forward ops need .expected at most 3 pairs"):
+        schedule("tac", FIGURE_1A, SECOND)
 
 
 def test_more_needs_than_memory_holds_are_refused():
