@@ -21,7 +21,7 @@ _LATEST_S = 1e18
 SpanKind = Literal["forward", "backward", "optimizer", "message"]
 
 
-class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """An op or a message in one of a worker's lanes, from `start_s` to `end_s` (seconds).
 
     `nbytes` is the size of a message, or None if it is unknown.

@@ -34,7 +34,6 @@ All workers behave alike, so the spans are those of worker 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from legato.core.cluster import Cluster
@@ -46,7 +45,7 @@ from legato.core.workload import Workload
 from legato.simulator.period import Compute, Period, check_compute
 from legato.simulator.pipelining import message_s
 
-__all__ = ["LEAST_PACE", "iteration_time", "iteration_times", "simulate"]
+__all__ = ["LEAST_PACE", "iteration_time", "simulate"]
 
 #: Computation goes on at this pace at least, however much a message takes from it.
 LEAST_PACE = 0.05
@@ -101,19 +100,8 @@ def simulate(
 
 def iteration_time(workload: Workload, plan: Plan, cluster: Cluster, *, compute: Compute = "one") -> float:
     """Return `simulate(...).iteration_s` without building the spans. Raises what `simulate` raises."""
-    return iteration_times(workload, [plan], cluster, compute=compute)[0]
-
-
-def iteration_times(
-    workload: Workload, plans: Iterable[Plan], cluster: Cluster, *, compute: Compute = "one"
-) -> list[float]:
-    """Return the `iteration_time` of each of several plans. Raises what `simulate` raises."""
     period = Period.of(workload)
-    times = []
-    for plan in plans:
-        done = _run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster)
-        times.append(done.iteration_s)
-    return times
+    return _run(period, plan, _prepare(period, plan, cluster, compute), compute, cluster).iteration_s
 
 
 def _label(message: Message) -> str:
@@ -128,21 +116,25 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     priced = []
     unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
     for message in plan.messages:
-        for piece in message.slices:
-            unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
+        if message.kind in _SECOND_HALF_OF.values():
+            for piece in message.slices:
+                unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
     for i, message in enumerate(plan.messages):
+        nbytes = message.nbytes
         try:
-            seconds = message_s(cluster, message.collective, message.depth, message.nbytes)
+            seconds = message_s(cluster, message.collective, message.depth, nbytes)
         except InputError as error:
             raise PlanError(f"messages[{i}].collective: {error}") from None
-        first = _SECOND_HALF_OF.get(message.kind)
-        for piece in message.slices:
-            unsent[message.kind, piece.tensor] -= 1
-            if first is not None and unsent.get((first, piece.tensor)):
-                raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
+        if message.kind != "all_reduce":
+            first = _SECOND_HALF_OF.get(message.kind)
+            for piece in message.slices:
+                if first is None:
+                    unsent[message.kind, piece.tensor] -= 1
+                elif unsent.get((first, piece.tensor)):
+                    raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
         share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
-        priced.append(_Priced(tensors, share * seconds, *_contended(cluster, message.nbytes, share)))
+        priced.append(_Priced(tensors, share * seconds, *_contended(cluster, nbytes, share)))
     return priced
 
 
@@ -281,6 +273,8 @@ class _ContendedRun(_Run):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
         self.packed_bytes = 0  # that have arrived and are still to be unpacked
+        self.ready = 0  # tensors at the beginning of the next message that are known to be there
+        self.read = 0  # tensors at the beginning of what the next op reads that are known to be there
 
     def run(self) -> None:
         """Go from one moment to the next at which an op or a message begins or ends."""
@@ -294,9 +288,11 @@ class _ContendedRun(_Run):
                 elif self.may_run(i):
                     gather_s = self.gather_s.get(i, 0.0)
                     op, op_left, self.op_start[i] = i, gather_s + self.duration[i], now + gather_s
+                    self.read = 0
             if message is None and (k := len(self.message_end)) < len(self.messages) and self.may_send(k):
                 message, message_left = self.messages[k], 1.0
                 self.message_start.append(now)
+                self.ready = 0
             if op is None and message is None:
                 raise PlanError(self.deadlock())
             busy_s, pace = 0.0, 1.0
@@ -330,9 +326,15 @@ class _ContendedRun(_Run):
         if self.backward[i]:
             return True
         if self.plan.forward_overlap:
-            return not any(self.missing[t] for t in self.period.reads[i])
+            reads = self.period.reads[i]
+            while self.read < len(reads) and not self.missing[reads[self.read]]:
+                self.read += 1
+            return self.read == len(reads)
         return len(self.message_end) == len(self.messages)
 
     def may_send(self, k: int) -> bool:
         """Whether the gradients of message k, the next one, are there."""
-        return all(self.op_end[self.period.ready_op[t]] != _UNKNOWN for t in self.messages[k].tensors)
+        tensors = self.messages[k].tensors
+        while self.ready < len(tensors) and self.op_end[self.period.ready_op[tensors[self.ready]]] != _UNKNOWN:
+            self.ready += 1
+        return self.ready == len(tensors)
