@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import accumulate, groupby
 
 import msgspec
 
 from legato.core.cluster import Cluster
-from legato.core.errors import TooLargeError
+from legato.core.errors import InputError, TooLargeError
 from legato.core.files import identity
 from legato.core.plan import MOST_CHUNKS, Message, Plan, Slice
 from legato.core.workload import Workload
+from legato.schedule.basics.joined import ALIGNMENT
 
 __all__ = [
     "check_partitions",
     "compose",
     "has_free_order",
+    "in_turn",
     "is_runnable",
+    "least_partition",
+    "message_limit",
     "message_of",
     "moves_updates_only",
     "priorities",
@@ -56,11 +61,46 @@ def resolve_collective(cluster: Cluster, collective: str | None) -> str:
     return name
 
 
-def check_partitions(workload: Workload, option: str, nbytes: int) -> None:
+def check_partitions(workload: Workload, option: str, nbytes: float) -> None:
     """Raise `TooLargeError`, which names the option, if partitions of `nbytes` bytes are too many for a plan."""
+    if nbytes == math.inf:
+        return
+    nbytes = int(nbytes)
     count = sum(-(-tensor.nbytes // nbytes) for tensor in workload.tensors)
     if count > MOST_CHUNKS:
         raise TooLargeError(f"{option}: {nbytes:,} makes {count:,} messages (expected at most {MOST_CHUNKS:,})")
+
+
+def message_limit(max_message_bytes: int | None) -> float:
+    """The most bytes of a message that holds more than one tensor: infinite for None.
+
+    Raises `InputError` below 16 bytes, where some tensors could not be partitioned.
+    """
+    if max_message_bytes is None:
+        return math.inf
+    if max_message_bytes < ALIGNMENT:
+        raise InputError(f"max_message_bytes: {max_message_bytes} (expected at least {ALIGNMENT})")
+    return max_message_bytes
+
+
+def least_partition(option: str, nbytes: int, most: float) -> tuple[str, int]:
+    """The bytes of a partition, by an option of a scheduler or by the limit of messages, and which of them it is."""
+    return (option, nbytes) if nbytes <= most else ("max_message_bytes", int(most) // ALIGNMENT * ALIGNMENT)
+
+
+def in_turn(workload: Workload, tensors: Iterable[int], most: float) -> list[list[int]]:
+    """The tensors (indices) in groups of neighbours, each as large as `most` bytes allow; a larger tensor is alone."""
+    groups: list[list[int]] = []
+    held = 0
+    for t in tensors:
+        nbytes = workload.tensors[t].nbytes
+        if groups and held + nbytes <= most:
+            groups[-1].append(t)
+            held += nbytes
+        else:
+            groups.append([t])
+            held = nbytes
+    return groups
 
 
 def message_of(workload: Workload, tensors: Iterable[int], collective: str) -> Message:

@@ -18,18 +18,38 @@ from __future__ import annotations
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, ready_order, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    in_turn,
+    message_limit,
+    message_of,
+    ready_order,
+    resolve_collective,
+)
 
 __all__ = ["fifo", "single"]
 
 
-def fifo(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """Send one message per tensor, in ready order. Raises `InputError` on a collective the cluster lacks."""
+def fifo(
+    workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
+) -> Plan:
+    """Send one message per tensor, in ready order.
+
+    `max_message_bytes` changes nothing, since tensors are sent whole. Raises `InputError`
+    on a limit below 16 bytes or a collective the cluster lacks.
+    """
     name = resolve_collective(cluster, collective)
+    message_limit(max_message_bytes)
     return compose("fifo", [message_of(workload, [t], name) for t in ready_order(workload)], workload, cluster)
 
 
-def single(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """Send all tensors as one message. Raises `InputError` on a collective the cluster lacks."""
-    name = resolve_collective(cluster, collective)
-    return compose("single", [message_of(workload, ready_order(workload), name)], workload, cluster)
+def single(
+    workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
+) -> Plan:
+    """Send all tensors as one message, or as few as `max_message_bytes` allows; a larger tensor is sent alone.
+
+    Raises `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    """
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
+    groups = in_turn(workload, ready_order(workload), most)
+    return compose("single", [message_of(workload, group, name) for group in groups], workload, cluster)

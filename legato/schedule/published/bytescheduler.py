@@ -40,6 +40,8 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import (
     check_partitions,
     compose,
+    least_partition,
+    message_limit,
     priorities,
     ready_order,
     release_times,
@@ -60,18 +62,21 @@ def bytescheduler(
     collective: str | None = None,
     partition_bytes: int = PARTITION_BYTES,
     credit_bytes: int = CREDIT_BYTES,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """Send partitions of at most `partition_bytes` in the order of the queue, with forward overlap.
 
     The runtime sends whole elements, so `partition_bytes` should be a multiple of
-    16. Raises `InputError` when either option is below 1, when there are too many
-    partitions, or on a collective the cluster lacks.
+    16. A lower `max_message_bytes`, rounded down to one, replaces it. Raises `InputError`
+    when an option is below 1 (or 16), when there are too many partitions, or on a
+    collective the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     for option, value in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
         if value < 1:
             raise InputError(f"{option}: {value} (expected at least 1)")
-    check_partitions(workload, "partition_bytes", partition_bytes)
+    option, partition_bytes = least_partition("partition_bytes", partition_bytes, most)
+    check_partitions(workload, option, partition_bytes)
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))

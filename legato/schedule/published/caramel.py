@@ -54,6 +54,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter, sub
 from typing import NamedTuple
 
 import msgspec
@@ -62,7 +63,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, resolve_collective
+from legato.schedule.basics.compose import compose, message_limit, message_of, resolve_collective
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.simulator.pipelining import message_s
 
@@ -70,6 +71,10 @@ __all__ = ["MAX_DEPTH", "Packing", "adaptive_depth", "batches", "caramel", "pack
 
 
 MAX_DEPTH = 8
+#: The most busy intervals in a block, which is searched as a whole or not at all.
+_BLOCK = 64
+#: More than the relative rounding error of a few float additions.
+_ROUNDING = 1e-12
 
 
 def caramel(
@@ -82,15 +87,17 @@ def caramel(
     scheduling: bool = True,
     depth: bool = True,
     threshold: float | None = None,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """Caramel's plan; forward overlap is part of scheduling.
 
     `threshold` is the size in bytes up to which gradients are batched, by default
     1.5 alpha/beta. The plan has an `op_order` if serialization finds one that
-    differs from the captured order. Raises `InputError` on a negative threshold or
-    on a collective the cluster lacks.
+    differs from the captured order. A batch goes out before it has more than
+    `max_message_bytes`; a larger gradient is sent alone. Raises `InputError` on a
+    negative threshold, a limit below 16 bytes or a collective the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     cost = cluster.cost(name)
     limit = threshold_bytes(cost) if threshold is None else threshold
     if not limit >= 0:
@@ -102,7 +109,8 @@ def caramel(
     groups = [[t] for t in tensors]
     if batching:
         sizes = [workload.tensors[t].nbytes for t in tensors]
-        groups = [[tensors[k] for k in batch] for batch in batches([ready[t] for t in tensors], sizes, cost, limit)]
+        found = batches([ready[t] for t in tensors], sizes, cost, limit, most)
+        groups = [[tensors[k] for k in batch] for batch in found]
     messages = [message_of(workload, group, name) for group in groups]
     if depth:
         messages = [msgspec.structs.replace(m, depth=adaptive_depth(m.nbytes, cluster, name, limit)) for m in messages]
@@ -147,11 +155,14 @@ def threshold_bytes(cost: LinearCost) -> float:
     return (1.6 * cost.floor_s - cost.alpha_s) / (2 * cost.beta_s_per_byte)
 
 
-def batches(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float) -> list[list[int]]:
+def batches(
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, threshold: float, most: float = math.inf
+) -> list[list[int]]:
     """Groups of gradients (indices), one message each, in the order in which they go out.
 
     `release_s` must not decrease. A gradient larger than `threshold` bytes forms a
-    group alone. Raises `ValueError` when the sequences differ in length.
+    group alone, and no group of several has more than `most` bytes. Raises
+    `ValueError` when the sequences differ in length.
     """
     if len(release_s) != len(nbytes):
         raise ValueError(f"{len(release_s)} release times and {len(nbytes)} sizes (expected equal numbers)")
@@ -172,6 +183,9 @@ def batches(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost,
         if nbytes[k] > threshold:
             send([k])
             continue
+        if batch and size + nbytes[k] > most:
+            send(batch)
+            batch, size = [], 0
         batch.append(k)
         size += nbytes[k]
         if size > threshold:
@@ -271,18 +285,30 @@ class _Pass:
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
         self.beyond_s = 0.0
-        self.busy: list[tuple[float, float]] = []  # busy intervals in time order, with gaps between them
+        self.blocks: list[list[tuple[float, float]]] = []  # busy intervals in time order, with gaps between them
+        self.widest_s: list[float] = []  # by block: no gap before one of its intervals is longer; gaps only shrink
         self.placed: list[tuple[float, float, int]] = []  # start, end, message
 
     def earliest(self, release_s: float, send_s: float) -> float:
         """The first time at which a message fits."""
         start = release_s
-        at = bisect_left(self.busy, (release_s,))
-        if at and self.busy[at - 1][1] > start:
-            start = self.busy[at - 1][1]
-        while at < len(self.busy) and start + send_s > self.busy[at][0]:
-            start = self.busy[at][1]
-            at += 1
+        b, at = self._find(release_s)
+        if at and self.blocks[b][at - 1][1] > start:
+            start = self.blocks[b][at - 1][1]
+        while b < len(self.blocks):
+            block = self.blocks[b]
+            end = block[-1][1]
+            if at == 0 and self.widest_s[b] + _ROUNDING * end < send_s:
+                start = end
+            else:
+                if at == 0 and start > release_s:  # the end of the interval before
+                    self.widest_s[b] = max(map(sub, map(itemgetter(0), block), [start, *map(itemgetter(1), block)]))
+                while at < len(block) and start + send_s > block[at][0]:
+                    start = block[at][1]
+                    at += 1
+                if at < len(block):
+                    return start
+            b, at = b + 1, 0
         return start
 
     def added_s(self, end_s: float) -> float:
@@ -294,13 +320,28 @@ class _Pass:
         end = start_s + send_s
         self.beyond_s += self.added_s(end)
         insort(self.placed, (start_s, end, message))
-        at = bisect_left(self.busy, (start_s,))
-        if at < len(self.busy) and self.busy[at][0] <= end:
-            end = max(end, self.busy.pop(at)[1])
-        if at and self.busy[at - 1][1] >= start_s:
-            start_s = self.busy.pop(at - 1)[0]
+        b, at = self._find(start_s)
+        if not self.blocks:
+            self.blocks, self.widest_s = [[]], [math.inf]
+        block = self.blocks[b]
+        after, k = (block, at) if at < len(block) or b + 1 == len(self.blocks) else (self.blocks[b + 1], 0)
+        if k < len(after) and after[k][0] <= end:
+            end = max(end, after.pop(k)[1])
+        if at and block[at - 1][1] >= start_s:
             at -= 1
-        self.busy.insert(at, (start_s, end))
+            start_s = block.pop(at)[0]
+        block.insert(at, (start_s, end))
+        if not after:
+            del self.blocks[b + 1], self.widest_s[b + 1]
+        if len(block) > _BLOCK:
+            middle = len(block) // 2
+            self.blocks[b : b + 1] = [block[:middle], block[middle:]]
+            self.widest_s.insert(b, self.widest_s[b])
+
+    def _find(self, moment_s: float) -> tuple[int, int]:
+        """The place (block, index) of the first interval that begins at this time or later, or one behind a block."""
+        b = max(0, bisect_left(self.blocks, (moment_s,), key=itemgetter(0)) - 1)
+        return b, bisect_left(self.blocks[b], (moment_s,)) if self.blocks else 0
 
     def order(self) -> list[int]:
         """The messages in time order."""

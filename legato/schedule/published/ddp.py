@@ -22,7 +22,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, ready_order, resolve_collective
+from legato.schedule.basics.compose import compose, message_limit, message_of, ready_order, resolve_collective
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "bucket_caps", "ddp"]
 
@@ -40,15 +40,19 @@ def ddp(
     first_bucket_bytes: int | None = None,
     bucket_bytes: int | None = None,
     bucket_cap_mb_list: Sequence[float] | None = None,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """DDP's buckets, one message each.
 
     `bucket_bytes` and `first_bucket_bytes` are caps in bytes. As in DDP,
     `bucket_bytes` is also the cap of the first bucket unless `first_bucket_bytes` is
     given. `bucket_cap_mb_list` is DDP's argument of this name, in MiB, and excludes
-    the other two. Raises `InputError` on a cap that is not above zero.
+    the other two. DDP closes a bucket when it has reached its cap. A bucket that the
+    next tensor would make larger than `max_message_bytes` is closed before; a larger
+    tensor has a bucket of its own. DDP does so with the caps that `bucket_caps` returns.
+    Raises `InputError` on a cap that is not above zero, or a limit below 16 bytes.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if bucket_cap_mb_list is not None:
         if bucket_bytes is not None or first_bucket_bytes is not None:
             raise InputError("bucket_cap_mb_list: given together with bucket_bytes (expected one of them)")
@@ -63,15 +67,18 @@ def ddp(
         raise InputError(f"bucket of {min(caps)} bytes (expected at least 1)")
     order = ready_order(workload)
     sizes = [workload.tensors[t].nbytes for t in order]
-    messages = [message_of(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps)]
+    messages = [message_of(workload, order[start:stop], name) for start, stop in _buckets(sizes, caps, most)]
     return compose("ddp", messages, workload, cluster)
 
 
-def _buckets(sizes: Iterable[int], caps: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of each bucket, as `dist._compute_bucket_assignment_by_size` forms them."""
+def _buckets(sizes: Iterable[int], caps: Sequence[int], most: float) -> list[tuple[int, int]]:
+    """(start, stop) of each bucket, as `dist._compute_bucket_assignment_by_size` forms them, with at most `most`."""
     buckets: list[tuple[int, int]] = []
     start = stop = held = 0
     for stop, nbytes in enumerate(sizes, start=1):
+        if held and held + nbytes > most:
+            buckets.append((start, stop - 1))
+            start, held = stop - 1, 0
         held += nbytes
         if held >= caps[min(len(buckets), len(caps) - 1)]:
             buckets.append((start, stop))

@@ -28,7 +28,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, priorities, resolve_collective
+from legato.schedule.basics.compose import compose, in_turn, message_limit, message_of, priorities, resolve_collective
 
 __all__ = ["BUFFER_BYTES", "dear"]
 
@@ -37,18 +37,23 @@ BUFFER_BYTES = 25 * 2**20
 
 
 def dear(
-    workload: Workload, cluster: Cluster, *, collective: str | None = None, buffer_bytes: int = BUFFER_BYTES
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """Send two messages per group, all reduce-scatters before the first all-gather, with forward overlap.
 
-    A group holds less than `buffer_bytes`, or one tensor; `buffer_bytes=1` turns
-    fusion off. Raises `InputError` when `buffer_bytes` is below 1, or on a collective
-    the cluster lacks.
+    A group holds less than `buffer_bytes` and at most `max_message_bytes`, or one tensor;
+    `buffer_bytes=1` turns fusion off. Raises `InputError` when `buffer_bytes` is below 1
+    or the limit below 16 bytes, or on a collective the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if buffer_bytes < 1:
         raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
-    groups = _groups(workload, buffer_bytes)
+    groups = _groups(workload, min(buffer_bytes - 1, most))
     # A group is complete with its last gradient; groups complete at the same op go in backward order.
     complete = [max(workload.tensors[t].ready_after for t in group) for group in groups]
     backward = sorted(range(len(groups)), key=lambda g: (complete[g], -g))
@@ -58,17 +63,7 @@ def dear(
     return compose("dear", messages, workload, cluster, forward_overlap=True)
 
 
-def _groups(workload: Workload, buffer_bytes: int) -> list[list[int]]:
-    """Groups of tensors, one per buffer, in the order in which the forward pass reads them."""
+def _groups(workload: Workload, most: float) -> list[list[int]]:
+    """Groups of tensors, one per buffer of at most `most` bytes, in the order in which the forward pass reads them."""
     place = priorities(workload)
-    groups: list[list[int]] = []
-    held = 0
-    for t in sorted(range(len(place)), key=place.__getitem__):
-        nbytes = workload.tensors[t].nbytes
-        if groups and held + nbytes < buffer_bytes:
-            groups[-1].append(t)
-            held += nbytes
-        else:
-            groups.append([t])
-            held = nbytes
-    return groups
+    return in_turn(workload, sorted(range(len(place)), key=place.__getitem__), most)

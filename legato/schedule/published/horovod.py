@@ -29,7 +29,14 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    message_limit,
+    message_of,
+    ready_order,
+    release_times,
+    resolve_collective,
+)
 
 __all__ = ["CYCLE_TIME_S", "FUSION_THRESHOLD_BYTES", "horovod"]
 
@@ -47,24 +54,25 @@ def horovod(
     collective: str | None = None,
     fusion_threshold_bytes: int = FUSION_THRESHOLD_BYTES,
     cycle_time_s: float = CYCLE_TIME_S,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """Send the messages that the cycles form, in ready order; a threshold of 0 turns fusion off.
 
-    A tensor larger than the threshold is sent alone. Raises `InputError` on a
-    threshold below 0, a cycle shorter than a nanosecond, or a collective the
-    cluster lacks.
+    A tensor larger than the threshold is sent alone. `max_message_bytes` is another
+    threshold. Raises `InputError` on a threshold below 0 (or 16 bytes), a cycle shorter
+    than a nanosecond, or a collective the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if fusion_threshold_bytes < 0:
         raise InputError(f"fusion_threshold_bytes: {fusion_threshold_bytes} (expected at least 0)")
     if not _SHORTEST_CYCLE_S <= cycle_time_s < math.inf:
         raise InputError(f"cycle_time_s: {cycle_time_s} (expected finite seconds, at least {_SHORTEST_CYCLE_S})")
-    ready = release_times(workload)
+    ready, most = release_times(workload), min(most, fusion_threshold_bytes)
     groups: list[list[int]] = []
     tick = held = 0  # of the last group: the cycle in which it leaves, and its bytes
     for t in ready_order(workload):
         sees, nbytes = math.ceil(ready[t] / cycle_time_s), workload.tensors[t].nbytes
-        if groups and sees == tick and held + nbytes <= fusion_threshold_bytes:
+        if groups and sees == tick and held + nbytes <= most:
             groups[-1].append(t)
             held += nbytes
         else:

@@ -23,14 +23,20 @@ alpha more than an earlier value.
 
 Of several plans that end at the same time, the one with fewer messages is taken.
 
-A cost with a floor (`LinearCost.floor_s`) allows no such shortcut, and the recurrence
-is evaluated in O(L^2). Its result is then the best way to merge neighbours in ready
-order. It does not move bytes into a message below the floor, where they would travel
-for free.
+A cost with a floor (`LinearCost.floor_s`) has two parts. The i from some place on, which
+only grows with j, make messages that cost the floor, and the first of them is the best.
+For the others, the same holds as above, except that f(i) - beta * bytes(0..i) may fall. So
+the least of it over a window is kept, of which both ends only move on (a monotone queue),
+and the recurrence still takes O(L). Up to `_FEW` gradients it is evaluated as it stands,
+which is as fast and finds plans with the least rounding errors. Its result is then the
+best way to merge neighbours in ready order. It does not move bytes into a message below
+the floor, where they would travel for free.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -39,32 +45,51 @@ import numpy as np
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    message_limit,
+    message_of,
+    ready_order,
+    release_times,
+    resolve_collective,
+)
 
 __all__ = ["earliest_finishes", "merge_neighbours", "merge_optimal"]
 
+#: Up to so many gradients, a cost with a floor is tried for every pair of them.
+_FEW = 4096
 
-def merge_optimal(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """The fastest plan without forward overlap. Raises `InputError` on a collective the cluster lacks."""
-    name = resolve_collective(cluster, collective)
+
+def merge_optimal(
+    workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
+) -> Plan:
+    """The fastest plan without forward overlap.
+
+    With `max_message_bytes`, it is the fastest of those that merge neighbours in ready
+    order into messages of at most so many bytes; a larger tensor is sent alone. Raises
+    `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    """
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     order, ready = ready_order(workload), release_times(workload)
     nbytes = [workload.tensors[t].nbytes for t in order]
-    _, groups = merge_neighbours([ready[t] for t in order], nbytes, cluster.cost(name))
+    _, groups = merge_neighbours([ready[t] for t in order], nbytes, cluster.cost(name), most)
     messages = [message_of(workload, order[start:stop], name) for start, stop in groups]
     return compose("merge-optimal", messages, workload, cluster)
 
 
 def merge_neighbours(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float = math.inf
 ) -> tuple[float, list[tuple[int, int]]]:
     """The pair (f(n), messages as (start, stop) ranges), for gradients whose `release_s` never decreases.
 
+    A message of several gradients has at most `most` bytes.
     Raises `ValueError` when the sequences differ in length or hold nothing.
     """
     if not release_s or len(release_s) != len(nbytes):
         counts = f"{len(release_s)} release times and {len(nbytes)} sizes"
         raise ValueError(f"{counts} (expected equal numbers, at least one)")
-    finish, split = (_with_floor if cost.floor_s else earliest_finishes)(release_s, nbytes, cost)
+    with_floor = _with_floor if len(nbytes) <= _FEW else _with_floor_of_many
+    finish, split = (with_floor if cost.floor_s else earliest_finishes)(release_s, nbytes, cost, most)
     groups, stop = [], len(nbytes)
     while stop:
         groups.append((split[stop], stop))
@@ -73,37 +98,105 @@ def merge_neighbours(
 
 
 def earliest_finishes(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float = math.inf
 ) -> tuple[list[float], list[int]]:
     """The values f(0) to f(n), and the best i for each; ignores a floor of the cost."""
-    sent = [cost.beta_s_per_byte * total for total in accumulate(nbytes, initial=0)]  # time of bytes 0..j without alpha
+    upto = list(accumulate(nbytes, initial=0))
+    sent = [cost.beta_s_per_byte * total for total in upto]  # time of bytes 0..j without alpha
     finish, count, split = [0.0], [0], [0]  # f(j); the number of messages; where the last of them begins
     waiting, idle = 0, 0  # the first i with f(i) > ready(j); the best i before it
+    first, limited = 0, upto[-1] > most  # the first i from which on `most` bytes reach to j
+    alpha_s = cost.alpha_s
     for j, ready in enumerate(release_s, start=1):
         while waiting < j and finish[waiting] <= ready:
             if sent[waiting] > sent[idle] or count[waiting] < count[idle]:
                 idle = waiting
             waiting += 1
+        busy = waiting
+        if limited:
+            while upto[j] - upto[first] > most and first < j - 1:
+                first += 1
+            if idle < first < waiting:
+                idle = waiting - 1
+            busy = max(waiting, first)
         i, start = idle, ready
-        if waiting < j:
-            later = (finish[waiting] - sent[waiting]) - (ready - sent[idle])
-            if later < 0 or (later == 0 and count[waiting] < count[idle]):
-                i, start = waiting, finish[waiting]
-        finish.append(start + cost.alpha_s + (sent[j] - sent[i]))
+        if busy < j:
+            later = (finish[busy] - sent[busy]) - (ready - sent[idle])
+            if later < 0 or (later == 0 and count[busy] < count[idle]) or idle < first:
+                i, start = busy, finish[busy]
+        finish.append(start + alpha_s + (sent[j] - sent[i]))
         count.append(count[i] + 1)
         split.append(i)
     return finish, split
 
 
-def _with_floor(release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost) -> tuple[list[float], list[int]]:
+def _with_floor(
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float
+) -> tuple[list[float], list[int]]:
     """The same as `earliest_finishes`, for a cost with a floor."""
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
     finish, count, split = np.zeros(len(upto)), np.zeros(len(upto), dtype=int), [0]
+    first = 0
     for j, ready in enumerate(release_s, start=1):
-        seconds = np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * (upto[j] - upto[:j]))
-        ends = np.maximum(finish[:j], ready) + seconds
+        while upto[j] - upto[first] > most and first < j - 1:
+            first += 1
+        seconds = np.maximum(cost.floor_s, cost.alpha_s + cost.beta_s_per_byte * (upto[j] - upto[first:j]))
+        ends = np.maximum(finish[first:j], ready) + seconds
         best = np.flatnonzero(ends == ends.min())
-        i = int(best[np.argmin(count[best])])
-        finish[j], count[j] = ends[i], count[i] + 1
+        i = first + int(best[np.argmin(count[first:j][best])])
+        finish[j], count[j] = ends[i - first], count[i] + 1
         split.append(i)
     return finish.tolist(), split
+
+
+def _with_floor_of_many(
+    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float
+) -> tuple[list[float], list[int]]:
+    """The same as `_with_floor`, up to rounding, in O(L)."""
+    upto = list(accumulate(nbytes, initial=0))
+    finish, count, split = [0.0], [0], [0]
+    first = waiting = large = 0  # the first i within `most`; with f(i) > ready(j); whose message costs the floor
+    idle, busy, idle_small, busy_small = (_Window() for _ in range(4))
+    for j, ready in enumerate(release_s, start=1):
+        while upto[j] - upto[first] > most and first < j - 1:
+            first += 1
+        while large < j and cost.alpha_s + cost.beta_s_per_byte * (upto[j] - upto[large]) > cost.floor_s:
+            busy.add(large, (finish[large] - cost.beta_s_per_byte * upto[large], count[large]))
+            large += 1
+        while waiting < j and finish[waiting] <= ready:
+            idle_small.add(waiting, (count[waiting],))
+            waiting += 1
+        busy_small.add(j - 1, (finish[j - 1], count[j - 1]))
+        for i in range(idle.end, min(large, waiting)):
+            idle.add(i, (-cost.beta_s_per_byte * upto[i], count[i]))
+        small = max(first, large)
+        chosen = [idle.least(first), busy.least(max(first, waiting))]
+        chosen += [idle_small.least(small), busy_small.least(max(small, waiting))]
+        finish_j, count_j, i = min(
+            (max(finish[i], ready) + cost.cost(upto[j] - upto[i]), count[i], i) for i in chosen if i >= first
+        )
+        finish.append(finish_j)
+        count.append(count_j + 1)
+        split.append(i)
+    return finish, split
+
+
+class _Window:
+    """The place of the least of some keys (of equal ones, the first), in a window whose ends only move on."""
+
+    def __init__(self) -> None:
+        self.kept: deque[tuple[tuple[float, ...], int]] = deque()  # rising keys, each the least from there on
+        self.end = 0
+
+    def add(self, place: int, key: tuple[float, ...]) -> None:
+        """Let the window end behind this place."""
+        while self.kept and self.kept[-1][0] > key:
+            self.kept.pop()
+        self.kept.append((key, place))
+        self.end = place + 1
+
+    def least(self, begin: int) -> int:
+        """The place of the least key in the window, which begins here; -1 if the window is empty."""
+        while self.kept and self.kept[0][1] < begin:
+            self.kept.popleft()
+        return self.kept[0][1] if self.kept else -1

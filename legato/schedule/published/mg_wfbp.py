@@ -24,22 +24,36 @@ from __future__ import annotations
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_of, ready_order, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    message_limit,
+    message_of,
+    ready_order,
+    release_times,
+    resolve_collective,
+)
 
 __all__ = ["mg_wfbp"]
 
 
-def mg_wfbp(workload: Workload, cluster: Cluster, *, collective: str | None = None) -> Plan:
-    """Send the groups of Algorithm 1, one message each. Raises `InputError` on a collective the cluster lacks."""
-    name = resolve_collective(cluster, collective)
+def mg_wfbp(
+    workload: Workload, cluster: Cluster, *, collective: str | None = None, max_message_bytes: int | None = None
+) -> Plan:
+    """Send the groups of Algorithm 1, one message each.
+
+    A layer is not merged where this makes more than `max_message_bytes`. Raises
+    `InputError` on a limit below 16 bytes or a collective the cluster lacks.
+    """
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     cost = cluster.cost(name)
     order, ready = ready_order(workload), release_times(workload)
     groups: list[list[int]] = []
     start, nbytes = 0.0, 0  # of the last group: when the network could begin it, and its bytes
     for t in order:
-        if groups and ready[t] - start < cost.startup_s:
+        merged = nbytes + workload.tensors[t].nbytes
+        if groups and ready[t] - start < cost.startup_s and merged <= most:
             groups[-1].append(t)
-            start, nbytes = max(start, ready[t]), nbytes + workload.tensors[t].nbytes
+            start, nbytes = max(start, ready[t]), merged
         else:
             free = start + cost.cost(nbytes) if groups else 0.0
             groups.append([t])

@@ -28,6 +28,8 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import (
     check_partitions,
     compose,
+    least_partition,
+    message_limit,
     priorities,
     ready_order,
     release_times,
@@ -37,17 +39,26 @@ from legato.schedule.basics.compose import (
 __all__ = ["p3"]
 
 
-def p3(workload: Workload, cluster: Cluster, *, collective: str | None = None, slice_bytes: int = 4 * 2**20) -> Plan:
+def p3(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    slice_bytes: int = 4 * 2**20,
+    max_message_bytes: int | None = None,
+) -> Plan:
     """Send slices of at most `slice_bytes`, the most urgent first, with forward overlap.
 
-    The runtime sends whole elements, so `slice_bytes` should be a multiple of 8.
-    Raises `InputError` when it is below 1 or makes too many slices, or on a collective
+    The runtime sends whole elements, so `slice_bytes` should be a multiple of 8. A lower
+    `max_message_bytes`, rounded down to a multiple of 16, replaces it. Raises
+    `InputError` when it is below 1 (or 16) or makes too many slices, or on a collective
     the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
     if slice_bytes < 1:
         raise InputError(f"slice_bytes: {slice_bytes} (expected at least 1)")
-    check_partitions(workload, "slice_bytes", slice_bytes)
+    option, slice_bytes = least_partition("slice_bytes", slice_bytes, most)
+    check_partitions(workload, option, slice_bytes)
     cost, tensors = cluster.cost(name), workload.tensors
     ready, place = release_times(workload), priorities(workload)
     arriving = deque(ready_order(workload))

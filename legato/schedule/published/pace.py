@@ -56,7 +56,6 @@ Deviations:
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -66,16 +65,14 @@ from numpy.typing import NDArray
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice
-from legato.core.workload import Tensor, Workload
-from legato.schedule.basics.compose import compose, release_times, resolve_collective
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import check_partitions, compose, message_limit, release_times, resolve_collective
 from legato.schedule.basics.heads_tails import HeadsTails, heads_tails
 from legato.schedule.basics.jackson import jackson
+from legato.schedule.basics.joined import Joined, divided
 from legato.simulator.period import Compute
 
 __all__ = ["Chain", "balanced", "fuse", "pace", "preemptive"]
-
-
-_ALIGNMENT = 16
 
 
 #: Every number of groups R is tried up to twice this, then one in R / _DENSE.
@@ -92,14 +89,17 @@ def pace(
     collective: str | None = None,
     compute: Compute = "one",
     fusion: bool = True,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """Send one message for each piece of the optimal preemptive schedule, with forward overlap.
 
-    For N tensors, the schedule takes O(N log N) and fusion O(N^2). Without `fusion`,
-    the tensors are scheduled as they are (section IV alone). Raises `InputError` on an
-    unknown compute setting or a collective the cluster lacks.
+    For N tensors, the schedule takes O(N log N) and R groups take O(N R). Without
+    `fusion`, the tensors are scheduled as they are (section IV alone). Pieces of more
+    than `max_message_bytes` are divided. Raises `InputError` on an unknown compute
+    setting, a limit below 16 bytes or a collective the cluster lacks.
     """
-    name = resolve_collective(cluster, collective)
+    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
+    check_partitions(workload, "max_message_bytes", most)
     cost = cluster.cost(name)
     times = _heads_tails(workload, compute)
     order = sorted(range(len(workload.tensors)), key=lambda t: (times.release_s[t], workload.tensors[t].ready_after))
@@ -109,10 +109,10 @@ def pace(
         [times.tail_s[t] for t in order],
     )
     ends = fuse(chain, cost, times.compute_s) if fusion else list(range(1, len(order) + 1))
-    groups = [_Fused([workload.tensors[t] for t in order[a:b]]) for a, b in pairwise([0, *ends])]
+    groups = [Joined([workload.tensors[t] for t in order[a:b]]) for a, b in pairwise([0, *ends])]
     _, pieces = preemptive(chain.fused(ends), cost)
     messages = [Message(slices, collective=name) for slices in _partition(groups, pieces, cost)]
-    return compose("pace", messages, workload, cluster, forward_overlap=True)
+    return compose("pace", divided(messages, most), workload, cluster, forward_overlap=True)
 
 
 def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
@@ -211,32 +211,8 @@ def _one_more_group(upto: NDArray[Any], least: NDArray[Any]) -> tuple[NDArray[An
     return np.where(better, shorter, sizes), np.where(better, ends - 1, ends).astype(np.uint32)
 
 
-class _Fused:
-    """A group of tensors, end to end."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        *self.starts, self.nbytes = accumulate((tensor.nbytes for tensor in tensors), initial=0)
-
-    def aligned(self, at: int) -> int:
-        """The last offset up to `at` at which a tensor may be partitioned."""
-        start = self.starts[bisect_right(self.starts, at) - 1]
-        return start + (at - start) // _ALIGNMENT * _ALIGNMENT
-
-    def slices(self, start: int, stop: int) -> tuple[Slice, ...]:
-        """Bytes `start` to `stop` of the group as slices of its tensors."""
-        found = []
-        k = bisect_right(self.starts, start) - 1
-        while start < stop:
-            begin, tensor = self.starts[k], self.tensors[k]
-            end = min(stop, begin + tensor.nbytes)
-            found.append(Slice(tensor.name, start - begin, end - begin))
-            start, k = end, k + 1
-        return tuple(found)
-
-
 def _partition(
-    groups: Sequence[_Fused], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
+    groups: Sequence[Joined], pieces: Sequence[tuple[int, float, float]], cost: LinearCost
 ) -> list[tuple[Slice, ...]]:
     """The slices that each piece carries: its share of the group's bytes is its share of the group's time."""
     last = {i: k for k, (i, _, _) in enumerate(pieces)}

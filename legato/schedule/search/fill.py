@@ -13,10 +13,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "Filled", "Piece", "fill", "fill_greedily"]
+from legato.schedule.basics.joined import ALIGNMENT
 
-#: Tensors are partitioned at multiples of this many bytes, so that no element of any dtype is divided.
-ALIGNMENT = 16
+__all__ = ["Filled", "Piece", "fill", "fill_greedily"]
 
 
 class Piece(NamedTuple):

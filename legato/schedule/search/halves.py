@@ -8,6 +8,7 @@ period (with messages of whole tensors), and so is the sum of both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -22,16 +23,24 @@ __all__ = ["halves"]
 
 
 def halves(
-    workload: Workload, cluster: Cluster, release_s: Sequence[float], tail_s: Sequence[float], collective: str
+    workload: Workload,
+    cluster: Cluster,
+    release_s: Sequence[float],
+    tail_s: Sequence[float],
+    collective: str,
+    most: float = math.inf,
 ) -> Plan:
-    """The plan for gradients with these release times and tails, by tensor."""
+    """The plan for gradients with these release times and tails, by tensor.
+
+    A message of several tensors has at most `most` bytes.
+    """
     cost = cluster.cost(collective)
     half = LinearCost(cost.alpha_s / 2, cost.beta_s_per_byte / 2, cost.floor_s / 2)
 
     def merged(release_s: Sequence[float], kind: Kind) -> list[Message]:
         order = sorted(range(len(release_s)), key=release_s.__getitem__)
         nbytes = [workload.tensors[t].nbytes for t in order]
-        _, groups = merge_neighbours([release_s[t] for t in order], nbytes, half)
+        _, groups = merge_neighbours([release_s[t] for t in order], nbytes, half, most)
         messages = [message_of(workload, order[start:stop], collective) for start, stop in groups]
         return [msgspec.structs.replace(message, kind=kind) for message in messages]
 

@@ -17,7 +17,8 @@ random and filled again, until the iteration is within `gap` of the proven lower
 the budget is spent (`local_search.py`). A worker has to put a tensor together whose pieces
 are scattered over messages. Where this is known to take time, everything is done first
 without partitioning, then with partitions that leave every tensor in one piece of memory.
-Every message takes the collective and the depth that are cheapest for its size.
+Every message takes the collective and the depth that are cheapest for its size. Of models
+with thousands of tensors, the search sends blocks of neighbours (`blocks.py`).
 
 Where messages and computation share a machine (`Cluster.contention`), all this is done
 twice, with the costs of messages beside computation and of messages alone, and the
@@ -27,7 +28,9 @@ All this is for the captured order of computation. Where the order is free, it i
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
 messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
 a compiled model, and where plans need not be run. The plans of all other schedulers are
-candidates too, so none of them is faster.
+candidates too, so none of them is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
+comes first, then the search, then the others, as long as the best plan is not within `gap`
+of the bound. So none of them is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 """
@@ -37,7 +40,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -46,27 +49,33 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import TooLargeError
 from legato.core.files import identity
-from legato.core.plan import Message, Plan, Slice
+from legato.core.plan import Message, Plan
 from legato.core.workload import Op, Workload
 from legato.schedule.basics.compose import (
+    check_partitions,
     compose,
     has_free_order,
     is_runnable,
+    message_limit,
     moves_updates_only,
     resolve_collective,
 )
 from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.basics.joined import divided
+from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
 from legato.schedule.search.arranged import arranged_search
+from legato.schedule.search.blocks import MOST_BLOCKS, Blocks
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.fill import Filled
 from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
-from legato.simulator.collective import iteration_times
+from legato.simulator.collective import iteration_time
+from legato.simulator.period import Period
 from legato.simulator.pipelining import message_s
 
 __all__ = ["legato"]
@@ -80,6 +89,10 @@ _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 _ANNEALING_SHARE = 0.8
 #: The most turns of messages and updates.
 _TURNS = 3
+#: These merge neighbours in ready order and do not overlap with the forward pass. merge-optimal is the best of these.
+_MERGING = ("fifo", "single", "ddp", "mg-wfbp", "horovod")
+#: Of large models, messages cost little beside their bytes. Then the preemptive optimum is nearly the optimum.
+_FIRST = ("pace",)
 
 
 def legato(
@@ -93,33 +106,38 @@ def legato(
     rounds: int = 400,
     seed: int = 0,
     any_order: bool = False,
+    max_message_bytes: int | None = None,
 ) -> Plan:
     """The best plan found within `rounds` changes or a budget of `work`, or until within `gap` of the bound.
 
     `work` is counted in seconds of a processor of today (`budget.py`), so the same input
     gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
     which is logged. By default every message takes the cheapest collective; `collective`
-    restricts the choice to one. With
-    `any_order`, plans count too that can only be simulated: those that reorder more
-    than the nodes of compiled graphs, or that gather other messages than they
-    scattered. Raises `InputError` on a collective the cluster lacks.
+    restricts the choice to one. With `any_order`, plans count too that can only be
+    simulated: those that reorder more than the nodes of compiled graphs, or that gather
+    other messages than they scattered. No message has more than `max_message_bytes`;
+    tensors are partitioned where that is necessary. Raises `InputError` on a collective
+    the cluster lacks or a limit below 16 bytes, and `TooLargeError` where the limit makes
+    too many messages.
     """
+    most = message_limit(max_message_bytes)
+    check_partitions(workload, "max_message_bytes", most)
     if cluster.contention is not None:
         options = {"collective": collective, "gap": gap, "rounds": rounds, "seed": seed}
-        options |= {"work": work / 2, "limit_s": limit_s / 2}
+        options |= {"work": work / 2, "limit_s": limit_s / 2, "max_message_bytes": max_message_bytes}
         return _contended(workload, cluster, any_order, **options)
     budget = Budget(work, limit_s)
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
-    collectives = _collectives(cluster, names)
-    nbytes = [tensor.nbytes for tensor in workload.tensors]
-    cheapest, _ = collectives.choose(sum(nbytes))
-    fastest = _Fastest(workload, cluster, any_order)
-    free_order = any_order or has_free_order(workload)
-    for name in dict.fromkeys((names[0], cheapest) if free_order else names[:1]):
-        fastest.consider(_published(workload, cluster, name))
+    collectives = _collectives(cluster, names)._replace(most=most)
+    cheapest, _ = collectives.choose(workload.nbytes)
+    fastest = _Fastest(workload, cluster, any_order, most)
+    free_order, large = any_order or has_free_order(workload), len(workload.tensors) > MOST_BLOCKS
+    published = dict.fromkeys((names[0], cheapest) if free_order else names[:1])
+    for name in published:
+        fastest.consider(_published(workload, cluster, name, max_message_bytes, _FIRST if large else PUBLISHED))
     orders = _orders(workload, cluster, free_order, int(_MOVES * rounds), gap / 2, budget, seed)
     if free_order:
-        fastest.consider(_in_halves(workload, cluster, cheapest, [order for order, _ in orders]))
+        fastest.consider(_in_halves(workload, cluster, cheapest, most, [order for order, _ in orders]))
         least_s = orders[0][1]
         if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
             # imported here because it compiles: other planning does without numba
@@ -132,13 +150,21 @@ def legato(
         if k and budget.spent:
             break
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
-        for tails, whole_below in itertools.product(_tails(workload, in_order, order), _whole_below(workload, cluster)):
+        for tails, whole_below in _searches(workload, cluster, in_order, order):
             if fastest.seconds > bound_s * (1 + gap):
-                instance = Instance(ready, tails, nbytes, collectives, bound_s, budget, whole_below)
+                blocks = Blocks(workload, ready, tails)
+                times = blocks.release_s, blocks.tail_s, blocks.nbytes
+                instance = Instance(*times, collectives, bound_s, budget, whole_below)
                 best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
-                fastest.consider(_plans(best, instance, workload, cluster, order))
-    if workload.phase_ops("optimizer"):
+                fastest.consider(_plans(best, instance, blocks, ready, workload, cluster, order))
+    if large:
+        for name in published:
+            for scheduler in _contenders(cluster):
+                if fastest.seconds > orders[0][1] * (1 + gap):
+                    fastest.consider(_published(workload, cluster, name, max_message_bytes, [scheduler]))
+    elif workload.phase_ops("optimizer"):
         captured_s = next(bound_s for order, bound_s in orders if not order)
+        nbytes = [tensor.nbytes for tensor in workload.tensors]
         for whole_below in _whole_below(workload, cluster):
             instance = Instance([], [], nbytes, collectives, captured_s, budget, whole_below)
             _arrange(fastest, instance, gap, rounds, seed)
@@ -162,26 +188,28 @@ def _arrange(fastest: _Fastest, instance: Instance, gap: float, rounds: int, see
             return
         order = fastest.plan.op_order if moves_updates_only(fastest.plan, workload) else captured
         ready, tails = times_in_order(workload, order)
-        instance = instance._replace(release_s=ready, tail_s=tails)
+        instance, blocks = instance._replace(release_s=ready, tail_s=tails), Blocks(workload, ready, tails)
         best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
-        plans = _plans(best, instance, workload, cluster, ())
+        plans = list(_plans(best, instance, blocks, ready, workload, cluster, ()))
         fastest.consider([*plans, msgspec.structs.replace(plans[0], op_order=order)])
         if fastest.seconds >= before:
             break
     own = heads_tails(workload, "one", "captured").tail_s
     for tails in (instance.tail_s, times_in_order(workload, captured)[1], own):
         if fastest.seconds > instance.bound_s * (1 + gap):
-            instance = instance._replace(tail_s=tails)
+            instance, blocks = instance._replace(tail_s=tails), Blocks(workload, ready, tails)
             sizes = [message.nbytes for message in fastest.plan.messages if message.kind == "all_reduce"]
             best = arranged_search(instance, workload, sizes, gap=gap, rounds=rounds, seed=seed)
-            fastest.consider(_plans(best, instance, workload, cluster, ()))
+            fastest.consider(_plans(best, instance, blocks, ready, workload, cluster, ()))
 
 
 def _contended(workload: Workload, cluster: Cluster, any_order: bool, **options: Any) -> Plan:
     """The best of the plans for messages and computation that run beside each other, and for each of them alone."""
-    slowed, beside = _slowed(workload, cluster), cluster.while_computing()
-    fastest = _Fastest(workload, cluster, any_order)
-    fastest.consider(_published(slowed, beside, options["collective"] or cluster.default_collective))
+    slowed, beside, most_bytes = _slowed(workload, cluster), cluster.while_computing(), options["max_message_bytes"]
+    fastest = _Fastest(workload, cluster, any_order, message_limit(most_bytes))
+    fastest.consider(
+        _published(slowed, beside, options["collective"] or cluster.default_collective, most_bytes, PUBLISHED)
+    )
     for ops, costs in ((slowed, beside), (workload, msgspec.structs.replace(cluster, contention=None))):
         fastest.consider([legato(ops, costs, any_order=any_order, **options)])
     assert fastest.plan is not None
@@ -208,17 +236,22 @@ class _Fastest:
     """The fastest plan seen so far; of equally fast ones, the one with the fewest messages.
 
     Unless `simulated` ones count too, it is one that the runtime carries out as predicted.
+    Messages of more than `most` bytes are divided first.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, simulated: bool) -> None:
-        self.workload, self.cluster, self.simulated = workload, cluster, simulated
+    def __init__(self, workload: Workload, cluster: Cluster, simulated: bool, most: float) -> None:
+        self.workload, self.cluster, self.simulated, self.most = workload, cluster, simulated, most
         self.plan: Plan | None = None
         self.seconds = math.inf
 
-    def consider(self, plans: Sequence[Plan]) -> None:
+    def consider(self, plans: Iterable[Plan]) -> None:
         """Keep the best of these plans if it is better than the one so far."""
-        plans = [plan for plan in plans if self.simulated or is_runnable(plan, self.workload)]
-        for plan, seconds in zip(plans, iteration_times(self.workload, plans, self.cluster), strict=True):
+        for plan in plans:
+            if not (self.simulated or is_runnable(plan, self.workload)):
+                continue
+            if any(message.nbytes > self.most for message in plan.messages):
+                plan = msgspec.structs.replace(plan, messages=tuple(divided(plan.messages, self.most)))
+            seconds = iteration_time(self.workload, plan, self.cluster)
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
                 self.plan, self.seconds = plan, seconds
@@ -247,13 +280,23 @@ def _collectives(cluster: Cluster, names: Iterable[str]) -> CheapestCollective:
     return CheapestCollective(tuple(kept), tuple(cluster.cost(*way) for way in kept))
 
 
-def _published(workload: Workload, cluster: Cluster, collective: str) -> list[Plan]:
-    """The plans of all other schedulers that can plan so many bytes."""
-    plans = []
-    for scheduler in PUBLISHED.values():
+def _published(
+    workload: Workload,
+    cluster: Cluster,
+    collective: str,
+    max_message_bytes: int | None,
+    names: Iterable[str],
+) -> Iterator[Plan]:
+    """The plans of all other schedulers (or some of them) that can plan so many bytes."""
+    for name in names:
         with suppress(TooLargeError):
-            plans.append(scheduler(workload, cluster, collective=collective))
-    return plans
+            yield PUBLISHED[name](workload, cluster, collective=collective, max_message_bytes=max_message_bytes)
+
+
+def _contenders(cluster: Cluster) -> list[str]:
+    """The published schedulers but the first, and but those that merge-optimal beats, where unpacking takes no time."""
+    beaten = () if cluster.unpack_s_per_byte else _MERGING
+    return [name for name in PUBLISHED if name not in (*_FIRST, *beaten)]
 
 
 def _orders(
@@ -269,19 +312,33 @@ def _orders(
     least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
-    orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, budget=budget, seed=seed)
+    if len(workload.tensors) > MOST_BLOCKS:
+        orders = [serialized_order(workload, update_order(workload))]
+    else:
+        orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, budget=budget, seed=seed)
     found = [captured, *((order, max(least_s, value(order))) for order in orders)]
     return sorted(found, key=lambda choice: choice[1])
 
 
-def _in_halves(workload: Workload, cluster: Cluster, collective: str, orders: Iterable[tuple[int, ...]]) -> list[Plan]:
+def _in_halves(
+    workload: Workload, cluster: Cluster, collective: str, most: float, orders: Iterable[tuple[int, ...]]
+) -> list[Plan]:
     """The best plans that send all reduce-scatters first, one for each order of computation."""
     plans = []
     for order in orders:
         ready, tails = times_in_order(workload, order or workload.iteration_order())
-        plan = halves(workload, cluster, ready, tails, collective)
+        plan = halves(workload, cluster, ready, tails, collective, most)
         plans.append(msgspec.structs.replace(plan, op_order=order))
     return plans
+
+
+def _searches(
+    workload: Workload, cluster: Cluster, in_order: list[float], order: tuple[int, ...]
+) -> Iterable[tuple[list[float], int | None]]:
+    """The tails, by tensor, and the sizes below which tensors stay whole, to search with: the first for blocks."""
+    if len(workload.tensors) > MOST_BLOCKS:
+        return [(in_order, _whole_below(workload, cluster)[0])]
+    return itertools.product(_tails(workload, in_order, order), _whole_below(workload, cluster))
 
 
 def _tails(workload: Workload, in_order: list[float], order: tuple[int, ...]) -> list[list[float]]:
@@ -306,38 +363,51 @@ def _whole_below(workload: Workload, cluster: Cluster) -> list[int | None]:
 
 
 def _plans(
-    best: Filled, instance: Instance, workload: Workload, cluster: Cluster, order: tuple[int, ...]
-) -> list[Plan]:
-    """The plans of these messages in this order of ops.
+    best: Filled,
+    instance: Instance,
+    blocks: Blocks,
+    ready_s: list[float],
+    workload: Workload,
+    cluster: Cluster,
+    order: tuple[int, ...],
+) -> Iterator[Plan]:
+    """The plans of these messages in this order of ops; `ready_s` is by tensor.
 
     If there are optimizer ops, in the captured order, there are also plans that run
     them in idle time, and plans whose first messages complete tensors early, since an
-    update has to wait for the last byte of its gradient.
+    update has to wait for the last byte of its gradient. The latter are left out where
+    several tensors share a block.
     """
-    plan, arrival_s = _plan(best, instance, workload, cluster)
+    plan, arrival_s = _plan(best, instance, blocks, ready_s, workload, cluster)
+    yield msgspec.structs.replace(plan, op_order=order)
     if order or not workload.phase_ops("optimizer"):
-        return [msgspec.structs.replace(plan, op_order=order)]
-    plans = [plan, msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])]
+        return
+    yield msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])
+    if len(blocks.nbytes) < len(workload.tensors):
+        return
     sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
     for part in (4, 2, 1):
-        plan, arrival_s = _plan(instance.fill(sizes, first_come=len(sizes) // part), instance, workload, cluster)
-        plans.append(msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0]))
-    return plans
+        filled = instance.fill(sizes, first_come=len(sizes) // part)
+        plan, arrival_s = _plan(filled, instance, blocks, ready_s, workload, cluster)
+        yield msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])
 
 
-def _plan(best: Filled, instance: Instance, workload: Workload, cluster: Cluster) -> tuple[Plan, list[float]]:
+def _plan(
+    best: Filled, instance: Instance, blocks: Blocks, ready_s: list[float], workload: Workload, cluster: Cluster
+) -> tuple[Plan, list[float]]:
     """The plan of these messages, and when each tensor arrives."""
+    whole = [Message(slices) for pieces in best.messages if (slices := blocks.slices(pieces))]
+    tensor_id = Period.of(workload).tensor_id
     messages = []
     arrival_s = [0.0] * len(workload.tensors)
     now = 0.0
-    for pieces in best.messages:
-        nbytes = sum(p.nbytes for p in pieces)
+    for message in divided(whole, instance.collectives.most):
+        tensors, nbytes = [tensor_id[name] for name in message.tensors], message.nbytes
         name, depth = _way(instance, cluster, nbytes)
-        now = max(now, *(instance.release_s[p.tensor] for p in pieces)) + message_s(cluster, name, depth, nbytes)
-        slices = tuple(Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces)
-        messages.append(Message(slices, collective=name, depth=depth))
-        for p in pieces:
-            arrival_s[p.tensor] = now
+        now = max(now, *(ready_s[t] for t in tensors)) + message_s(cluster, name, depth, nbytes)
+        messages.append(Message(message.slices, collective=name, depth=depth))
+        for t in tensors:
+            arrival_s[t] = now
     return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.jackson import jackson
+from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.fill import ALIGNMENT, Filled, Piece, fill, fill_greedily
+from legato.schedule.search.fill import Filled, Piece, fill, fill_greedily
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
 
 __all__ = ["CheapestCollective", "Instance", "change_sizes", "local_search"]
@@ -27,13 +28,23 @@ _FILL_S = 1.5e-6
 
 
 class CheapestCollective(NamedTuple):
-    """The collectives and depths that a message can use, and the cost of each."""
+    """The collectives and depths that a message can use, the cost of each, and the most bytes of a message."""
 
     choices: tuple[tuple[str, int], ...]
     costs: tuple[LinearCost, ...]
+    most: float = np.inf
 
     def cost(self, nbytes: Any) -> Any:
-        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice."""
+        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice.
+
+        A message of too many bytes is sent as several, and all but the last are full.
+        """
+        if self.most < np.inf:
+            full, rest = np.divmod(nbytes, self.most)
+            return full * self._cost(self.most) + np.where(rest > 0, self._cost(rest), 0.0)
+        return self._cost(nbytes)
+
+    def _cost(self, nbytes: Any) -> Any:
         best: Any = np.inf
         for cost in self.costs:
             seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
@@ -47,7 +58,7 @@ class CheapestCollective(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """What has to be sent, by tensor; `whole_below` is as in `fill`."""
+    """What has to be sent, by tensor (or block of tensors); `whole_below` is as in `fill`."""
 
     release_s: list[float]
     tail_s: list[float]

@@ -73,6 +73,18 @@ def test_packing_is_first_fit(drawn, more_backward, more_forward):
     assert pack(head, tail, send, nbytes, backward, forward) == slots(head, tail, send, nbytes, backward, forward)
 
 
+many = st.lists(st.tuples(durations, durations, durations, st.integers(1, 4)), min_size=1, max_size=40)
+
+
+@given(many, st.integers(1, 4))
+def test_blocks_of_busy_intervals_change_nothing(drawn, size):
+    head, tail, send, nbytes = ([row[c] for row in drawn] for c in range(4))
+    expected = pack(head, tail, send, nbytes, max(head), max(tail))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("legato.schedule.published.caramel._BLOCK", size)
+        assert pack(head, tail, send, nbytes, max(head), max(tail)) == expected
+
+
 timed = st.lists(st.tuples(durations, durations, durations), min_size=1, max_size=9)
 
 

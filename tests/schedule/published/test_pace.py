@@ -173,6 +173,13 @@ def test_fusion_is_algorithm_1(rows, cost, compute_s):
     assert fuse(chain, cost, compute_s) == best
 
 
+def test_the_table_of_groups_has_a_limit(monkeypatch):
+    chain, cost = Chain([float(k) for k in range(9)], [1] * 9, [0.0] * 9), LinearCost(0.0, 1.0)
+    assert len(fuse(chain, cost, 0.0)) == 9  # each gradient as soon as it is ready
+    monkeypatch.setattr("legato.schedule.published.pace._MOST_ENTRIES", 9 * 4)
+    assert len(fuse(chain, cost, 0.0)) <= 4
+
+
 def test_of_many_groups_not_every_number_is_tried():
     draw = random.Random(0)
     release = sorted(draw.random() for _ in range(500))

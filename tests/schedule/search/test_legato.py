@@ -17,9 +17,10 @@ from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.fill import ALIGNMENT, fill, fill_greedily
+from legato.schedule.search.fill import fill, fill_greedily
 from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance
 from legato.schedule.search.merge_deadlines import merge_with_deadlines

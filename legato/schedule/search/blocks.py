@@ -1,0 +1,65 @@
+"""Neighbouring tensors joined to blocks, so that a search has no more than some thousands of things to send.
+
+The time of a search grows with the number of tensors, or with its square
+(`merge_deadlines.py`). But messages of a model of 100,000 tensors hold hundreds of them,
+and which of two neighbours in ready order ends a message makes no difference. So tensors
+that become ready one after another form blocks of about equal size, and the search plans
+for those. A block is ready with its last tensor and as urgent as its most urgent one; it is
+partitioned like a tensor. A model with few tensors has one in each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from legato.core.plan import Slice
+from legato.core.workload import Workload
+from legato.schedule.basics.joined import Joined
+from legato.schedule.search.fill import Piece
+
+__all__ = ["MOST_BLOCKS", "Blocks"]
+
+#: Up to so many tensors are planned for one by one; of more, about so many blocks are made.
+MOST_BLOCKS = 4096
+
+
+class Blocks:
+    """Blocks of tensors, by index: their release times, tails and bytes, as `Instance` has them."""
+
+    def __init__(self, workload: Workload, release_s: Sequence[float], tail_s: Sequence[float]) -> None:
+        """`release_s` and `tail_s` are by tensor."""
+        self.members = _members(workload, release_s)
+        self.release_s = [max(release_s[t] for t in block) for block in self.members]
+        self.tail_s = [max(tail_s[t] for t in block) for block in self.members]
+        self._joined = [Joined([workload.tensors[t] for t in block]) for block in self.members]
+        self.nbytes = [joined.nbytes for joined in self._joined]
+
+    def slices(self, pieces: Iterable[Piece]) -> tuple[Slice, ...]:
+        """The slices of tensors in some pieces of blocks; none where a piece of a block is too small to be divided."""
+        found: list[Slice] = []
+        for block, start, nbytes in pieces:
+            joined = self._joined[block]
+            found += joined.slices(self._cut(joined, start), self._cut(joined, start + nbytes))
+        return tuple(found)
+
+    @staticmethod
+    def _cut(joined: Joined, at: int) -> int:
+        return at if at == joined.nbytes else joined.aligned(at)
+
+
+def _members(workload: Workload, release_s: Sequence[float]) -> list[list[int]]:
+    """The tensors (indices) of each block."""
+    count = len(workload.tensors)
+    if count <= MOST_BLOCKS:
+        return [[t] for t in range(count)]
+    share, held = workload.nbytes / MOST_BLOCKS, 0
+    blocks: list[list[int]] = []
+    for t in sorted(range(count), key=release_s.__getitem__):
+        nbytes = workload.tensors[t].nbytes
+        if blocks and held + nbytes <= share:
+            blocks[-1].append(t)
+            held += nbytes
+        else:
+            blocks.append([t])
+            held = nbytes
+    return blocks
