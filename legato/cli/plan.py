@@ -24,10 +24,12 @@ from legato.cli.options import (
 )
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
-from legato.core.units import format_seconds
+from legato.core.text import count
+from legato.core.units import format_bytes, format_seconds, parse_bytes
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
+    from legato.core.plan import Plan
     from legato.schedule.compare import Candidate
 
 _WHY_NOT_THE_FASTEST = " (of the runnable plans within 0.5% of the fastest: DDP's, or else that of the fewest messages)"
@@ -52,6 +54,15 @@ def plan(
             "In the graphs of a compiled model it plans any order anyway.",
         ),
     ] = False,
+    max_message: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
+            "every message within it; the others send a larger tensor alone.",
+            show_default="no limit",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -72,9 +83,10 @@ def plan(
 
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
-    from legato.schedule.compare import best, check_bounds, compare
+    from legato.schedule.compare import best, check_bounds, compare, stock_buckets
 
     names = [] if scheduler == "all" else split(scheduler)
+    most = None if max_message is None else parse_bytes(max_message)
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
     left_out: list[str] = []
@@ -86,6 +98,7 @@ def plan(
             collective=collective,
             compute=compute,
             any_order=any_order,
+            max_message_bytes=most,
             progress=advance,
             left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
         )
@@ -107,7 +120,14 @@ def plan(
     print_rows(f"{job.name} on {machines.describe(collective)}; no plan can be faster than {bound}{proved}", rows)
     _note_simulated(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
-    _note_buckets({candidate.plan.scheduler: candidate for candidate in found}, chosen)
+    if most is not None:
+        _note_larger(found, job, most)
+    by_name = {candidate.plan.scheduler: candidate for candidate in found}
+    ddp, merged = by_name.get("ddp"), by_name.get("merge-optimal")
+    stock = None
+    if merged is not None:
+        stock = stock_buckets(merged, job, machines.cluster, collective=collective, compute=compute)
+    _note_buckets(ddp, stock, is_chosen=chosen is ddp and len(found) > 1)
     if output is not None:
         why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
         note(f"{chosen.plan.scheduler}{why} -> {output}")
@@ -129,17 +149,25 @@ def _note_collectives(found: list[Candidate], default: str) -> None:
             note(f"{candidate.plan.scheduler} sends with {names}; --collective {default} allows only {default}")
 
 
-def _note_buckets(found: dict[str, Candidate], chosen: Candidate) -> None:
-    """Say what stock DDP can do: keep its default buckets, or take those of merge-optimal."""
+def _note_larger(found: list[Candidate], job: Workload, most: int) -> None:
+    """Name the plans with messages that are larger than the limit: single tensors that were not partitioned."""
+    names = [c.plan.scheduler for c in found if any(message.nbytes > most for message in c.plan.messages)]
+    if names:
+        tensors = count(sum(tensor.nbytes > most for tensor in job.tensors), "tensor")
+        note(f"{tensors} of more than {format_bytes(most)}: sent whole by {', '.join(names)}, which do not partition")
+
+
+def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is_chosen: bool) -> None:
+    """Say what stock DDP can do: keep its default buckets, or take those of merge-optimal (`stock`)."""
     from legato.schedule.compare import SAME, better_buckets
 
-    ddp, merged = found.get("ddp"), found.get("merge-optimal")
     if ddp is not None and ddp.gap <= SAME:
         note(f"stay with DDP: with its default buckets it is predicted to be within {SAME:.1%} of the bound")
-    elif ddp is not None and chosen is ddp and len(found) > 1:
+    elif ddp is not None and is_chosen:
         note(f"stay with DDP: no plan is predicted to be more than {SAME:.1%} faster than its default buckets")
-    elif merged is not None:
-        caps = better_buckets(ddp.iteration_s if ddp else math.inf, merged.iteration_s, merged.plan)
+    elif stock is not None:
+        merged, merged_s = stock
+        caps = better_buckets(ddp.iteration_s if ddp else math.inf, merged_s, merged)
         if caps:
             text = ", ".join(map(repr, caps))
             note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{text}])")

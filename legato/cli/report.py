@@ -82,14 +82,15 @@ def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
 
 def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
     """A recommendation by prediction, in words, and the plans that it compares."""
-    from legato.schedule.compare import SAME, best, better_buckets, compare
+    from legato.schedule.compare import SAME, best, better_buckets, compare, stock_buckets
 
     ddp, merged, ours = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen, plans = best([ddp, merged, ours]), (ddp.plan, merged.plan, ours.plan)
     if chosen is ddp:
         return f"Stay with DDP: no plan is predicted to be more than {SAME:.1%} faster.", plans
-    caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, merged.iteration_s, merged.plan)))
-    speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / merged.iteration_s
+    buckets, stock_s = stock_buckets(merged, workload, cluster)
+    caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, stock_s, buckets)))
+    speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / stock_s
     with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if caps else ""
     return f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}.", plans
 

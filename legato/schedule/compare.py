@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core.cluster import Cluster
-from legato.core.errors import TooLargeError
+from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
@@ -19,12 +19,24 @@ from legato.schedule.basics.heads_tails import Order, check_size
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
 from legato.schedule.published.ddp import bucket_caps
-from legato.simulator.collective import simulate
+from legato.simulator.collective import iteration_time, simulate
 
-__all__ = ["SAME", "Candidate", "best", "better_buckets", "check_bounds", "compare", "contestants"]
+__all__ = [
+    "MOST_BUCKET_BYTES",
+    "SAME",
+    "Candidate",
+    "best",
+    "better_buckets",
+    "check_bounds",
+    "compare",
+    "contestants",
+    "stock_buckets",
+]
 
 #: Predictions that differ by no more than this fraction count as equal: none is more exact.
 SAME = 0.005
+#: The largest bucket to recommend for stock DDP, which keeps a copy of all of them in memory. A larger tensor has one.
+MOST_BUCKET_BYTES = 2**30
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -74,17 +86,23 @@ def compare(
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
     any_order: bool = False,
+    max_message_bytes: int | None = None,
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, TooLargeError], object] | None = None,
 ) -> list[Candidate]:
     """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
     With `any_order`, `legato` plans for all orders of computation, as if none had to be run.
+    No message with more than one tensor has more than `max_message_bytes`; schedulers that
+    partition keep every message within it.
     Calls `progress(done, total)` after each one. Where no names are given, a scheduler
     for which the workload is too large is left out, and `left_out(name, error)` is called.
-    Raises `InputError` as `schedule` does, and `TooLargeError` on more ops than bounds can have.
+    Raises `InputError` as `schedule` does, or on a limit of messages for parameter servers, and
+    `TooLargeError` on more ops than bounds can have.
     """
     check_size(workload)
+    if max_message_bytes is not None and cluster.servers:
+        raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     chosen = list(names)
     names = chosen or scheduler_names(cluster)
     bounds: dict[tuple[Order, bool], Bound] = {}
@@ -92,7 +110,9 @@ def compare(
     for i, name in enumerate(names):
         start = time.perf_counter()
         try:
-            options = {"any_order": True} if any_order and name == "legato" else {}
+            options: dict[str, Any] = {"any_order": True} if any_order and name == "legato" else {}
+            if max_message_bytes is not None:
+                options["max_message_bytes"] = max_message_bytes
             plan = schedule(name, workload, cluster, collective=collective, **options)
         except TooLargeError as error:
             if chosen or (name == names[-1] and not found):
@@ -170,6 +190,25 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
 
 def _simplicity(candidate: Candidate) -> tuple[bool, int, float]:
     return candidate.plan.scheduler != "ddp", len(candidate.plan.messages), candidate.iteration_s
+
+
+def stock_buckets(
+    merged: Candidate,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    collective: str | None = None,
+    compute: Literal["one", "unlimited"] = "one",
+) -> tuple[Plan, float]:
+    """The plan of merge-optimal for buckets of stock DDP, and its predicted seconds.
+
+    It is planned again where a message has more than `MOST_BUCKET_BYTES`, for at most so many. The other arguments
+    are those given to `compare`.
+    """
+    if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
+        return merged.plan, merged.iteration_s
+    plan = schedule("merge-optimal", workload, cluster, collective=collective, max_message_bytes=MOST_BUCKET_BYTES)
+    return plan, iteration_time(workload, plan, cluster, compute=compute)
 
 
 def better_buckets(ddp_s: float, merged_s: float, merged: Plan) -> list[float]:

@@ -117,6 +117,16 @@ def test_buckets_are_printed_only_where_they_gain(capsys, tmp_path):
     assert "bucket_cap_mb_list=[0.95" in run(capsys, "plan", late, *names, "--bandwidth", "1Gbit")[2]
 
 
+def test_messages_have_a_limit_and_larger_tensors_are_named(capsys, tmp_path):
+    job, plan = save(tmp_path / "job.json", 0.01, [2**20, 2**20, 3 * 2**20]), tmp_path / "p.json"
+    err = run(capsys, "plan", job, "--scheduler", "single,p3,legato", "--max-message", "2MiB")[2]
+    assert "1 tensor of more than 2 MiB: sent whole by single, which do not partition" in err
+    err = run(capsys, "plan", job, "--scheduler", "p3,legato", "--max-message", "2MiB", "-o", plan)[2]
+    assert "sent whole" not in err
+    assert max(message.nbytes for message in legato.read(plan, legato.Plan).messages) <= 2**21
+    assert "max_message_bytes: 8 (expected at least 16)" in fails(capsys, "plan", job, "--max-message", "8")
+
+
 def test_plan_writes_plan_and_timeline(capsys, workload, tmp_path):
     plan, timeline = tmp_path / "p.json", tmp_path / "t.json"
     status, out, _ = run(capsys, "plan", workload, "-o", plan, "--timeline", timeline)

@@ -31,7 +31,7 @@ from legato.simulator.period import Compute, Period, check_compute
 
 __all__ = ["MOST_BITS", "Detours", "HeadsTails", "Order", "check_size", "heads_tails"]
 
-#: The most ops to plan for. So many take a gigabyte, and half a minute to bound.
+#: The most ops to plan for. So many take a gigabyte, and some ten seconds to bound.
 _MOST_OPS = 2**20
 #: Up to so many ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
 MOST_BITS = 2**14
