@@ -1,13 +1,17 @@
 """Seconds of planning: every scheduler, the bound and one simulation, for a model of many tensors.
 
     python benchmarks/planning.py [tensors]
+    python benchmarks/planning.py large [tensors] [chain|decoder]
 
-Medians of several runs in this process; `import legato` and `legato plan` are processes of their own.
+Medians of several runs in this process; `import legato` and `legato plan` are processes of their own. With `large`,
+everything is run once, in a fresh process each, and the peak of its memory stands beside the time. A second argument
+names the model: a chain of layers, or a language model with parallel branches.
 """
 
 from __future__ import annotations
 
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -15,8 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from legato.core.cluster import Cluster
+from legato.core.errors import TooLargeError
 from legato.core.files import write
 from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
@@ -73,6 +79,50 @@ def branches(ops: int = 5000, tensors: int = 400, seed: int = 0) -> Workload:
     return Workload("branches", tuple(all_ops), tuple(gradients))
 
 
+def decoder(tensors: int, seed: int = 0) -> Workload:
+    """A decoder of a language model, 1.4 MB a tensor on average: layers of nine weights, with parallel branches.
+
+    In each layer, queries, keys and values, and then gate and up, are computed side by side, and both halves are added
+    to the residual stream. Gradients of inputs and of weights are ops of their own.
+    """
+    draw, layers = random.Random(seed), max(1, tensors // 9)
+    forward: list[Op] = []
+    weighted: dict[int, tuple[str, float]] = {}  # by forward op: its weight, and the weight's share of the layer's
+
+    def add(name: str, deps: tuple[int, ...], share: float = 0.0) -> int:
+        if share:
+            weighted[len(forward)] = name, share
+        forward.append(Op(name, "forward", draw.uniform(0.9, 1.1) * (0.02 + share) * 4e-3, deps))
+        return len(forward) - 1
+
+    stream = add("embed", ())
+    for i in range(layers):
+        norm = add(f"{i}.norm1", (stream,), 1e-4)
+        branches = tuple(add(f"{i}.{name}", (norm,), 0.08) for name in "qkv")
+        stream = add(f"{i}.add1", (stream, add(f"{i}.o", (add(f"{i}.attention", branches),), 0.08)))
+        norm = add(f"{i}.norm2", (stream,), 1e-4)
+        gated = add(f"{i}.mul", tuple(add(f"{i}.{name}", (norm,), 0.226) for name in ("gate", "up")))
+        stream = add(f"{i}.add2", (stream, add(f"{i}.down", (gated,), 0.226)))
+    readers: list[list[int]] = [[] for _ in forward]
+    for i, op in enumerate(forward):
+        for dep in op.deps:
+            readers[dep].append(i)
+    ops, made, place = list(forward), dict[int, int](), dict[int, int]()
+    for i in reversed(range(len(forward))):
+        deps = tuple(sorted(made[reader] for reader in readers[i])) or (len(forward) - 1,)
+        if i in weighted:
+            place[i] = len(ops)
+            ops.append(Op(f"{forward[i].name}.dw", "backward", forward[i].duration_s, deps))
+        made[i] = len(ops)
+        ops.append(Op(f"{forward[i].name}.dx", "backward", forward[i].duration_s, deps))
+    gradients = []
+    for i in sorted(place, key=place.__getitem__):
+        name, share = weighted[i]
+        gradients.append(Tensor(name, 16 * max(1, int(share * 9 * 1.4e6 / 16)), place[i], (i, len(ops))))
+        ops.append(Op(f"{name}.step", "optimizer", share * 1e-4, (place[i],)))
+    return Workload("decoder", tuple(ops), tuple(gradients))
+
+
 def preemptive_optimum(tensors: int) -> Callable[[], object]:
     """PACE's scheduling problem (section IV) for so many tensors, each released at a moment of its own."""
     draw = random.Random(0)
@@ -90,8 +140,61 @@ def median_s(work: Callable[[], object], runs: int = RUNS) -> float:
     return statistics.median(times)
 
 
+def large(tensors: int, model: str) -> None:
+    """Time and peak memory of every scheduler, the bounds and one simulation, each in a fresh process."""
+    headings = f"{'seconds':>9}{'of CPU':>8}{'peak MiB':>10}{'messages':>10}{'iteration':>11}"
+    print(f"{f'{model} of {tensors:,} tensors':28}{headings}")
+    for what in ("workload", *BOUNDS, "simulate fifo", *SCHEDULERS, *SERVER_SCHEDULERS):
+        command = [sys.executable, __file__, "one", str(tensors), model, what]
+        print(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout, end="", flush=True)
+
+
+#: The bounds of `large`, with the arguments of `lower_bound`.
+BOUNDS: dict[str, dict[str, Any]] = {
+    "lower_bound": {},
+    "lower_bound, all-reduces": {"all_reduce_only": True},
+    "lower_bound, any order": {"order": "any"},
+    "lower_bound, unlimited": {"compute": "unlimited"},
+}
+
+
+def one(tensors: int, model: str, what: str) -> None:
+    """One line of `large`. The peak is that of the whole process, which has the workload in memory."""
+    workload = {"chain": chain, "decoder": decoder}[model](tensors)
+    cluster = Cluster.derive(8, 10e9, 30e-6, servers=2 if what in SERVER_SCHEDULERS else 0)
+    fifo = schedule("fifo", workload, cluster) if what == "simulate fifo" else None
+    plan, result = None, ""
+    start, start_cpu = time.perf_counter(), time.process_time()
+    try:
+        if what in BOUNDS:
+            result = format_seconds(lower_bound(workload, cluster, **BOUNDS[what]).seconds)
+        elif fifo is not None:
+            result = format_seconds(iteration_time(workload, fifo, cluster))
+        elif what != "workload":
+            plan = schedule(what, workload, cluster)
+    except TooLargeError as error:
+        print(f"{what:28} {error}")
+        return
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if plan is not None:
+        result = format_seconds(iteration_time(workload, plan, cluster))
+    messages = len(plan.messages) if plan else ""
+    print(f"{what:28}{seconds:>9.2f}{cpu:>8.2f}{peak:>10.0f}{messages:>10}{result:>11}")
+
+
 def main() -> None:
-    tensors = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    if sys.argv[1:2] == ["one"]:
+        one(int(sys.argv[2]), *sys.argv[3:])
+    elif sys.argv[1:2] == ["large"]:
+        tensors, model = [*sys.argv[2:], *("100000", "chain")[len(sys.argv) - 2 :]]
+        large(int(tensors), model)
+    else:
+        every(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+
+
+def every(tensors: int) -> None:
+    """Medians of many runs in this process."""
     workload, cluster = chain(tensors), Cluster.derive(8, 10e9, 30e-6)
     print(f"{tensors} tensors, {len(workload.ops)} ops, {len(cluster.collectives)} collectives, medians of {RUNS}")
     bound = lower_bound(workload, cluster)
