@@ -3,8 +3,9 @@
 A *fabric* turns a plan's messages into transfers that wait for one another
 (`fabrics/`, one file per fabric, using `topology.py`); `unroll.py` adds the
 workers' computation; the *engine* runs the resulting graph (`graph.py`,
-`engine.py`). docs/simulator.md explains the model. Importing this package
-compiles nothing.
+`engine.py`). Of identical workers, few are simulated where that is enough
+(`few.py`). docs/simulator.md explains the model. Importing this package compiles
+nothing.
 """
 
 from __future__ import annotations

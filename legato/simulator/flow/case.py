@@ -71,9 +71,10 @@ class Case:
         if not (symmetry and self.symmetric):
             size = network.workers
         graph = Graph(MOST_FAIR_SERVICES) if network.sharing == "fair" else Graph()
-        # Every worker sends or receives every message.
+        # Every worker launches every message, and the times of all its ops are computed.
         launches = self.iterations * max(size * len(self.plan.messages), 1 if self.symmetric else network.workers)
         graph.check_room(max(self.services(size), launches))
+        Graph().check_room(size * len(self.workloads[0].ops))
         return Topology(graph, network, size, fabric.servers, fabric.local_bandwidth_bps)
 
     def unroll(self, topology: Topology) -> Unrolled:

@@ -25,7 +25,7 @@ __all__ = ["check_few", "simulate_classes", "simulate_few"]
 
 #: Fabrics in which all transfers are those that `Alone` knows, if one worker stands for all.
 _ALONE = (Ring, Shuffle, Butterfly, HalvingDoubling)
-#: Services of one worker of each class, for which the classes may still be split.
+#: Services and ops of one worker of each class, up to which classes are split if not all workers can be simulated.
 _MOST_OF_CLASSES = 8_000_000
 #: A thousand million services take some ten seconds.
 _MOST_SERVICES = 4_000_000_000
@@ -92,7 +92,8 @@ def simulate_classes(case: Case, classes: TreeClasses, patience: float) -> FlowR
         if fits and spent > patience:
             return None
         if not fits:
-            _check("transfers of workers that differ", len(services.records), _MOST_OF_CLASSES)
+            each = len(services.records) // topology.size + len(case.workloads[0].ops)
+            _check("transfers and ops of workers that do different things", each * len(classes), _MOST_OF_CLASSES)
     result = FlowResult.of(unrolled, services.records, keep_transfers=False)
     rounding_s = ROUNDING * float(result.end_s[-1])
     if fits and depends_on_rounding(services, topology.rounded(services.records), rounding_s):

@@ -175,6 +175,8 @@ def serve_pushes(begin_s, pushed_s, latency_s, cut_through, parts, work_s, free_
             front += 1
             continue
         low, high = front + 2, back  # where the next push belongs; it comes after the one behind the front
+        if times[back - 1] < time:  # often
+            low = back
         while low < high:
             middle = (low + high) >> 1
             if times[middle] < time or (times[middle] == time and which[middle] < p):

@@ -200,6 +200,16 @@ def test_a_million_workers_that_differ_are_too_many(name, monkeypatch):
         simulate_flow(job([BYTES] * 50), None, name, slow, keep_transfers=False)
 
 
+def test_a_tree_of_too_many_classes_is_all_workers_or_refused(monkeypatch):
+    """Whichever can be simulated: some more workers than classes, or neither of a million."""
+    net = Network(workers=300, bandwidth_bps=1e9, latency_s=1e-6, reduce_s_per_byte=1e-9)
+    assert simulate_classes(case(MANY, None, fabric("tree"), net), TreeClasses(300), patience=0) is None
+    monkeypatch.setattr("legato.simulator.flow.few._MOST_OF_CLASSES", 1000)
+    monkeypatch.setattr(Case, "fits", False)
+    with pytest.raises(TooLargeError, match="do different things"):
+        simulate_classes(case(MANY, None, fabric("tree"), net), TreeClasses(300), patience=0)
+
+
 def test_a_result_says_for_whom_its_workers_stand():
     ring = simulate_flow(MANY, None, "ring", network(12), keep_transfers=False)
     assert ring.timeline().members == ((0, 12),)
