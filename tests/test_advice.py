@@ -88,7 +88,7 @@ def test_the_host_is_the_bottleneck(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(samples.record().text())
     found = advise(import_kineto([path]))
-    assert found.verdict[0].startswith("The host is the bottleneck: the device waits for it 45% of the time")
+    assert any(line.startswith("The host is the bottleneck: the device waits for it 45%") for line in found.verdict)
 
 
 def test_late_ranks_are_named(tmp_path):

@@ -21,8 +21,8 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     `iteration_s` is the predicted iteration time, `lower_bound_s` a bound that
     no plan can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
     time that planning took, and `measured_s` the iteration time of a real run;
-    both are None if unknown. Raises `InputError` if a number is not finite or a
-    time is negative.
+    both are None if unknown. A plan that is not `runnable` can only be simulated.
+    Raises `InputError` if a number is not finite or a time is negative.
     """
 
     scheduler: str
@@ -34,6 +34,7 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     num_messages: int
     plan_s: float | None
     measured_s: float | None = None
+    runnable: bool = True
 
     def __post_init__(self) -> None:
         for field in ("iteration_s", "lower_bound_s", "plan_s", "measured_s"):

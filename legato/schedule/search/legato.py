@@ -288,9 +288,10 @@ def _published(
     names: Iterable[str],
 ) -> Iterator[Plan]:
     """The plans of all other schedulers (or some of them) that can plan so many bytes."""
+    limit = {} if max_message_bytes is None else {"max_message_bytes": max_message_bytes}
     for name in names:
         with suppress(TooLargeError):
-            yield PUBLISHED[name](workload, cluster, collective=collective, max_message_bytes=max_message_bytes)
+            yield PUBLISHED[name](workload, cluster, collective=collective, **limit)
 
 
 def _contenders(cluster: Cluster) -> list[str]:
