@@ -16,6 +16,7 @@ from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime import reducer
 from legato.pytorch.runtime.graph_sender import GraphSender
 from legato.schedule.basics.compose import with_node_order
+from support import runtime_cases
 from support.matrix_rows import Dense, adam, compared, sgd
 from support.training import OPTIONS, compiled, distance, train, wrap
 
@@ -297,26 +298,8 @@ def two_models():
 
 
 def accumulated():
-    """Several backward passes before a step, with and without `no_sync()`."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch._dynamo.reset()
-        torch.manual_seed(7)
-        model = Layers()
-        model.compile(backend="aot_eager")
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            with wrapped.no_sync():
-                for _ in range(2):
-                    x, y = model.batch(generator)
-                    F.cross_entropy(wrapped(x), y).backward()
-            x, y = model.batch(generator)
-            F.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(wrapped)
-    return distance(*trained)
+    """Several backward passes before a step, under `no_sync()` but for the last."""
+    return compiled(runtime_cases.equality_accumulation)
 
 
 def gradients_alone():

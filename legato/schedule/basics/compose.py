@@ -124,8 +124,7 @@ def is_runnable(plan: Plan, workload: Workload) -> bool:
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:
     """Whether the plan has an order of ops, and it has all but the optimizer ops in the captured one."""
-    chosen = [i for i in plan.op_order if workload.ops[i].phase != "optimizer"]
-    return bool(chosen) and chosen == [*workload.phase_ops("backward"), *workload.phase_ops("forward")]
+    return bool(plan.op_order) and _without_updates(plan.op_order, workload) == _captured(workload)
 
 
 def has_free_order(workload: Workload) -> bool:
@@ -140,12 +139,19 @@ def _moves_nodes_only(op_order: Iterable[int], workload: Workload) -> bool:
     def stretches(order: Iterable[int]) -> list[int | str]:
         return [key for key, _ in groupby(order, lambda i: ops[i].graph or i)]
 
-    captured = [*workload.phase_ops("backward"), *workload.phase_ops("forward")]
-    chosen = [i for i in op_order if ops[i].phase != "optimizer"]
+    captured, chosen = _captured(workload), _without_updates(op_order, workload)
     if chosen == captured:
         return True
     nodes = [op.name for op in ops if op.graph]  # a graph that runs twice in a pass has one order
     return stretches(chosen) == stretches(captured) and len(set(nodes)) == len(nodes)
+
+
+def _captured(workload: Workload) -> list[int]:
+    return [*workload.phase_ops("backward"), *workload.phase_ops("forward")]
+
+
+def _without_updates(op_order: Iterable[int], workload: Workload) -> list[int]:
+    return [i for i in op_order if workload.ops[i].phase != "optimizer"]
 
 
 def with_node_order(plan: Plan, workload: Workload) -> Plan:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from legato.core.plan import Slice
 from legato.core.workload import Workload
+from legato.schedule.basics.compose import in_turn
 from legato.schedule.basics.joined import Joined
 from legato.schedule.search.fill import Piece
 
@@ -52,14 +53,4 @@ def _members(workload: Workload, release_s: Sequence[float]) -> list[list[int]]:
     count = len(workload.tensors)
     if count <= MOST_BLOCKS:
         return [[t] for t in range(count)]
-    share, held = workload.nbytes / MOST_BLOCKS, 0
-    blocks: list[list[int]] = []
-    for t in sorted(range(count), key=release_s.__getitem__):
-        nbytes = workload.tensors[t].nbytes
-        if blocks and held + nbytes <= share:
-            blocks[-1].append(t)
-            held += nbytes
-        else:
-            blocks.append([t])
-            held = nbytes
-    return blocks
+    return in_turn(workload, sorted(range(count), key=release_s.__getitem__), workload.nbytes / MOST_BLOCKS)
