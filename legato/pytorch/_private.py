@@ -219,9 +219,9 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
     """Compile a graph as the backend does, but for the forward and backward graphs that AOTAutograd makes of it.
 
     Each becomes `function_of(phase, graph, inputs, compile_piece)`, where phase
-    is `forward` or `backward`, and `compile_piece(graph, inputs, strides)` compiles it as the
-    backend does, or a part of it whose results have these strides (None: those of eager
-    mode). None if the backend is neither `inductor` nor `aot_eager`.
+    is `forward` or `backward`, and `compile_piece(graph, inputs, whole)` compiles it as the
+    backend does, or a part of it; it also returns what results the part has for inputs like these
+    (of the whole graph: nothing). None if the backend is neither `inductor` nor `aot_eager`.
     """
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
     from torch._dynamo.eval_frame import innermost_backend
@@ -233,10 +233,13 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
         if isinstance(backend, torch._TorchCompileInductorWrapper):
             return _compile_with_inductor(backend.config, graph, inputs, function_of)
         if getattr(backend, "compiler_fn", backend) is aot_eager:
+
+            def compile_piece(piece: Any, inputs: Any, whole: bool) -> Any:
+                (results,) = piece.graph.output_node().args
+                return boxed_nop(piece, inputs), [] if whole else [node.meta.get("val") for node in results]
+
             phases = {
-                phase: functools.partial(
-                    lambda phase, g, i: function_of(phase, g, i, lambda g, i, _: boxed_nop(g, i)), phase
-                )
+                phase: functools.partial(lambda phase, g, i: function_of(phase, g, i, compile_piece), phase)
                 for phase in ("forward", "backward")
             }
             return aot_eager(graph, inputs, fw_compiler=phases["forward"], bw_compiler=phases["backward"])
@@ -246,6 +249,7 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
 def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -255,18 +259,17 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
             return compile_fx_inner(graph, inputs, **options)
         context, fake_mode = torch._guards.TracingContext.try_get(), torch._guards.detect_fake_mode(inputs)
 
-        def compile_piece(piece: Any, inputs: Any, strides: Any) -> Any:
-            chosen = options
+        def compile_piece(piece: Any, inputs: Any, whole: bool) -> Any:
+            chosen, results = options, []
             with config.patch(patches), V.set_fake_mode(fake_mode), torch._guards.tracing(context):
-                if strides is not None:
+                if not whole:
                     chosen = {**options, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
+                    # Convolutions may have changed the layout of what this piece reads. inductor does the same first.
+                    view_to_reshape(piece)  # type: ignore[no-untyped-call]
                     results = FakeTensorProp(piece, fake_mode).propagate_dont_convert_inputs(*inputs)
-                    # Who uses these was, or will be, compiled for their strides.
+                    # The next piece is compiled for the strides of these.
                     piece.graph.output_node().meta["user_visible_output_idxs"] = range(len(results))
-                    for node, value, wanted in zip(piece.graph.output_node().args[0], results, strides, strict=True):
-                        if wanted is not None and wanted != value.stride():
-                            node.meta["val"] = value.new_empty_strided(value.shape, wanted)
-                return compile_fx_inner(piece, inputs, **chosen)
+                return compile_fx_inner(piece, inputs, **chosen), results
 
         return function_of("backward" if options.get("is_backward") else "forward", graph, inputs, compile_piece)
 

@@ -39,6 +39,27 @@ class Layers(nn.Module):
     batch = Dense.batch
 
 
+class Convolutions(nn.Module):
+    """Convolutions, whose tensors inductor lays out channels-last, views of them, and branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8)
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.mix, self.last = nn.Linear(8, 8), nn.Conv2d(8, 4, 3)
+        self.head = nn.Linear(36, 10)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.left(x)) + self.right(x)
+        x = self.mix(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = F.gelu(x.view(x.shape[0], 4, 2, *x.shape[2:]).transpose(1, 2).reshape(x.shape))
+        return self.head(self.last(x).flatten(1))
+
+    def batch(self, generator):
+        return torch.randn(4, 3, 11, 11, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
 class Broken(Layers):
     """A graph break in the middle, and a tied layer on both sides of it."""
 
@@ -111,10 +132,10 @@ def compiled_when(when, backend):
     return distance(*trained)
 
 
-def sent_early(backend, steps=5):
+def sent_early(kind, backend, steps=5):
     """For each message of the last step, how many gradients autograd had added when it went out."""
     torch._dynamo.reset()
-    model = Layers()
+    model = kind()
     model.compile(backend=backend)
     wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
     arrived, found = [], []
@@ -137,10 +158,10 @@ def sent_early(backend, steps=5):
     return found
 
 
-def late(backend):
+def late(kind, backend):
     """Updates that wait for the pieces of the forward graph, against the same pieces when nothing waits.
 
-    Also how many waited when the last forward pass began.
+    Also whether all of them waited when the last forward pass began.
     """
     waited, trained = [], []
     hide = GraphSender.hide_gates
@@ -154,7 +175,7 @@ def late(backend):
         for waits in (False, True):
             torch._dynamo.reset()
             torch.manual_seed(7)
-            model = Layers()
+            model = kind()
             model.compile(backend=backend)
             plan = per_tensor(model, forward_overlap=True)
             wrapped, optimizer = wrap_model(model, adam(model.parameters()), plan, **OPTIONS)
@@ -167,7 +188,23 @@ def late(backend):
             trained.append(train(wrapped, optimizer, STEPS, step=step))
     finally:
         GraphSender.hide_gates = hide
-    return distance(*trained), waited[-1]
+    return distance(*trained), waited[-1] == len(plan.messages)
+
+
+def as_in_eager_mode(kind, backend):
+    """How far gradients of cut graphs are from those of eager mode, in the last of a few steps of no length."""
+    found = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(7)
+        model = kind()
+        if compiles:
+            model.compile(backend=backend)
+        wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model, True), **OPTIONS)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        found.append([p.grad.clone() for p in train(wrapped, optimizer, 5).parameters()])
+    return max((a - b).abs().max().item() / a.abs().max().item() for a, b in zip(*found, strict=True))
 
 
 def hooked_late():

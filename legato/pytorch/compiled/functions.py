@@ -10,7 +10,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -19,9 +19,9 @@ from legato.pytorch.compiled import graphs
 __all__ = ["CompilePiece", "GraphFunction", "one_by_one"]
 
 _log = logging.getLogger("legato")
-#: `compile_piece(graph, inputs, strides)` compiles a graph for inputs like these. Of a whole graph, `strides` is None.
-#: Of a piece, it has the strides that each result must have, or None for a result that may have any.
-CompilePiece = Callable[[fx.GraphModule, Sequence[Any], Sequence[tuple[int, ...] | None] | None], graphs.Boxed]
+#: `compile_piece(graph, inputs, whole)` compiles a graph, or a piece of one, for inputs like these.
+#: It also returns results like those that the piece will have; of a whole graph, none.
+CompilePiece = Callable[[fx.GraphModule, Sequence[Any], bool], tuple[graphs.Boxed, Sequence[Any]]]
 
 
 class _OneByOne(threading.local):
@@ -68,7 +68,8 @@ class GraphFunction:
         self._recorded = _Recorded(self._module, f"graph {number}/{phase}")
         self.placeholders = [n for n in self._module.graph.nodes if n.op == "placeholder"]
         self.outputs = graphs.outputs(self._module.graph)
-        self._inputs = dict(zip(self.placeholders, inputs, strict=True))
+        self._inputs = list(inputs)
+        self._examples = dict(zip(self.placeholders, inputs, strict=True))
         self._compile_piece = compile_piece
         self._whole: graphs.Boxed | None = None
         self._strides: dict[fx.Node, tuple[int, ...]] = {}
@@ -95,7 +96,7 @@ class GraphFunction:
     def compile_whole(self) -> graphs.Boxed:
         """The uncut graph as a function."""
         if self._whole is None:
-            self._whole = self._compile_piece(_copy(self._module), list(self._inputs.values()), None)
+            self._whole = self._compile_piece(_copy(self._module), self._inputs, True)[0]
         return self._whole
 
     def run_whole(self, args: list[Any]) -> Sequence[Any]:
@@ -122,7 +123,7 @@ class GraphFunction:
     @property
     def has_one_shape(self) -> bool:
         """Whether its sizes are constants."""
-        return all(hasattr(value, "stride") for value in self._inputs.values())
+        return all(hasattr(value, "stride") for value in self._inputs)
 
     def cut(self, node_order: tuple[str, ...], starts: tuple[int, ...]) -> list[graphs.Piece]:
         """The pieces before which the nodes, sorted, have these indices; none if it cannot be cut, or is recorded."""
@@ -151,24 +152,21 @@ class GraphFunction:
         return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def _compile(self, piece: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> graphs.Boxed:
-        """Compile a piece. A forward graph's results keep their strides: the backward graph is compiled for them."""
-        forward = self.phase == "forward"
-        wanted = [self._strides.get(n) if forward else None for n in results]
-        function = self._compile_piece(piece, [self._example(n) for n in inputs], wanted)
-        if not forward:
+        """Compile a piece, after those before it: they tell what its inputs will be like.
+
+        A forward graph's results keep their strides: the backward graph is compiled for them.
+        """
+        function, values = self._compile_piece(piece, [self._examples[n] for n in inputs], False)
+        wanted = [self._strides.get(n) if self.phase == "forward" else None for n in results]
+        for node, value, strides in zip(results, values, wanted, strict=True):
+            self._examples[node] = value if strides is None else value.new_empty_strided(value.shape, strides)
+        if not any(wanted):
             return function
 
         def run(args: list[Any]) -> Sequence[Any]:
             return [_with_strides(r, s) for r, s in zip(function(args), wanted, strict=True)]
 
         return run
-
-    def _example(self, node: fx.Node) -> Any:
-        """A value as the node has it at run time."""
-        value = self._inputs.get(node, node.meta.get("val"))
-        if self.phase == "forward" and node in self._strides and node not in self._inputs:
-            return cast(Tensor, value).new_empty_strided(cast(Tensor, value).shape, self._strides[node])
-        return value
 
 
 def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:

@@ -15,16 +15,31 @@ def test_other_backends_are_left_alone(two_ranks):
     assert two_ranks.run(matrix_compiled.compiled_when, "in place", "eager") == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_messages_leave_before_the_graph_has_ended(two_ranks, backend):
-    for found in two_ranks.run(matrix_compiled.sent_early, backend):
-        assert len(found) == 14
+CUT = pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        (matrix_compiled.Layers, "aot_eager"),
+        (matrix_compiled.Layers, "inductor"),
+        (matrix_compiled.Convolutions, "inductor"),
+    ],
+)
+
+
+@CUT
+def test_messages_leave_before_the_graph_has_ended(two_ranks, kind, backend):
+    for found in two_ranks.run(matrix_compiled.sent_early, kind, backend):
+        assert len(found) == len(list(kind().parameters()))
         assert not any(found)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_updates_are_waited_for_between_the_pieces_of_the_forward_graph(two_ranks, backend):
-    assert two_ranks.run(matrix_compiled.late, backend) == [(0.0, 14)] * 2
+@CUT
+def test_updates_are_waited_for_between_the_pieces_of_the_forward_graph(two_ranks, kind, backend):
+    assert two_ranks.run(matrix_compiled.late, kind, backend) == [(0.0, True)] * 2
+
+
+@CUT
+def test_pieces_compute_what_eager_mode_computes(two_ranks, kind, backend):
+    assert max(two_ranks.run(matrix_compiled.as_in_eager_mode, kind, backend)) < 1e-4
 
 
 @pytest.mark.parametrize(("backend", "seed"), [("aot_eager", 1), ("aot_eager", 2), ("inductor", 3)])
