@@ -11,6 +11,7 @@ from legato.auto import distribute
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import wrap_model
+from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime import reducer
@@ -104,9 +105,9 @@ class Towers(nn.Module):
 
 
 def per_tensor(model, forward_overlap=False):
-    """A message per tensor, the last layer's first."""
-    parameters = trained_parameters(model)
-    slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(parameters.items())]
+    """A message per tensor, the last layer's first; with forward overlap, the first layer's."""
+    slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in trained_parameters(model).items()]
+    slices = slices if forward_overlap else slices[::-1]
     return Plan("per tensor", tuple(Message((s,)) for s in slices), forward_overlap=forward_overlap)
 
 
@@ -161,16 +162,20 @@ def sent_early(kind, backend, steps=5):
 def late(kind, backend):
     """Updates that wait for the pieces of the forward graph, against the same pieces when nothing waits.
 
-    Also whether all of them waited when the last forward pass began.
+    Also how many did when the last forward pass began, and in how many forward passes graphs ran in pieces.
     """
-    waited, trained = [], []
-    hide = GraphSender.hide_gates
+    waited, cut, trained = [], [], []
+    hide, run = GraphSender.hide_gates, GraphFunction.run
 
     def noted(self):
         waited.append(len(self.waiting()))
         hide(self)
 
-    GraphSender.hide_gates = noted
+    def counted(self, *args, **kwargs):
+        cut.append(self.phase)
+        return run(self, *args, **kwargs)
+
+    GraphSender.hide_gates, GraphFunction.run = noted, counted
     try:
         for waits in (False, True):
             torch._dynamo.reset()
@@ -187,8 +192,8 @@ def late(kind, backend):
 
             trained.append(train(wrapped, optimizer, STEPS, step=step))
     finally:
-        GraphSender.hide_gates = hide
-    return distance(*trained), waited[-1] == len(plan.messages)
+        GraphSender.hide_gates, GraphFunction.run = hide, run
+    return distance(*trained), waited[-1], cut.count("forward")
 
 
 def as_in_eager_mode(kind, backend):

@@ -149,15 +149,13 @@ class GraphFunction:
         values = dict(zip(self.placeholders, args, strict=True))
         args.clear()
         graphs.run(pieces, values, before, after)
-        return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
+        # The uncut graph may have laid out inputs anew that it returns, such as the weights of convolutions.
+        return [_with_strides(values[o], self._wanted(o)) if isinstance(o, fx.Node) else o for o in self.outputs]
 
     def _compile(self, piece: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> graphs.Boxed:
-        """Compile a piece, after those before it: they tell what its inputs will be like.
-
-        A forward graph's results keep their strides: the backward graph is compiled for them.
-        """
+        """Compile a piece, after those before it: they tell what its inputs will be like."""
         function, values = self._compile_piece(piece, [self._examples[n] for n in inputs], False)
-        wanted = [self._strides.get(n) if self.phase == "forward" else None for n in results]
+        wanted = [self._wanted(n) for n in results]
         for node, value, strides in zip(results, values, wanted, strict=True):
             self._examples[node] = value if strides is None else value.new_empty_strided(value.shape, strides)
         if not any(wanted):
@@ -167,6 +165,10 @@ class GraphFunction:
             return [_with_strides(r, s) for r, s in zip(function(args), wanted, strict=True)]
 
         return run
+
+    def _wanted(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The strides that a result of a forward graph must have: the backward graph is compiled for them."""
+        return self._strides.get(node) if self.phase == "forward" else None
 
 
 def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
