@@ -7,14 +7,17 @@ from typing import Literal
 
 import msgspec
 
-from legato.core.errors import InputError, PlanError, TooLargeError
+from legato.core.errors import InputError, PlanError, TooLargeError, unknown_name
 from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
-__all__ = ["MOST_CHUNKS", "Kind", "Message", "Plan", "Slice", "check_messages", "check_plan"]
+__all__ = ["MOST_CHUNKS", "SHARDS", "Kind", "Message", "Plan", "Shard", "Slice", "check_messages", "check_plan"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
+#: What each worker keeps only its own part of: nothing, the optimizer's states (ZeRO-1), or also gradients (ZeRO-2).
+Shard = Literal["none", "optimizer", "gradients"]
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
 
 #: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
 #: to simulate. Real plans have hundreds; only slices of 4 MiB of a model of 4 TB are so many.
@@ -23,6 +26,10 @@ MOST_CHUNKS = 1_000_000
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
 #: Kinds that only aggregate, and the kind that distributes the result.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
+_SHARDED: dict[Shard, str] = {
+    "optimizer": "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
+    "gradients": "optimizer and gradients sharded: reduce_scatter, update of the shard, all_gather of parameters",
+}
 _AGGREGATED_BY = {second: first for first, second in _DISTRIBUTE.items()}
 
 
@@ -89,6 +96,15 @@ class Plan(
     means `Workload.iteration_order()`. `node_order` names those ops, in the same
     order, that are nodes of a compiled model's graphs, which the runtime sorts
     by it; it is empty if no node changes its place.
+
+    `shard` says what a worker keeps only its own part of, its *shard*: the
+    optimizer's states, or also the gradients (ZeRO-1 and ZeRO-2: Rajbhandari,
+    Rasley, Ruwase, He, SC 2020, section 5). All messages are then halves. After a
+    reduce_scatter a worker updates its shard of the parameters in it, and the
+    all_gather with the same slices distributes the updated *parameters*. An
+    optimizer op waits for the reduce_scatters of the tensors that it reads; an
+    all_gather for the optimizer ops that update its tensors; a forward op for the
+    all_gathers of the tensors that it reads.
     """
 
     scheduler: str
@@ -98,6 +114,7 @@ class Plan(
     node_order: tuple[str, ...] = ()
     workload_id: str = ""
     cluster_id: str = ""
+    shard: Shard = "none"
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -106,6 +123,8 @@ class Plan(
         if chunks > MOST_CHUNKS:
             count = f"{len(self.messages):,} messages of {chunks:,} chunks"
             raise TooLargeError(f"messages: {count} in all (expected at most {MOST_CHUNKS:,})")
+        if self.shard not in SHARDS:
+            raise unknown_name("shard", self.shard, SHARDS)
 
     def __str__(self) -> str:
         """The schedule, one line per message."""
@@ -115,11 +134,14 @@ class Plan(
         """The schedule, one line per message, with the op after which it is sent and the first that waits for it.
 
         Messages that distribute what others aggregated (all_gather, pull) are
-        sent after those. Raises `PlanError` if the plan does not fit the workload.
+        sent after those; in a sharded plan, after the ops that update its tensors
+        and before the first forward op that reads them. Raises `PlanError` if the
+        plan does not fit the workload.
         """
         check_plan(self, workload)
         order = self.op_order or workload.iteration_order()
         place = {op: k for k, op in enumerate(order)}
+        updates = {op for op in workload.phase_ops("optimizer") if self.shard != "none"}
         tensors = {tensor.name: tensor for tensor in workload.tensors}
         carriers = self._carriers()
         rows = []
@@ -130,8 +152,14 @@ class Plan(
             else:
                 after = f"message {max(carriers[_AGGREGATED_BY[message.kind], name][-1] for name in message.tensors)}"
             readers = [reader for tensor in mine for reader in tensor.readers]
+            applied = [reader for reader in readers if reader in updates]
+            if message.kind == "all_gather" and applied:
+                after = workload.ops[max(applied, key=place.__getitem__)].name
+                readers = [reader for reader in readers if reader not in updates]
             needed = workload.ops[min(readers, key=place.__getitem__)].name if readers else ""
-            if message.kind in _DISTRIBUTE:
+            if message.kind == "reduce_scatter" and applied:
+                needed = workload.ops[min(applied, key=place.__getitem__)].name
+            elif message.kind in _DISTRIBUTE:
                 needed = f"message {min(carriers[_DISTRIBUTE[message.kind], name][0] for name in message.tensors)}"
             rows.append([*row, shorten(after), shorten(needed)])
         headings = ["#", "size", "kind", "tensors", "sent after", "needed by"]
@@ -149,7 +177,8 @@ class Plan(
         nbytes = sum(message.nbytes for message in self.messages if message.kind in _AGGREGATE)
         size = f"{count(len(self.messages), 'message')}, {format_bytes(nbytes)} of gradients"
         overlap = "with forward overlap" if self.forward_overlap else "forward ops wait for the last message"
-        return f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
+        title = f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
+        return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"
 
     def _rows(self) -> list[list[str]]:
         """Index, size, kind and tensors of each message. A plan has every byte, so it knows the sizes of tensors."""
@@ -188,7 +217,8 @@ def check_plan(plan: Plan, workload: Workload) -> None:
 
     It must aggregate every byte of every tensor exactly once, distribute the
     bytes that its messages only aggregate (reduce_scatter, push), and have an
-    `op_order` that the dependencies allow.
+    `op_order` that the dependencies allow. A sharded plan must send only
+    reduce_scatters, and for each a later all_gather with the same slices.
     """
     check_messages(plan, {tensor.name: tensor.nbytes for tensor in workload.tensors})
     if plan.op_order:
@@ -215,6 +245,25 @@ def check_messages(plan: Plan, sizes: dict[str, int]) -> None:
         for tensor in dict.fromkeys([*first, *handed]):
             if _union(first.get(tensor, ())) != _union(handed.get(tensor, ())):
                 raise PlanError(f"{tensor!r}: {kind} and {second} messages carry different bytes (expected the same)")
+    if plan.shard != "none":
+        _check_sharded(plan)
+
+
+def _check_sharded(plan: Plan) -> None:
+    """Every all_gather needs a reduce_scatter of its own: where a worker's shard lies depends on the message."""
+    scattered: set[tuple[Slice, ...]] = set()
+    for i, message in enumerate(plan.messages):
+        if message.kind == "reduce_scatter":
+            scattered.add(message.slices)
+        elif message.kind != "all_gather":
+            raise PlanError(f"messages[{i}]: {message.kind} in a sharded plan (expected reduce_scatter or all_gather)")
+        elif message.slices in scattered:
+            scattered.remove(message.slices)
+        else:
+            raise PlanError(
+                f"messages[{i}]: all_gather of {shorten(message.slices[0].tensor)!r} in a sharded plan "
+                "(expected the slices of one reduce_scatter before it)"
+            )
 
 
 def _check_cover(tensor: str, size: int, pieces: list[tuple[int, int]]) -> None:

@@ -108,6 +108,50 @@ def test_plans_that_do_not(groups, error):
         check_plan(plan(*groups), WORK)
 
 
+SHARDED = [
+    [("reduce_scatter", X), ("reduce_scatter", Y), ("all_gather", Y), ("all_gather", X)],
+    [("reduce_scatter", X), ("all_gather", X), ("reduce_scatter", Y), ("all_gather", Y)],
+    [("reduce_scatter", Y, X), ("all_gather", Y, X)],
+]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("groups", SHARDED)
+def test_sharded_plans_that_carry_out_the_workload(groups, shard):
+    check_plan(plan(*groups, shard=shard), WORK)
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        (
+            [("all_reduce", X, Y)],
+            r"messages\[0\]: all_reduce in a sharded plan \(expected reduce_scatter or all_gather\)",
+        ),
+        (
+            [("reduce_scatter", X), ("all_gather", X), ("push", Y), ("pull", Y)],
+            r"messages\[2\]: push in a sharded plan",
+        ),
+        (
+            [("reduce_scatter", X), ("reduce_scatter", Y), ("all_gather", X, Y)],
+            r"messages\[2\]: all_gather of 'x' in a sharded plan \(expected the slices of one reduce_scatter before",
+        ),
+        ([("reduce_scatter", X, Y), ("all_gather", Y, X)], r"messages\[1\]: all_gather of 'y'"),
+        ([("all_gather", X), ("reduce_scatter", X), ("all_reduce", Y)], r"messages\[0\]: all_gather of 'x'"),
+        ([("reduce_scatter", X, Y), ("all_gather", X, Y), ("all_gather", X, Y)], r"messages\[2\]: all_gather of 'x'"),
+        ([("reduce_scatter", X, Y)], "'x': reduce_scatter and all_gather messages carry different bytes"),
+    ],
+)
+def test_sharded_plans_that_do_not(groups, error):
+    with pytest.raises(PlanError, match=error):
+        check_plan(plan(*groups, shard="optimizer"), WORK)
+
+
+def test_an_unknown_shard():
+    with pytest.raises(InputError, match="unknown shard 'optimiser'; did you mean 'optimizer'"):
+        plan(("all_reduce", X, Y), shard="optimiser")
+
+
 def test_messages_can_be_checked_against_sizes_alone():
     check_messages(plan(("all_reduce", X, Y)), {"x": 8, "y": 4})
     with pytest.raises(PlanError, match="'x': byte 8 is never sent"):
@@ -177,6 +221,21 @@ def test_a_plan_is_a_schedule_that_one_can_read():
         "0   9 B  all_reduce (ring, depth 2)  x, y[0:1]  b0          f0",
         "1   3 B  push (server 1)             y[1:4]     b0          message 2",
         "2   3 B  pull (server 1)             y[1:4]     message 1   f0",
+    ]
+
+
+def test_a_sharded_plan_says_what_waits_for_what():
+    """The optimizer op u updates x; nothing updates y, whose gradient is read as it is."""
+    halves = [("reduce_scatter", X), ("reduce_scatter", Y), ("all_gather", Y), ("all_gather", X)]
+    sharded = plan(*halves, forward_overlap=True, shard="optimizer")
+    assert sharded.describe(WORK).split("\n") == [
+        "p: 4 messages, 12 B of gradients, with forward overlap, "
+        "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
+        "#  size  kind            tensors  sent after  needed by",
+        "0   8 B  reduce_scatter  x        b1          u",
+        "1   4 B  reduce_scatter  y        b0          message 2",
+        "2   4 B  all_gather      y        message 1   f0",
+        "3   8 B  all_gather      x        u           f1",
     ]
 
 

@@ -1,0 +1,79 @@
+"""Plans of all-reduces as plans that shard the optimizer (ZeRO-1) or the gradients as well (ZeRO-2).
+
+Idea: every worker keeps the optimizer's states for its own part of the parameters
+only, its shard. Gradients are reduced and scattered, each worker updates its shard,
+and all gather the updated parameters. That is the volume of an all-reduce. With the
+reduce-scatters in the backward pass and the all-gathers in the order in which the next
+forward pass reads the parameters, both passes overlap with it.
+Papers: ZeRO (Rajbhandari, Rasley, Ruwase, He, SC 2020, sections 5 and 7: what is
+sharded, and the volume) and DeAR (Zhang et al., ICDCS 2023: one half beside each pass).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.plan import SHARDS, Message, Plan, Shard
+from legato.core.workload import Workload
+
+__all__ = ["sharded"]
+
+
+def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
+    """The sharded plan with the groups of a plan of all-reduces, or of their halves.
+
+    Each all-reduce becomes a reduce_scatter in its place. Then come the all_gathers, in
+    the order in which the forward pass first reads them. The optimizer ops run between
+    the passes, in the order in which their reduce_scatters arrive. Backward and forward
+    ops keep their order. With `shard="none"` the plan is returned as it is. Raises
+    `InputError` on an unknown `shard` or on a plan for parameter servers.
+    """
+    if shard not in SHARDS:
+        raise unknown_name("shard", shard, SHARDS)
+    if shard == "none":
+        return plan
+    if any(message.kind in ("push", "pull") for message in plan.messages):
+        raise InputError(f"shard: {shard!r} with parameter servers, which keep the optimizer's states themselves")
+    scattered = [
+        msgspec.structs.replace(message, kind="reduce_scatter")
+        for message in plan.messages
+        if message.kind != "all_gather"
+    ]
+    order = plan.op_order or workload.iteration_order()
+    gathered = [msgspec.structs.replace(message, kind="all_gather") for message in scattered]
+    read = _first_reads(workload, order)
+    gathered.sort(key=lambda message: min(read[name] for name in message.tensors))
+    op_order = _updates_between(workload, order, scattered)
+    return msgspec.structs.replace(
+        plan,
+        messages=(*scattered, *gathered),
+        forward_overlap=True,
+        op_order=() if op_order == workload.iteration_order() else op_order,
+        shard=shard,
+    )
+
+
+def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
+    """For each tensor, the position of the first forward op that reads it, or the end if none does."""
+    place = {op: k for k, op in enumerate(order)}
+    return {
+        tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))
+        for tensor in workload.tensors
+    }
+
+
+def _updates_between(workload: Workload, order: tuple[int, ...], scattered: list[Message]) -> tuple[int, ...]:
+    """The order with the optimizer ops between the passes, each after those whose gradients arrive before its own."""
+    ops = workload.ops
+    last = {name: i for i, message in enumerate(scattered) for name in message.tensors}
+    arrives = dict.fromkeys(workload.phase_ops("optimizer"), -1)
+    for tensor in workload.tensors:
+        for reader in tensor.readers:
+            if reader in arrives:
+                arrives[reader] = max(arrives[reader], last[tensor.name])
+    for op in arrives:  # an op stands after those that it depends on
+        arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps if dep in arrives)))
+    updates = sorted((op for op in order if op in arrives), key=arrives.__getitem__)
+    backward, forward = ([op for op in order if ops[op].phase == phase] for phase in ("backward", "forward"))
+    return (*backward, *updates, *forward)
