@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,12 +43,13 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
 
     Those that `order` names come in this order, if the graph allows it. Another
     node comes right before the first one that needs it, or, if no named one does,
-    right behind its inputs. Without an order, the graph's own is kept.
+    right behind its inputs. Without an order, the graph's own is kept. The parts of a
+    result come right behind it in any case.
     """
     place = {name: i for i, name in enumerate(order)}
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if not place:
-        return body
+        return _with_parts(body)
     done: dict[fx.Node, None] = {}
     for first in sorted((node for node in body if node.name in place), key=lambda node: place[node.name]):
         stack = [first]
@@ -60,7 +63,18 @@ def sort(graph: fx.Graph, order: Sequence[str]) -> list[fx.Node]:
     for node in body:
         if node not in done:
             position[node] = max((position[n] for n in node.all_input_nodes if n in position), default=-1)
-    return sorted(body, key=lambda node: (position[node], node not in done))
+    return _with_parts(sorted(body, key=lambda node: (position[node], node not in done)))
+
+
+def _with_parts(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes, with the parts that `getitem` takes from a result right behind it."""
+    ordered: dict[fx.Node, None] = {}
+    for node in nodes:
+        stack = [node]
+        while stack:
+            ordered[stack[-1]] = None
+            stack += [user for user in reversed(stack.pop().users) if user.target is operator.getitem]
+    return list(ordered)
 
 
 def cut(
@@ -69,13 +83,15 @@ def cut(
     starts: Iterable[int],
     compile_piece: Callable[[fx.GraphModule, tuple[fx.Node, ...], tuple[fx.Node, ...]], Boxed],
 ) -> list[Piece]:
-    """Cut the nodes, which are in the order of their execution, before the indices `starts`.
+    """Cut the nodes, which `sort` has put in order, before the indices `starts`, or behind the parts of a result there.
 
+    So only tensors, and no tuples of them, go from one piece to another.
     `compile_piece(piece, inputs, results)` compiles a piece of which these nodes of the graph are inputs and results.
     """
     returned = {value for value in outputs(module.graph) if isinstance(value, fx.Node)}
     sizes = [n for n in module.graph.nodes if n.op == "placeholder" and not hasattr(n.meta.get("val"), "stride")]
-    bounds = [0, *sorted(set(starts) - {0, len(nodes)}), len(nodes)]
+    ends = [i for i, node in enumerate(nodes) if node.target is not operator.getitem] + [len(nodes)]
+    bounds = sorted({0, len(nodes), *(ends[bisect.bisect_left(ends, start)] for start in starts)})
     parts = [nodes[a:b] for a, b in itertools.pairwise(bounds)]
     number = {node: i for i, part in enumerate(parts) for node in part}
     last_user = {n: max((number[u] for u in n.users if u in number), default=-1) for n in module.graph.nodes}
