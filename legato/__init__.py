@@ -30,7 +30,7 @@ from legato.core.workload import Op, Tensor, Workload
 
 if TYPE_CHECKING:  # what `__getattr__` loads
     from legato.auto import distribute
-    from legato.pytorch import calibrate, capture, parameter_servers
+    from legato.pytorch import GradScaler, calibrate, capture, parameter_servers
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
 
@@ -40,6 +40,7 @@ __all__ = [
     "Cluster",
     "Contention",
     "FileError",
+    "GradScaler",
     "InputError",
     "LegatoError",
     "LinearCost",
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "GradScaler": "legato.pytorch",
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",
     "distribute": "legato.auto",

@@ -7,6 +7,12 @@ that continues a tensor lies first in its message, and a slice that is continued
 by the next message lies last; messages that fit together in this way form a
 chain and share one allocation. The elements that count gradients lie behind
 the slices, but before a slice that is continued.
+
+[Note: shards] In a sharded plan, the buffer of a message is a chunk for each rank,
+all of one size. A chunk holds about an equal share of the elements, and so parts of
+tensors; behind them, an element for each of its parts that counts gradients, so
+that the rank that owns the chunk knows which of them were there; and, last, an
+element in which the owner says whether it has updated them.
 """
 
 from __future__ import annotations
@@ -18,7 +24,12 @@ from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 
-__all__ = ["BufferLayout", "buffer_layout", "chains", "scattered_tensors"]
+__all__ = ["BufferLayout", "buffer_layout", "chains", "scattered_tensors", "sharded_layout"]
+
+
+#: A tensor is cut at multiples of so many elements, so that vectorized updates of its parts and of the whole compute
+#: the same: remainders that do not fill a vector are rounded differently.
+_ALIGNED_ELEMENTS = 64
 
 
 class BufferLayout(NamedTuple):
@@ -26,7 +37,7 @@ class BufferLayout(NamedTuple):
 
     slices: tuple[Slice, ...]
     starts: tuple[int, ...]
-    flags: Mapping[str, int]  # by tensor: the element that counts it, in the message with its first byte
+    flags: Mapping[Slice, int]  # the element that counts the ranks with a gradient: of slices with a first byte
     elements: int
     joins: tuple[str, int] | None  # the tensor, and its byte, with which the buffer begins
     leaves: tuple[str, int] | None  # the tensor, and its byte, with which the next buffer should begin
@@ -41,7 +52,7 @@ def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int,
     first, last = slices[0], slices[-1]
     goes_on = last.stop < sizes[last.tensor]
     starts: list[int] = []
-    flags: dict[str, int] = {}
+    flags: dict[Slice, int] = {}
     at = 0
     for piece in slices:
         if piece is last and goes_on:
@@ -61,12 +72,45 @@ def buffer_layout(message: Message, sizes: Mapping[str, int], element_size: int,
     )
 
 
-def _place_flags(slices: Sequence[Slice], flags: dict[str, int], at: int) -> int:
+def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> int:
     for piece in slices:
         if piece.start == 0:
-            flags[piece.tensor] = at
+            flags[piece] = at
             at += 1
     return at
+
+
+def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:
+    """Lay out a message of a sharded plan ([Note: shards]); also return how many elements of data a chunk has at most.
+
+    The slices are those of the message, cut where a chunk ends, and all of them have flags.
+    """
+    share, unit = -(-message.nbytes // element_size // ranks), _ALIGNED_ELEMENTS * element_size
+    parts: list[list[Slice]] = [[]]
+    sizes = [0]
+    for piece in message.slices:
+        start = piece.start
+        while start < piece.stop:
+            if sizes[-1] >= share:
+                parts.append([])
+                sizes.append(0)
+            end = start + (share - sizes[-1]) * element_size
+            stop = min(piece.stop, -(-end // unit) * unit)
+            parts[-1].append(Slice(piece.tensor, start, stop))
+            sizes[-1] += (stop - start) // element_size
+            start = stop
+    most = max(sizes)
+    chunk = most + max(map(len, parts)) + 1
+    starts: list[int] = []
+    flags: dict[Slice, int] = {}
+    for i, mine in enumerate(parts):
+        at = i * chunk
+        for j, piece in enumerate(mine):
+            starts.append(at)
+            flags[piece] = i * chunk + most + j
+            at += piece.nbytes // element_size
+    slices = tuple(piece for mine in parts for piece in mine)
+    return BufferLayout(slices, tuple(starts), flags, chunk * ranks, None, None), most
 
 
 def chains(layouts: Sequence[BufferLayout]) -> list[list[int]]:

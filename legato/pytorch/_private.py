@@ -458,6 +458,27 @@ def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
     return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
+def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]:
+    """A function that steps, with the hooks of the optimizer around it."""
+    return cast("Callable[[Optimizer], Any]", Optimizer.profile_hook_step(step))
+
+
+class SubstituteScaler(torch.amp.GradScaler):
+    """A `GradScaler` that may unscale other parameters than those of the optimizer."""
+
+    def substitutes(self, optimizer: Optimizer) -> Any:
+        """What has the `param_groups` whose gradients are unscaled."""
+        return optimizer
+
+    def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
+        """Called with the numbers that are not 0 where a gradient is infinite or NaN, which may be changed."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        found = super()._unscale_grads_(self.substitutes(optimizer), inv_scale, found_inf, allow_fp16)
+        self.found(optimizer, found)
+        return found
+
+
 def mark_as_hooked(step: Any) -> None:
     """Keep torch from wrapping this `step` in hooks when a state is loaded: the one that it calls has them already."""
     vars(step)["hooked"] = True

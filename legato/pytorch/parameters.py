@@ -10,13 +10,14 @@ distributed, which takes some tens of microseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from torch import nn
 
-from legato.core.errors import RankError
-from legato.core.plan import Message, Plan, Slice
+from legato.core.errors import InputError, RankError, unknown_name
+from legato.core.plan import SHARDS, Message, Plan, Slice
 from legato.pytorch._private import (
     ignored_parameters,
     is_compiled,
@@ -25,7 +26,14 @@ from legato.pytorch._private import (
     without_overrides,
 )
 
-__all__ = ["ModuleFingerprint", "extend_plan", "participating_parameters", "sparse_parameters", "trained_parameters"]
+__all__ = [
+    "ModuleFingerprint",
+    "extend_plan",
+    "participating_parameters",
+    "shard_plan",
+    "sparse_parameters",
+    "trained_parameters",
+]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -96,10 +104,36 @@ class ModuleFingerprint:
 
 
 def extend_plan(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
-    """Add one message at the end of the plan, with the parameters that are not in it."""
+    """Add one message to the plan, with the parameters that are not in it: the last one, or the last of its halves."""
     known = {piece.tensor for message in plan.messages for piece in message.slices}
     new = tuple(Slice(n, 0, p.numel() * p.element_size()) for n, p in parameters.items() if n not in known)
-    return msgspec.structs.replace(plan, messages=(*plan.messages, Message(new))) if new else plan
+    if not new:
+        return plan
+    if plan.shard == "none":
+        return msgspec.structs.replace(plan, messages=(*plan.messages, Message(new)))
+    first = [message for message in plan.messages if message.kind == "reduce_scatter"]
+    second = [message for message in plan.messages if message.kind == "all_gather"]
+    halves = Message(new, "reduce_scatter"), Message(new, "all_gather")
+    return msgspec.structs.replace(plan, messages=(*first, halves[0], *second, halves[1]))
+
+
+def shard_plan(plan: Plan, shard: str, parameters: Iterable[str]) -> Plan:
+    """Turn a plan of all-reduces into a sharded one, which gathers in the order of the parameters.
+
+    A plan that is sharded already stays as it is. Raises `InputError` if it shards something else.
+    """
+    if shard == plan.shard:
+        return plan
+    if shard not in SHARDS:
+        raise unknown_name("shard", shard, SHARDS)
+    if plan.shard != "none":
+        raise InputError(f"shard: {shard!r}, but the plan has {plan.shard!r}")
+    place = {name: i for i, name in enumerate(parameters)}
+    whole = [message for message in plan.messages if message.kind != "all_gather"]
+    first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in whole]
+    second = [msgspec.structs.replace(message, kind="all_gather") for message in whole]
+    second.sort(key=lambda message: min(place.get(name, len(place)) for name in message.tensors))
+    return msgspec.structs.replace(plan, messages=(*first, *second), shard=shard, forward_overlap=True)
 
 
 def participating_parameters(module: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

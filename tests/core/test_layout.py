@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.layout import buffer_layout, chains, scattered_tensors
+from legato.core.layout import buffer_layout, chains, scattered_tensors, sharded_layout
 from legato.core.plan import Message, Slice
 
 SIZES = {"a": 40, "b": 4, "c": 24}
@@ -39,7 +39,7 @@ def test_a_tensor_in_three_messages_is_one_piece_of_memory():
     )
     at = place(layouts, buffers, "a")
     assert at[8] == at[0] + 8 and at[20] == at[0] + 20
-    assert [layout.flags for layout in layouts] == [{"b": 6}, {"a": 4}, {}]
+    assert [layout.flags for layout in layouts] == [{Slice("b", 0, 4): 6}, {Slice("a", 0, 8): 4}, {}]
 
 
 def test_two_tensors_that_go_round_in_a_circle_are_cut_once():
@@ -84,7 +84,7 @@ def test_nothing_overlaps(messages, multiple):
         ]
         taken += layout.flags.values()
         assert len(set(taken)) == len(taken) == sum(s.nbytes // 4 + (s.start == 0) for s in slices)
-        assert set(layout.flags) == {s.tensor for s in slices if s.start == 0}
+        assert set(layout.flags) == {s for s in slices if s.start == 0}
         where = {buffer + 4 * i for i in range(layout.elements)}
         assert set(taken) <= set(range(layout.elements)) and not where & seen
         seen |= where
@@ -99,3 +99,23 @@ def test_apart_is_what_has_a_gap_somewhere(messages, ranks):
         at = place(layouts, buffers, tensor)
         together = all(where - first == at[0] for first, where in at.items())
         assert (tensor in found) == (not together)
+
+
+@given(cut_up(), st.sampled_from([1, 2, 3, 64]))
+def test_chunks_have_about_equal_shares_of_everything(messages, ranks):
+    messages = [[Slice(s.tensor, 80 * s.start, 80 * s.stop) for s in slices] for slices in messages]
+    for slices in messages:
+        layout, share = sharded_layout(Message(tuple(slices), "reduce_scatter"), 4, ranks)
+        size = sum(s.nbytes for s in slices) // 4
+        assert share < -(-size // ranks) + 64 and layout.elements % ranks == 0
+        assert all(piece.stop in [s.stop for s in slices] or piece.stop % 256 == 0 for piece in layout.slices)
+        chunk = layout.elements // ranks
+        data = {}  # element of the buffer -> element of a tensor
+        for piece, at in zip(layout.slices, layout.starts, strict=True):
+            data |= {at + i: (piece.tensor, piece.start // 4 + i) for i in range(piece.nbytes // 4)}
+            assert at // chunk == layout.flags[piece] // chunk == (at + piece.nbytes // 4 - 1) // chunk
+        expected = [(s.tensor, i) for s in slices for i in range(s.start // 4, s.stop // 4)]
+        assert [data[at] for at in sorted(data)] == expected
+        assert all(at % chunk < share for at in data)
+        flags = layout.flags.values()
+        assert len(set(flags)) == len(layout.slices) and all(share <= at % chunk < chunk - 1 for at in flags)

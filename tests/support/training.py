@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -140,11 +141,22 @@ def random_plan(model, seed, forward_overlap=True):
         count = min(len(pieces), rng.choice([1, 1, 2, 3, 8]))
         messages.append(Message(tuple(pieces[:count])))
         pieces = pieces[count:]
-    return Plan("random", tuple(messages), forward_overlap=forward_overlap)
+    plan = Plan("random", tuple(messages), forward_overlap=forward_overlap)
+    return sharded_plan(plan, rng, SHARD[-1]) if SHARD else plan
+
+
+def sharded_plan(plan, rng, shard):
+    """A plan with halves in place of all-reduces; the all-gathers come in a random order."""
+    first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in plan.messages]
+    second = [msgspec.structs.replace(message, kind="all_gather") for message in plan.messages]
+    rng.shuffle(second)
+    return msgspec.structs.replace(plan, messages=(*first, *second), shard=shard)
 
 
 #: More for `legato.distribute` in every case.
 OPTIONS = {}
+#: What random plans shard.
+SHARD = []
 #: The arguments of `model.compile()` in every case, if models are to be compiled.
 COMPILED = {}
 
@@ -166,6 +178,15 @@ def lent(case, *arguments):
         return case(*arguments)
     finally:
         OPTIONS.clear()
+
+
+def sharded(shard, case, *arguments):
+    """A case whose random plans are sharded."""
+    SHARD.append(shard)
+    try:
+        return case(*arguments)
+    finally:
+        SHARD.clear()
 
 
 def compiled(case, *arguments):

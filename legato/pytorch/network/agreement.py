@@ -28,9 +28,11 @@ __all__ = [
     "broadcast_tensors",
     "describe_model",
     "describe_optimizer",
+    "gather_bytes",
     "gather_numbers",
     "group_device",
     "raise_together",
+    "sum_tensors",
 ]
 
 _MESSAGE_BYTES = 1024
@@ -95,6 +97,11 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
     return _from_tensor(content)[:n]
 
 
+def gather_bytes(data: bytes, group: Any) -> list[bytes]:
+    """Return the bytes of all ranks, in the order of the ranks."""
+    return [broadcast_bytes(data, group, source) for source in range(group.size())]
+
+
 def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], None]) -> list[tuple[float, ...]]:
     """Return the numbers of all ranks, in the order of the ranks; each rank gives the same number of them.
 
@@ -118,6 +125,15 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
         if group.rank() != source:
             for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
                 tensor.copy_(value)
+
+
+def sum_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
+    """Replace tensors by their sums over the ranks: one collective for each dtype, device and 250 MiB."""
+    for part in _parts(tensors):
+        flat = flatten_tensors(part)
+        wait(dist.all_reduce(flat, group=group, async_op=True))
+        for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
+            tensor.copy_(value)
 
 
 def _parts(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

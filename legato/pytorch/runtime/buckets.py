@@ -8,7 +8,7 @@ parameter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.errors import PlanError, RankError
-from legato.core.layout import BufferLayout, buffer_layout, chains
+from legato.core.layout import BufferLayout, buffer_layout, chains, sharded_layout
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch._private import version_of
 from legato.pytorch.runtime.update import Update
@@ -59,6 +59,12 @@ class Slot:
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
     update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
+    spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
+        return self.spent is not None and self.parameter.grad is self.spent
 
     def offer(self, grad: Tensor) -> None:
         """Note the gradient that a compiled graph hands out."""
@@ -80,7 +86,7 @@ class Slot:
         self.stage = SENT
 
     def mark_stepped(self, update: Update | None = None) -> None:
-        """Enter PENDING: `optimizer.step()` was called. `update` is None where a server computes the new value."""
+        """Enter PENDING: `optimizer.step()` was called. `update` is None where other processes do it."""
         self.stage, self.update = PENDING, update
 
     def mark_updating(self) -> None:
@@ -91,10 +97,19 @@ class Slot:
         """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
         self.stage, self.update = IDLE, None
 
+    def unpack_into(self, tensor: Tensor) -> None:
+        """Copy the elements of all slices into a tensor like the parameter, which may have any strides."""
+        flat = None if tensor.is_contiguous() else tensor.contiguous()
+        target = tensor if flat is None else flat
+        for part in self.slices:
+            (target if part.whole else target.view(-1)[part.start : part.stop]).copy_(part.view)
+        if flat is not None:
+            tensor.copy_(flat)
+
     def release(self) -> None:
         """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
         self.slices, self.buckets, self.parts = [], [], {}
-        self.whole = self.gate = None
+        self.whole = self.gate = self.spent = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +121,8 @@ class BucketSlice:
     start: int
     stop: int
     view: Tensor  # a view of the bucket's buffer: shaped like the parameter if it holds all of it, else flat
-    flag: Tensor | None  # one element: the number of ranks that had a gradient (in the parameter's first slice only)
+    flag: Tensor | None  # one element: the number of ranks that had a gradient; in the parameter's first slice only,
+    # or, in a sharded plan, in each
     whole: bool  # whether it holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -119,18 +135,21 @@ class Bucket:
     """A message of the plan: its buffer, what is packed into it, and its progress.
 
     The bucket of an all_gather shares the buffer of its reduce_scatter, and
-    nothing is packed into it.
+    nothing is packed into it. In a sharded plan all parameters of a bucket have
+    the same `owner`: an optimizer.
     """
 
-    index: int  # its place in the plan's order
     message: Message
     buffer: Tensor
+    index: int = -1  # its place in the plan's order
     slices: list[BucketSlice] = field(default_factory=list)
     scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
     gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
     slots: int = 0  # number of parameters in it
     last_of: list[Slot] = field(default_factory=list)  # those of which it is the last bucket
-    flags: Tensor | None = None  # the elements that count ranks, in one piece
+    flags: Tensor | None = None  # the elements that count ranks, in one piece; in a sharded plan [rank, element]
+    marks: Tensor | None = None  # in a sharded plan [rank]: whether the rank has updated its chunk
+    owner: int = -1  # in a sharded plan: the number of the optimizer of its parameters; -1 if they have none
     missing: int = 0  # number of parameters whose gradients have not arrived yet
     arrived: list[Slot] = field(default_factory=list)  # those whose gradients have arrived and are not packed yet
     waiting_bytes: int = 0  # of these
@@ -143,20 +162,30 @@ class Bucket:
         slices = self.message.slices
         return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether no collective of it is in flight."""
+        return self.work is None or self.work.is_completed()
+
     def release(self) -> None:
         """Let go of the memory for good."""
-        self.buffer, self.flags = self.buffer.new_empty(0), None
+        self.buffer, self.flags, self.marks = self.buffer.new_empty(0), None, None
         self.slices, self.last_of, self.arrived = [], [], []
         self.scattered = self.gathered = self.work = None
 
 
-def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> tuple[list[Slot], list[Bucket]]:
+def make_buckets(
+    plan: Plan,
+    parameters: Mapping[str, nn.Parameter],
+    ranks: int,
+    owner_of: Callable[[nn.Parameter], int] = lambda _: -1,
+) -> tuple[list[Slot], list[Bucket]]:
     """Make the slots of these parameters and the buckets of a plan, in the plan's order.
 
-    A message with several dtypes or devices becomes one bucket for each of
-    them. Raises `PlanError` if the plan is for another model, splits an
+    A message with several dtypes, devices or owners becomes one bucket for each
+    of them. Raises `PlanError` if the plan is for another model, splits an
     element, or has an all_gather of other slices than those of one
-    reduce_scatter before it.
+    reduce_scatter before it, or of a sharded plan before the last reduce_scatter.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
@@ -164,39 +193,52 @@ def make_buckets(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int)
         name = min(unplanned)
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
     check_messages(plan, sizes)
+    sharded = plan.shard != "none"
+    kinds = [message.kind for message in plan.messages]
+    if sharded and "reduce_scatter" in kinds[kinds.index("all_gather") :]:
+        raise PlanError("the sharded plan gathers before it has scattered everything: it can only be simulated")
     slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
-    parts = [(i, part) for i, message in enumerate(plan.messages) for part in _uniform(message, i, parameters)]
-    placed = iter(_placed([part for _, part in parts if part.kind != "all_gather"], parameters, sizes, ranks))
+    parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of)]
+    own = [part for _, part in parts if part.kind != "all_gather"]
+    made = iter(_sharded(own, parameters, ranks, slots) if sharded else _placed(own, parameters, sizes, ranks, slots))
     buckets: list[Bucket] = []
     scattered: dict[frozenset[Slice], Bucket] = {}
     for i, part in parts:
         if part.kind == "all_gather":
-            buckets.append(_second_half(len(buckets), part, i, scattered))
-            continue
-        buckets.append(_make_bucket(len(buckets), part, *next(placed), slots))
-        if part.kind == "reduce_scatter":
-            scattered[frozenset(part.slices)] = buckets[-1]
+            bucket = _second_half(part, i, scattered)
+        else:
+            bucket = next(made)
+            if part.kind == "reduce_scatter":
+                scattered[frozenset(part.slices)] = bucket
+        bucket.index, bucket.owner = len(buckets), owner_of(parameters[part.slices[0].tensor])
+        buckets.append(bucket)
+    for bucket in buckets:
+        for slot in dict.fromkeys(piece.slot for piece in (bucket.scattered or bucket).slices):
+            slot.buckets.append(bucket)
+            bucket.slots += 1
     for slot in slots.values():
         slot.slices.sort(key=lambda piece: piece.start)
-        slot.whole = _whole(slot)
+        slot.whole = None if sharded else _whole(slot)
         slot.buckets[-1].last_of.append(slot)
         for piece in slot.slices:
             slot.parts.setdefault(piece.bucket.index, []).append(piece)
     return list(slots.values()), buckets
 
 
-def _uniform(message: Message, i: int, parameters: Mapping[str, nn.Parameter]) -> list[Message]:
-    """Message i of the plan, split by dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Slice]] = {}
+def _uniform(
+    message: Message, i: int, parameters: Mapping[str, nn.Parameter], owner_of: Callable[[nn.Parameter], int]
+) -> list[Message]:
+    """Message i of the plan, split by dtype, device and owner."""
+    groups: dict[tuple[torch.dtype, torch.device, int], list[Slice]] = {}
     for piece in message.slices:
         p = parameters[piece.tensor]
         if piece.start % p.element_size() or piece.stop % p.element_size():
             raise PlanError(f"messages[{i}]: {piece.tensor!r} is split inside an element of {p.element_size()} bytes")
-        groups.setdefault((p.dtype, p.device), []).append(piece)
+        groups.setdefault((p.dtype, p.device, owner_of(p)), []).append(piece)
     return [msgspec.structs.replace(message, slices=tuple(group)) for group in groups.values()]
 
 
-def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
+def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
     """The bucket of an all_gather, which belongs to a reduce_scatter before it."""
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
@@ -204,23 +246,47 @@ def _second_half(index: int, message: Message, i: int, scattered: dict[frozenset
     there, here = ((m.collective, m.depth) for m in (first.message, message))
     if there != here:
         raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here}, its reduce_scatter by {there}")
-    bucket = Bucket(index, message, first.buffer, slots=first.slots, scattered=first)
-    first.gathered = bucket
-    for slot in {id(piece.slot): piece.slot for piece in first.slices}.values():
-        slot.buckets.append(bucket)
-    return bucket
+    first.gathered = Bucket(message, first.buffer, scattered=first)
+    return first.gathered
 
 
 def _placed(
-    messages: list[Message], parameters: Mapping[str, nn.Parameter], sizes: Mapping[str, int], ranks: int
-) -> list[tuple[BufferLayout, Tensor]]:
-    """Layouts and buffers; in a reduce_scatter every rank has the same number of elements."""
+    messages: list[Message],
+    parameters: Mapping[str, nn.Parameter],
+    sizes: Mapping[str, int],
+    ranks: int,
+    slots: dict[str, Slot],
+) -> list[Bucket]:
+    """The buckets of messages that have buffers; in a reduce_scatter every rank has the same number of elements."""
     firsts = [parameters[message.slices[0].tensor] for message in messages]
     layouts = [
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
         for message, first in zip(messages, firsts, strict=True)
     ]
-    return list(zip(layouts, _allocated(layouts, [(p.dtype, p.device) for p in firsts]), strict=True))
+    buffers = _allocated(layouts, [(p.dtype, p.device) for p in firsts])
+    buckets = []
+    for message, layout, buffer in zip(messages, layouts, buffers, strict=True):
+        bucket = _make_bucket(message, layout, buffer, slots)
+        if layout.flags:
+            bucket.flags = buffer[min(layout.flags.values()) : max(layout.flags.values()) + 1]
+        buckets.append(bucket)
+    return buckets
+
+
+def _sharded(
+    messages: list[Message], parameters: Mapping[str, nn.Parameter], ranks: int, slots: dict[str, Slot]
+) -> list[Bucket]:
+    """The buckets of the reduce_scatters of a sharded plan."""
+    buckets = []
+    for message in messages:
+        first = parameters[message.slices[0].tensor]
+        layout, share = sharded_layout(message, first.element_size(), ranks)
+        buffer = torch.zeros(layout.elements, dtype=first.dtype, device=first.device)
+        bucket = _make_bucket(message, layout, buffer, slots)
+        chunks = buffer.view(ranks, -1)
+        bucket.flags, bucket.marks = chunks[:, share:-1], chunks[:, -1]
+        buckets.append(bucket)
+    return buckets
 
 
 def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
@@ -234,12 +300,9 @@ def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtyp
     return [buffers[i] for i in range(len(layouts))]
 
 
-def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
+def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
     """The bucket of a message that has its own buffer."""
-    bucket = Bucket(index, message, buffer)
-    if layout.flags:
-        first, last = min(layout.flags.values()), max(layout.flags.values())
-        bucket.flags = buffer[first : last + 1]
+    bucket = Bucket(message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
         start, stop = (byte // buffer.element_size() for byte in (piece.start, piece.stop))
@@ -247,14 +310,10 @@ def _make_bucket(index: int, message: Message, layout: BufferLayout, buffer: Ten
         whole = stop - start == slot.parameter.numel()
         if whole:
             view = view.view(slot.parameter.shape)
-        flag = layout.flags.get(piece.tensor) if start == 0 else None
-        bucket.slices.append(
-            BucketSlice(slot, bucket, start, stop, view, None if flag is None else buffer[flag : flag + 1], whole)
-        )
+        at_flag = layout.flags.get(piece)
+        flag = None if at_flag is None else buffer[at_flag : at_flag + 1]
+        bucket.slices.append(BucketSlice(slot, bucket, start, stop, view, flag, whole))
         slot.slices.append(bucket.slices[-1])
-        if bucket not in slot.buckets:
-            slot.buckets.append(bucket)
-            bucket.slots += 1
     return bucket
 
 

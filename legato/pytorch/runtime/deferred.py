@@ -8,10 +8,14 @@ of `torch.optim` whose step treats each parameter separately are split in this
 way. Any other optimizer (LBFGS, a third-party one, one with hooks on its step,
 a fused one driven by GradScaler) steps all parameters at once, when all
 gradients have arrived: slower, but never wrong.
+
+Under a sharded plan, `step()` itself updates this rank's shards, and the parameters
+wait for the others' (`legato.pytorch.runtime.sharding`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -19,10 +23,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from legato.core.errors import RankError
-from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step
+from legato.core.errors import InputError, RankError
+from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, SENT
+from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
@@ -45,6 +49,8 @@ class _DeferredSteps:
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
         if reducer is not None:
             reducer.stepped = True
+        if reducer is not None and reducer.shards is not None:
+            return _step_shards(self, base, closure)
         if reducer is None or not _divisible(optimizer, base, reducer):
             if reducer is not None:
                 reducer.settle()
@@ -79,12 +85,30 @@ class _DeferredSteps:
         vars(self)["state"] = value
 
     def state_dict(self) -> Any:
+        """The state of whole parameters; if it is sharded, all ranks have to call this."""
         self._settle()
-        return self._legato_base.state_dict(cast(Optimizer, self))
+        shards = None if self._legato_reducer is None else self._legato_reducer.shards
+        if shards is None:
+            return self._legato_base.state_dict(cast(Optimizer, self))
+        return self._legato_base.state_dict(self._with_state(shards.whole_state(cast(Optimizer, self))))
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """Take the state of whole parameters, of which a rank keeps its shards."""
         self._settle()
-        self._legato_base.load_state_dict(cast(Optimizer, self), state_dict)
+        shards = None if self._legato_reducer is None else self._legato_reducer.shards
+        if shards is None:
+            return self._legato_base.load_state_dict(cast(Optimizer, self), state_dict)
+        whole = self._with_state({})
+        self._legato_base.load_state_dict(whole, state_dict)
+        vars(self)["param_groups"] = whole.param_groups
+        shards.take_state(cast(Optimizer, self), whole.state)
+        return None
+
+    def _with_state(self, state: Any) -> Optimizer:
+        """A stand-in of the user's own class, with another state."""
+        stand_in = object.__new__(self._legato_base)
+        vars(stand_in).update(vars(self), state=defaultdict(dict, state))
+        return stand_in
 
     def add_param_group(self, param_group: Any) -> None:
         self._settle()
@@ -93,6 +117,8 @@ class _DeferredSteps:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy (pickle, deepcopy) as an optimizer of the user's own class."""
         self._settle()
+        if self._legato_reducer is not None and self._legato_reducer.shards is not None:
+            raise InputError("a sharded optimizer cannot be copied: use its state_dict(), on all ranks")
         return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
 
     def _settle(self) -> None:
@@ -113,7 +139,10 @@ def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_
             continue
         if slot is not None and slot.stage == SENT:
             reducer.drop(slot)
-        zero(p)
+        if slot is not None and reducer.shards is not None:
+            reducer.shards.zero(slot, set_to_none)
+        else:
+            zero(p)
 
 
 def _divisible(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> bool:
@@ -138,6 +167,32 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -
     reducer.deliver([slots[id(p)] for p in now if id(p) in slots])
     if now:
         update.apply(now)
+
+
+def _step_shards(optimizer: Any, base: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
+    """Update this rank's shards now; parameters that wait for other ranks' are up to date when they are read."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    reducer: Reducer = optimizer._legato_reducer  # the closure's forward pass may have changed the plan
+    shards = reducer.shards
+    assert shards is not None
+    if reducer.tracer:
+        reducer.tracer.switch("optimizer")
+    waiting: list[Slot] = []
+
+    def step(_: Optimizer) -> None:
+        waiting.extend(shards.step(optimizer, base))
+        others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in reducer.by_parameter]
+        if others:
+            Update(optimizer, base).apply(others)
+
+    (hooked_step(step) if has_step_hooks(optimizer) else step)(optimizer)
+    if reducer.tracer:
+        reducer.tracer.switch(None)
+    reducer.expect(waiting)
+    return loss
 
 
 def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:

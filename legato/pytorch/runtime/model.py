@@ -61,6 +61,7 @@ from legato.pytorch.parameters import (
     ModuleFingerprint,
     extend_plan,
     participating_parameters,
+    shard_plan,
     sparse_parameters,
     trained_parameters,
 )
@@ -72,6 +73,7 @@ from legato.pytorch.runtime.drift import DriftMonitor
 from legato.pytorch.runtime.graph_sender import GraphSender, sender_of
 from legato.pytorch.runtime.readers import Readers
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sharding import check_shardable, take_state, whole_state
 from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 
@@ -146,6 +148,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._readers = Readers(strict="reads" in checks)
         weakref.finalize(self, _release, [self._group, self._buffer_group], self._watchdog).atexit = False
         self._channel = channel_for(self._group)
+        self._optimizers: list[Optimizer] = []
         self.reducer = self._make_reducer(plan)
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
@@ -153,7 +156,6 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         self._fingerprint = ModuleFingerprint(self.module)
         whole_pass = partial(is_whole_frame, function=compiled_module(self.module).forward)
         self._compiler = GraphCompiler(sender_of, whole_pass)
-        self._optimizers: list[Optimizer] = []
         self._buffers_differ = True
         self.in_graphs = False  # whether the last forward pass was compiled, or parts of it
         self._failed = False
@@ -173,8 +175,13 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         Raises `RankError`, on every rank, if its settings differ between ranks.
         """
         agree(describe_optimizer(optimizer), self._group)
-        defer_steps(optimizer, self.reducer)
+        if self.plan.shard != "none":
+            check_shardable(optimizer)
         self._optimizers.append(optimizer)
+        if self.plan.shard == "none":
+            defer_steps(optimizer, self.reducer)
+        else:
+            self._switch(self.plan)  # its parameters have messages of their own from now on
 
     def adopt(self, plan: Plan) -> None:
         """Switch to another plan, between two iterations, on all ranks together.
@@ -193,13 +200,16 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         if self.hooked:
             _check_hookable(plan)
         before = self.reducer
+        before.settle()
+        states = [whole_state(optimizer, before.shards) for optimizer in self._optimizers]
         before.close()
         self.reducer = self._make_reducer(plan)
         self.reducer.forwards = before.forwards
         GraphSender(self.reducer).learn_from(before)
         self._drift = DriftMonitor(self._gather_numbers)
-        for optimizer in self._optimizers:
+        for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self.reducer)
+            take_state(optimizer, state, self.reducer.shards)
 
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
@@ -246,6 +256,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
                 read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
                 sparse=sparse_parameters(self.module),
                 static_graph=self.static_graph,
+                optimizers=self._optimizers,
             )
         for hook, state in comm_hooks(self):
             reducer.use_comm_hook(state, hook)
@@ -373,6 +384,24 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             self._broadcast([p for n, p in self._parameters_taking_part.items() if n not in before], self._group)
         return self.reducer
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does, over the gradients of all parameters, sharded or not.
+
+        Call it on all ranks between the backward pass and `optimizer.step()`.
+        Returns the norm from before. Raises `RankError` if sharded gradients were not averaged since the last step.
+        """
+        if self.reducer.shards is None:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return self.reducer.shards.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does, over the gradients of all parameters, sharded or not."""
+        shards = self.reducer.shards
+        found = self.parameters() if shards is None else shards.averaged()
+        nn.utils.clip_grad_value_(found, clip_value, foreach)
+
     def abandon(self) -> None:
         """Skip a training step whose forward or backward pass raised an exception on some rank.
 
@@ -415,6 +444,8 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise InputError("join(divide_by_initial_world_size=False) is not supported: gradients are divided as sent")
+        if self.reducer.shards is not None:
+            raise InputError("join() under a sharded plan: a rank without batches would still have to update its shard")
         if self.observed:
             raise InputError(
                 'join() while plan="auto" tries plans: give a plan, or wait until `model.observed` is False'
@@ -568,6 +599,7 @@ def wrap_model(
     optimizer: Optimizer,
     plan: Plan | str | os.PathLike[str],
     *,
+    shard: str | None = None,
     process_group: Any = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
@@ -598,6 +630,12 @@ def wrap_model(
     _check_parameters(trained_parameters(module), optimizer)
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
+    if shard is not None:
+        plan = shard_plan(plan, shard, trained_parameters(module))
+    if plan.shard != "none":
+        check_shardable(optimizer)
+        if sparse_parameters(module):
+            raise InputError(f"shard: {plan.shard!r}, but {next(iter(sparse_parameters(module)))} has sparse gradients")
     if ddp:
         wrapped = DistributedModel.of(model, plan, debug=debug, flight_dir=flight_dir)
     else:

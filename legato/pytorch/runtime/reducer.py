@@ -33,6 +33,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from legato.core.errors import RankError
@@ -49,10 +50,11 @@ from legato.pytorch.network.channel import Channel
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
-from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
+from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, Slot, make_buckets
 from legato.pytorch.runtime.comm_hook import CommHook
 from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
+from legato.pytorch.runtime.sharding import Shards
 from legato.pytorch.runtime.sparse import SparseGradients
 from legato.pytorch.runtime.tracing import Tracer
 from legato.pytorch.runtime.update import Update
@@ -71,6 +73,7 @@ _PACK_BYTES = 2**20
 class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
+    `optimizers` are those whose steps a sharded plan divides among the ranks.
     Raises `PlanError` if the plan is for another model, or if `channel` cannot
     carry out one of its messages.
     """
@@ -89,16 +92,24 @@ class Reducer:
         read_elsewhere: bool = True,
         sparse: Mapping[str, nn.Parameter] | None = None,
         static_graph: bool = False,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.plan = plan
         self.group = group
         self._channel = channel
         self.watchdog = watchdog
         self._checks = checks
-        self._lends = gradient_as_bucket_view
+        self._lends = gradient_as_bucket_view and plan.shard == "none"
         for i, message in enumerate(plan.messages):
             channel.check(message, f"messages[{i}]")
-        self.slots, self.buckets = make_buckets(plan, parameters, group.size())
+        number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
+        self.slots, self.buckets = make_buckets(plan, parameters, group.size(), lambda p: number.get(id(p), -1))
+        self.shards: Shards | None = None
+        self._outgoing = self.buckets  # those that go out in a backward pass
+        if plan.shard != "none":
+            whole = self.slots, self.buckets, optimizers, group, self._wait, self._launch
+            self.shards = Shards(*whole, gradients=plan.shard == "gradients")
+            self._outgoing = [bucket for bucket in self.buckets if bucket.scattered is None]
         self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.pending: deque[Slot] = deque()  # in the order in which their gradients arrive
@@ -159,6 +170,8 @@ class Reducer:
         for accumulator in self._accumulators:
             accumulator.remove()
         for slot in self.slots:
+            if slot.stage != IDLE:  # its gradient was sharded, and not used
+                gate.remove(slot)
             slot.release()
         for bucket in self.buckets:
             bucket.release()
@@ -176,7 +189,7 @@ class Reducer:
             )
         self._module_calls.end()
         self.backward_scope.forget()
-        for slot in self._in_arrival_order:
+        for slot in self._in_arrival_order if self.shards is None else ():
             if slot.stage == SENT:
                 self.resolve(slot)
 
@@ -186,6 +199,8 @@ class Reducer:
         """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
         if slot.offered is not None:
             slot.compare(gradients[0] if gradients else None)
+        if self.shards is not None:
+            self.shards.check_cleared(slot)
         if slot.early:
             slot.taken = None  # what is not packed yet will be in `.grad`
             return
@@ -211,6 +226,7 @@ class Reducer:
             slot.early = False
             if self._lends and not slot.to_pack:
                 slot.parameter.grad = slot.whole
+            self._spend([slot])
             slot.mark_sent()
             gate.install(slot, self.resolve)
             return
@@ -220,6 +236,8 @@ class Reducer:
 
     def begin_backward(self) -> None:
         self.settle()
+        if self.shards is not None:
+            self.shards.begin_pass()
         self.backward_scope.notice()
         self.in_backward = True
         self.passes += 1
@@ -249,6 +267,8 @@ class Reducer:
         self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self._read_elsewhere:
             self._deliver_held()
+        if self.shards is not None:
+            self.shards.end_pass()
         if self.tracer:
             self.tracer.switch(None)
 
@@ -258,7 +278,8 @@ class Reducer:
             if self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
                 held = self.slots  # somebody has a view, or a collective made of steps has one while it is in flight
             else:
-                held = [slot for slot in self.slots if slot.has_grad and gradient_is_held(slot.parameter, slot.whole)]
+                kept = [slot for slot in self.slots if slot.has_grad and not slot.is_spent]
+                held = [slot for slot in kept if gradient_is_held(slot.parameter, slot.whole)]
         for slot in held:
             self.resolve(slot)
 
@@ -284,6 +305,8 @@ class Reducer:
         """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
         if not bucket.writable:
             self._wait_for_buffer(bucket)
+            if self.shards is not None:
+                self.shards.allocate(bucket)
             bucket.writable = True
             if bucket.flags is not None:
                 bucket.flags.fill_(1.0)
@@ -309,7 +332,8 @@ class Reducer:
                 torch.mul(grads[0], self._scale, out=views[0])
             elif views:
                 copy_all(views, grads)
-                if bucket.flags is not None and len(views) == len(bucket.slices):  # whole tensors, flags behind them
+                if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
+                    # Whole tensors, and flags behind them.
                     data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
                     bucket.buffer[:data].mul_(self._scale)
                 else:
@@ -318,11 +342,21 @@ class Reducer:
                 for slot in arrived:
                     if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
+        self._spend(slot for slot in arrived if slot.has_grad and not slot.early)
+
+    def _spend(self, slots: Iterable[Slot]) -> None:
+        """Take gradients that are packed from their parameters, if gradients are sharded and nobody else has them."""
+        if self.shards is not None and self.shards.gradients:
+            for slot in slots:
+                with gate.invisible():
+                    held = bool(slot.to_pack) or gradient_is_held(slot.parameter)
+                if not held:
+                    self.shards.spend(slot)
 
     def _advance(self) -> None:
         """Launch buckets in the plan's order, up to the first one that lacks a gradient."""
-        while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
-            self._launch(self.buckets[self.next])
+        while self.next < len(self._outgoing) and self._outgoing[self.next].missing == 0:
+            self._launch(self._outgoing[self.next])
             self.next += 1
 
     def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -344,6 +378,8 @@ class Reducer:
             bucket.work = self._send(bucket)
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
+        if self.shards is not None:
+            self.shards.launched(bucket)
 
     # ---- afterwards: receiving ---------------------------------------------------
 
@@ -358,11 +394,18 @@ class Reducer:
         own, as user hooks see it under DDP. Several threads may call it.
 
         Raises `RankError` inside a backward pass if the gradient was released
-        and is partitioned (see [Note: lent gradients]).
+        and is partitioned (see [Note: lent gradients]), and after it if gradients
+        are sharded.
         """
         with self._lock, outside_transforms():
             if slot.stage == SENT and self.in_backward:
                 self._read_in_backward(slot)
+            elif slot.stage == SENT and self.shards is not None:
+                raise RankError(
+                    f"{slot.name}: the average of its gradient is sharded, and no rank has all of it: clip with "
+                    "clip_grad_norm_() or clip_grad_value_() of the distributed model, scale with legato.GradScaler, "
+                    "and clear with zero_grad() of the optimizer or of the distributed model"
+                )
             elif slot.stage == SENT:
                 self.deliver(slot.buckets[-1].last_of)
             elif slot.stage == PENDING:
@@ -371,10 +414,11 @@ class Reducer:
                 self._update(self._take_pending(slot.buckets[-1].index))
 
     def _read_in_backward(self, slot: Slot) -> None:
-        if self._lends and slot.has_grad and slot.whole is None and not slot.to_pack:
+        if slot.has_grad and not slot.to_pack and (slot.is_spent or (self._lends and slot.whole is None)):
             raise RankError(
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
-                "the backward pass has ended (use gradient_as_bucket_view=False to keep it in place)"
+                "the backward pass has ended (use gradient_as_bucket_view=False, or do not shard gradients, to keep it "
+                "in place)"
             )
         for bucket in slot.buckets:  # what the reader does to it must not be sent
             if slot in bucket.arrived:
@@ -391,7 +435,8 @@ class Reducer:
     def settle(self) -> None:
         """Bring every parameter up to date."""
         with self._lock, outside_transforms():
-            self.deliver(self._in_arrival_order)
+            if self.shards is None:
+                self.deliver(self._in_arrival_order)
             self._update(self._take_pending(-1))
             self._update(self._take_pending(len(self.buckets)))
             self._module_calls.end()
@@ -400,7 +445,17 @@ class Reducer:
         """Ignore a gradient that was sent (`zero_grad()` without a `step()`)."""
         gate.remove(slot)
 
-    def postpone(self, slots: list[Slot], update: Update) -> None:
+    def expect(self, slots: list[Slot]) -> None:
+        """Let the new values of parameters, which other ranks send, arrive when they are read, or now."""
+        with gate.invisible():
+            later = [slot for slot in slots if self.plan.forward_overlap and self.may_wait(slot)]
+        self.postpone(later, None)
+        now = [slot for slot in slots if slot.stage != PENDING]
+        for slot in now:
+            slot.mark_stepped(None)
+        self._update(now)
+
+    def postpone(self, slots: list[Slot], update: Update | None) -> None:
         """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
         with self._lock:
             for slot in slots:
@@ -420,7 +475,10 @@ class Reducer:
         if not slots:
             return
         try:
-            self._deliver(slots)
+            if self.shards is None:
+                self._deliver(slots)
+            else:
+                self._wait_for(slots)
         except BaseException:
             self.pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
             raise
@@ -430,25 +488,25 @@ class Reducer:
         resume = self.tracer.switch("optimizer") if self.tracer else None
         for group in by_update.values():
             update = group[0].update
-            assert update is not None
             for slot in group:
                 slot.mark_updating()
             with without_overrides():  # their gates stay until they are up to date: other threads may read
-                update.apply([slot.parameter for slot in group])
+                if self.shards is not None:
+                    self.shards.receive(group)
+                else:
+                    assert update is not None
+                    update.apply([slot.parameter for slot in group])
             for slot in group:
                 gate.remove(slot)
         if self.tracer:
             self.tracer.switch(resume)
 
     def _arrived(self, slot: Slot) -> bool:
-        return all(bucket.work is None or bucket.work.is_completed() for bucket in slot.buckets)
+        return all(bucket.has_arrived for bucket in slot.buckets)
 
     def _deliver(self, slots: list[Slot]) -> None:
         """Wait for averaged gradients, and make them the parameters' `.grad`."""
-        for slot in slots:
-            for bucket in slot.buckets:
-                if bucket.work is not None:
-                    self._wait(bucket)
+        self._wait_for(slots)
         grads, views = [], []
         with gate.invisible():
             for slot in slots:
@@ -465,9 +523,14 @@ class Reducer:
                     grads.append(grad)
                     views.append(slot.slices[0].view)
                 else:
-                    _unpack(slot.slices, grad)
+                    slot.unpack_into(grad)
             if grads:
                 copy_all(grads, views)
+
+    def _wait_for(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            for bucket in slot.buckets:
+                self._wait(bucket)
 
     def _wait_for_buffer(self, bucket: Bucket) -> None:
         """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""
@@ -499,7 +562,7 @@ class Reducer:
         """Say what this rank is doing, for the error messages of other ranks."""
         if not self.in_backward:
             return f"is between backward passes, {self.passes} done"
-        bucket = self.buckets[min(self.next, len(self.buckets) - 1)]
+        bucket = self._outgoing[min(self.next, len(self._outgoing) - 1)]
         missing = next((part.slot.name for part in bucket.slices if not part.slot.ready), "")
         where = f"is in backward pass {self.passes}, at message {bucket.index} ({bucket.label})"
         return where + (f", which lacks the gradient of {missing}" if missing else "")
@@ -515,14 +578,16 @@ class Reducer:
         if self._sparse.parameters:
             raise RankError("a step of a model with sparse gradients cannot be given up; start again from a checkpoint")
         self._update(self._take_pending(len(self.buckets)))
-        count = len(self.buckets)
+        count = len(self._outgoing)
         done = (self.passes - self.in_backward) * count + self.next * self.in_backward
         goal = -(-furthest(done) // count) * count
         for i in range(done, goal):
-            self._send_zeros(self.buckets[i % count])
+            self._send_zeros(self._outgoing[i % count])
         self.passes = goal // count
         for bucket in self.buckets:
             self._wait(bucket)
+        if self.shards is not None:
+            self.shards.end_pass()
         self.in_backward = False
         self.backward_scope.forget()
         for slot in self.slots:
@@ -542,6 +607,8 @@ class Reducer:
 
     def _send_zeros(self, bucket: Bucket) -> None:
         self._wait_for_buffer(bucket)
+        if self.shards is not None:
+            self.shards.allocate(bucket)
         if bucket.scattered is None:
             bucket.buffer.zero_()
         bucket.work = self._send(bucket)
@@ -550,13 +617,3 @@ class Reducer:
 def reducer_of(parameter: nn.Parameter) -> Reducer | None:
     """The reducer that averages the parameter's gradients."""
     return cast("Reducer | None", _reducers.get(parameter, lambda: None)())
-
-
-def _unpack(slices: Iterable[BucketSlice], grad: Tensor) -> None:
-    """Copy the elements of all slices into a gradient, which may have any strides."""
-    flat = None if grad.is_contiguous() else grad.contiguous()
-    target = grad if flat is None else flat
-    for part in slices:
-        (target if part.whole else target.view(-1)[part.start : part.stop]).copy_(part.view)
-    if flat is not None:
-        grad.copy_(flat)

@@ -44,18 +44,26 @@ class Update:
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run the optimizer's step on these parameters and no others."""
-        by_group: dict[int, list[nn.Parameter]] = {}
         parameters = list(parameters)
-        for p in parameters:
-            by_group.setdefault(self._group_of[id(p)], []).append(p)
+        self._step((p, p) for p in parameters)
+        if self._zero:
+            for p in parameters:
+                self._zero(p)
+
+    def apply_to_shards(self, shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Run the optimizer's step on shards, each given with the parameter of which it is a part."""
+        self._step(shards)
+
+    def _step(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Run the optimizer's step on the first of each pair, with the settings of the second."""
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for p, known in parameters:
+            by_group.setdefault(self._group_of[id(known)], []).append(p)
         stand_in = object.__new__(self._base)
         vars(stand_in).update(self._shared)
         stand_in.param_groups = [{**self._groups[i], "params": ps} for i, ps in by_group.items()]
         with self._modes_of_the_call():
             unhooked_step(self._base)(stand_in)
-        if self._zero:
-            for p in parameters:
-                self._zero(p)
 
     @contextmanager
     def _modes_of_the_call(self) -> Iterator[None]:

@@ -1,0 +1,522 @@
+"""Sharded optimizers: each rank updates only its own chunk of every message, and sends the new values (ZeRO).
+
+ZeRO (Rajbhandari et al., SC 2020), stages 1 and 2; the volume is that of an all-reduce,
+and both halves overlap with computation, as in DeAR (Zhang et al., ICDCS 2023).
+
+[Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk
+of the buffer: its *shards*, parts of parameters. `optimizer.step()` waits for the
+reduce_scatters one after another. Meanwhile it updates the shards of those that have
+arrived, by the user's own optimizer on flat parameters that share the memory of the
+model's, and writes the new values into the chunk. Then the all_gathers go out, in the
+plan's order, and a parameter waits for its own when it is read.
+
+[Note: what a rank must not do alone] All reduce_scatters of a plan go out in a backward
+pass, and the all_gathers of an optimizer's parameters when its step is called; so
+optimizers have buckets of their own. If a step is not called, the all_gathers go out
+before the next backward pass, with the old values. A rank says in its chunk whether it
+has updated it: if ranks differ (a GradScaler of one rank that has skipped a step), all
+of them raise an error.
+
+[Note: gradients] The average of a gradient is on no rank as a whole. To read it between
+backward and step is an error, which names what to use instead. After the step, `.grad`
+is a NaN without memory of its own, so that neither a reader nor another backward pass
+takes it for a gradient; `zero_grad()` clears it.
+
+[Note: memory] If gradients are sharded too, a gradient leaves the parameter when it is
+packed, and the buffer of a message has memory from then until the averages have
+arrived, of which the rank keeps its shards, and from the step until the new values
+have been taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from legato.core.errors import InputError, RankError
+from legato.pytorch._private import SubstituteScaler, copy_all, without_overrides
+from legato.pytorch.network.agreement import gather_bytes, sum_tensors
+from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.buckets import SENT, Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.update import Update, set_to_none_or_zero
+
+__all__ = ["ELEMENTWISE", "GradScaler", "Shards", "check_shardable", "take_state", "whole_state"]
+
+#: Optimizers of torch whose update of an element depends on this element alone, with its gradient and state.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+State = dict[Any, dict[str, Any]]
+
+
+def check_shardable(optimizer: Optimizer) -> None:
+    """Raise `InputError` unless the optimizer treats every element alone."""
+    base = getattr(optimizer, "_legato_base", type(optimizer))
+    if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
+        raise InputError(
+            f"optimizer: {base.__name__} cannot be sharded (expected one that treats every element alone: "
+            f"{', '.join(kind.__name__ for kind in ELEMENTWISE)}, or a class with steps_elements_alone = True)"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise InputError(f"optimizer: a differentiable {base.__name__} cannot be sharded")
+
+
+@dataclass(eq=False, slots=True)
+class _Shard:
+    """A part of a parameter that this rank updates, as a flat parameter."""
+
+    piece: BucketSlice
+    at: int  # its place in the chunk
+    flag: int  # that of the element that counts the ranks with a gradient
+    flat: nn.Parameter
+
+    def place(self) -> None:
+        """Let it share the memory of the parameter, or, if that is not contiguous, copy its values from there."""
+        self.flat.data = self.piece.of(self.piece.slot.parameter.detach()).reshape(-1)
+
+    def leave(self) -> None:
+        """Let go of the memory, for a parameter may wait only if nothing else has its memory."""
+        self.flat.grad = None
+        self.flat.data = self.flat.new_empty(0)
+
+
+class Shards:
+    """This rank's shards of the buckets of a sharded plan; owners of buckets are numbers of these optimizers.
+
+    `wait(bucket)` waits for the message of a bucket, and `launch(bucket)` starts it.
+    With `gradients`, no more memory is kept than for the shards of gradients.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        buckets: Sequence[Bucket],
+        optimizers: Sequence[Optimizer],
+        group: Any,
+        wait: Callable[[Bucket], None],
+        launch: Callable[[Bucket], None],
+        gradients: bool,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self._group, self._rank = group, group.rank()
+        self._wait, self._launch = wait, launch
+        self._slots = {slot.parameter: slot for slot in slots}
+        self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
+        self._gathered = [bucket for bucket in buckets if bucket.scattered is not None]
+        self._of = {bucket: _own(bucket, self._rank, group.size()) for bucket in self._scattered}
+        self._owed: set[int] = set()  # owners whose parameters were not sent since the last backward pass
+        self._averaged: set[Bucket] = set()  # whose gradients have arrived since then
+        self._marked: dict[Bucket, float] = {}  # what this rank has said in all_gathers that are not checked yet
+        self.gradients = gradients
+        self._in_flight: deque[Bucket] = deque()  # reduce_scatters, if the memory of each is freed afterwards
+        self._takers: dict[Bucket, int] = {}  # how many parameters have still to take their values from a bucket
+        for bucket in self._scattered:
+            self._free(bucket)
+
+    # ---- memory --------------------------------------------------------------------
+
+    def allocate(self, bucket: Bucket) -> None:
+        """Give the buffer of a bucket its memory."""
+        if self.gradients:
+            bucket.buffer.untyped_storage().resize_(bucket.buffer.nbytes)
+
+    def _free(self, bucket: Bucket) -> None:
+        if self.gradients:
+            bucket.buffer.untyped_storage().resize_(0)
+
+    def launched(self, bucket: Bucket) -> None:
+        """Note a message that goes out, and free the memory of those that have arrived."""
+        if self.gradients and bucket.scattered is None:
+            self._in_flight.append(bucket)
+            while self._in_flight and self._in_flight[0].has_arrived:
+                self._average(self._in_flight.popleft())
+
+    def spend(self, slot: Slot) -> None:
+        """Take a gradient, which is packed, from its parameter."""
+        if slot.spent is None:
+            nan = torch.full((), math.nan, dtype=slot.parameter.dtype, device=slot.parameter.device)
+            slot.spent = nan.expand(slot.parameter.shape)
+        with without_overrides():
+            slot.parameter.grad = slot.spent
+
+    # ---- backward pass ------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Send what was not updated since the last backward pass. Raises `RankError` if a gradient was not used."""
+        for slot in self._slots.values():
+            if slot.stage == SENT and slot.buckets[-1].owner in self._owed:
+                raise _unused(slot)
+        for owner in sorted(self._owed):
+            for bucket in self._scattered:
+                if bucket.owner == owner:
+                    self._wait(bucket)
+                    with gate.invisible():
+                        for shard in self._of[bucket]:
+                            shard.place()
+                    self._write(bucket)
+            self._send(owner, 0.0)
+        for bucket in self._gathered:
+            self._wait(bucket)
+            self._check_marks(bucket)
+            self._free(bucket)
+        self._averaged.clear()
+        self._in_flight.clear()
+
+    def end_pass(self) -> None:
+        """Take the gradients, which were sent, from the parameters."""
+        self._owed = {bucket.owner for bucket in self._scattered} - {-1}
+        for slot in self._slots.values():
+            if slot.has_grad:
+                self.spend(slot)
+
+    def check_cleared(self, slot: Slot) -> None:
+        """Raise `RankError` if a backward pass is about to add to a gradient that was taken."""
+        with without_overrides():
+            if slot.is_spent and slot.stage == SENT:
+                raise _unused(slot)
+            if slot.is_spent:
+                raise RankError(
+                    f"{slot.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
+                    "before the next backward pass"
+                )
+
+    # ---- gradients ----------------------------------------------------------------
+
+    def _average(self, bucket: Bucket) -> None:
+        """Wait for the averages of a bucket; they become the gradients of its shards, unless no rank had one."""
+        if bucket in self._averaged:
+            return
+        self._wait(bucket)
+        with gate.invisible():
+            chunk = bucket.buffer.view(self._group.size(), -1)[self._rank]
+            if self.gradients:
+                chunk = chunk.clone()
+                self._free(bucket)
+            shards = self._of[bucket]
+            counts = chunk[shards[0].flag : shards[-1].flag + 1].abs().tolist() if shards else []
+            for shard, count in zip(shards, counts, strict=True):
+                shard.place()
+                shard.flat.grad = chunk[shard.at : shard.at + shard.flat.numel()] if count > 0 else None
+        self._averaged.add(bucket)
+
+    def averaged(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
+        """This rank's shards that have averaged gradients, of one optimizer or of all.
+
+        Raises `RankError` if nothing was averaged since the last step.
+        """
+        owners = set(self._owed) if optimizer is None else {self.optimizers.index(optimizer)} & self._owed
+        if not owners:
+            raise RankError("no averaged gradients: a backward pass has to come first, and step() uses them up")
+        found = []
+        for bucket in self._scattered:
+            if bucket.owner in owners:
+                self._average(bucket)
+                found += [shard.flat for shard in self._of[bucket] if shard.flat.grad is not None]
+        return found
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is sharded."""
+        return parameter in self._slots
+
+    def agree_on(self, found_inf: dict[torch.device, Tensor]) -> None:
+        """Let every rank know, on each device, whether any rank has found an infinite gradient."""
+        for device in dict.fromkeys(parameter.device for parameter in self._slots):
+            found = found_inf.setdefault(device, torch.zeros(1, device=device))
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+
+    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm from before."""
+        flat = self.averaged()
+        device = next(iter(self._slots)).device
+        norm = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type).to(device)
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+        else:
+            norm = norm.double() ** norm_type
+            dist.all_reduce(norm, group=self._group)
+            norm = (norm ** (1 / norm_type)).float()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
+        torch.nn.utils.clip_grads_with_norm_(flat, max_norm, norm)
+        return norm
+
+    # ---- step ----------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, base: type[Optimizer]) -> list[Slot]:
+        """Update the shards of the optimizer's parameters, send the new values, and return who waits for them.
+
+        Nothing happens if nothing was sent since the last step. Raises
+        `RankError` if there are gradients that were not averaged.
+        """
+        owner = self.optimizers.index(optimizer)
+        if owner not in self._owed:
+            self._check_unused(optimizer)
+            return []
+        update = Update(optimizer, base)
+        buckets = [bucket for bucket in self._scattered if bucket.owner == owner]
+        while buckets:
+            self._wait(buckets[0])
+            here = list(itertools.takewhile(lambda bucket: bucket.has_arrived, buckets))
+            buckets = buckets[len(here) :]
+            shards = []
+            for bucket in here:
+                self._average(bucket)
+                shards += self._of[bucket]
+            with gate.invisible():
+                for shard in shards:
+                    self._prepare(shard)
+            update.apply_to_shards([(shard.flat, shard.piece.slot.parameter) for shard in shards])
+            for bucket in here:
+                self._write(bucket)
+        self._send(owner, 1.0)
+        return [slot for slot in self._slots.values() if slot.buckets[-1].owner == owner]
+
+    def _prepare(self, shard: _Shard) -> None:
+        """Give a shard its values, and drop its gradient if the parameter's was dropped."""
+        slot = shard.piece.slot
+        shard.place()
+        if slot.stage != SENT:
+            grad = slot.parameter.grad
+            shard.flat.grad = None if grad is None or slot.is_spent else shard.piece.of(grad).reshape(-1)
+
+    def _check_unused(self, optimizer: Optimizer) -> None:
+        with without_overrides():
+            for slot in self._slots.values():
+                mine = slot.buckets[-1].owner >= 0 and self.optimizers[slot.buckets[-1].owner] is optimizer
+                if mine and slot.parameter.grad is not None:
+                    raise RankError(
+                        f"{slot.name}: step() without an averaged gradient: the last backward pass ran under "
+                        "no_sync(), or step() was called twice without zero_grad() in between"
+                    )
+
+    def _write(self, bucket: Bucket) -> None:
+        """Write the values of the shards into the chunk, in place of their gradients, and let go of them."""
+        self.allocate(bucket)
+        with gate.invisible():
+            shards = self._of[bucket]
+            if shards:
+                copy_all([shard.piece.view.view(-1) for shard in shards], [shard.flat.detach() for shard in shards])
+            for shard in shards:
+                shard.leave()
+
+    def _send(self, owner: int, mark: float) -> None:
+        """Send the values of an owner's parameters."""
+        self._owed.discard(owner)
+        for bucket in self._gathered:
+            if bucket.owner == owner:
+                assert bucket.scattered is not None and bucket.scattered.marks is not None
+                bucket.scattered.marks[self._rank] = mark
+                self._marked[bucket] = mark
+                self._takers[bucket] = bucket.slots
+                self._launch(bucket)
+
+    # ---- afterwards ----------------------------------------------------------------
+
+    def receive(self, slots: Sequence[Slot]) -> None:
+        """Take the new values of these parameters, which have arrived."""
+        for bucket in dict.fromkeys(bucket for slot in slots for bucket in slot.buckets):
+            self._check_marks(bucket)
+        whole = [slot for slot in slots if len(slot.slices) == 1]
+        with gate.invisible():
+            if whole:
+                copy_all([slot.parameter for slot in whole], [slot.slices[0].view for slot in whole])
+            for slot in slots:
+                if len(slot.slices) > 1:
+                    slot.unpack_into(slot.parameter)
+        for slot in slots:
+            for bucket in slot.buckets:
+                if bucket.scattered is not None:
+                    self._takers[bucket] -= 1
+                    if not self._takers[bucket]:
+                        self._free(bucket)
+
+    def zero(self, slot: Slot, set_to_none: bool) -> None:
+        """Clear a gradient, which a step may have taken, without waiting for the parameter."""
+        with without_overrides():
+            if slot.is_spent:
+                slot.parameter.grad = None if set_to_none else torch.zeros_like(slot.parameter)
+            else:
+                set_to_none_or_zero(set_to_none)(slot.parameter)
+
+    def _check_marks(self, bucket: Bucket) -> None:
+        """Raise `RankError` if some ranks have updated their chunks of a message, and others have not."""
+        mine = self._marked.pop(bucket, None)
+        if mine is None:
+            return
+        assert bucket.scattered is not None and bucket.scattered.marks is not None
+        marks = bucket.scattered.marks.abs().tolist()
+        if marks != [mine] * len(marks):
+            did, did_not = ([r for r, mark in enumerate(marks) if bool(mark) == way] for way in (True, False))
+            raise RankError(
+                f"{bucket.label}: ranks {did} have called step(), and ranks {did_not} have not (a GradScaler that is "
+                "not legato.GradScaler?); start again from a checkpoint"
+            )
+
+    # ---- states --------------------------------------------------------------------
+
+    def whole_state(self, optimizer: Optimizer) -> State:
+        """The state of the optimizer, of whole parameters; all ranks have to call this, and all get all of it."""
+        owner, state = self.optimizers.index(optimizer), vars(optimizer)["state"]
+        mine = [shard for bucket in self._scattered if bucket.owner == owner for shard in self._of[bucket]]
+        facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
+        known: dict[str, dict[str, Any]] = {}
+        for told in gather_bytes(json.dumps(facts).encode(), self._group):
+            for name, entries in json.loads(told):
+                known.setdefault(name, {}).update(entries)
+        flats = {shard.flat for shard in mine}
+        whole: State = {key: entries for key, entries in state.items() if key not in flats}
+        parts: list[Tensor] = []
+        for slot in self._slots.values():
+            entries = {key: _from_fact(fact, slot.parameter) for key, fact in known.get(slot.name, {}).items()}
+            if entries:
+                whole[slot.parameter] = entries
+                parts += [v for k, v in entries.items() if known[slot.name][k][0] == _ELEMENTS]
+        for shard in mine:
+            for key, value in state.get(shard.flat, {}).items():
+                if _is_elementwise(shard, value):
+                    shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
+        sum_tensors(parts, self._group, lambda work: work.wait())
+        return whole
+
+    def take_state(self, optimizer: Optimizer, whole: Mapping[Any, dict[str, Any]]) -> None:
+        """Give the optimizer this rank's shards of the state of whole parameters."""
+        owner = self.optimizers.index(optimizer)
+        state: State = defaultdict(dict)
+        state.update({key: entries for key, entries in whole.items() if key not in self._slots})
+        for bucket in self._scattered:
+            for shard in self._of[bucket] if bucket.owner == owner else ():
+                if entries := whole.get(shard.piece.slot.parameter):
+                    state[shard.flat] = {key: _part(shard, key, value) for key, value in entries.items()}
+        vars(optimizer)["state"] = state
+
+
+class GradScaler(SubstituteScaler):
+    """A `torch.amp.GradScaler`, with its arguments, for sharded optimizers too.
+
+    A rank sees infinite gradients in its own shards only; here all ranks skip a
+    step, and change the scale, if any of them has found one.
+    """
+
+    def substitutes(self, optimizer: Optimizer) -> Any:
+        """The shards of the optimizer's parameters, if they are sharded."""
+        shards = _shards_of(optimizer)
+        if shards is None:
+            return optimizer
+        others = [p for g in optimizer.param_groups for p in g["params"] if not shards.has(p)]
+        return SimpleNamespace(param_groups=[{"params": shards.averaged(optimizer) + others}])
+
+    def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
+        """Tell all ranks."""
+        shards = _shards_of(optimizer)
+        if shards is not None:
+            shards.agree_on(found_inf)
+
+
+def _shards_of(optimizer: Any) -> Shards | None:
+    reducer = vars(optimizer).get("_legato_reducer")
+    return None if reducer is None else reducer.shards
+
+
+def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
+    """The state of the optimizer, of whole parameters; all ranks have to call this if it is sharded."""
+    if shards is None or optimizer not in shards.optimizers:
+        return vars(optimizer).get("state")
+    return shards.whole_state(optimizer)
+
+
+def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
+    """Give the optimizer a state of whole parameters, or this rank's shards of it."""
+    if shards is not None:
+        shards.take_state(optimizer, whole or {})
+    elif whole is not vars(optimizer).get("state"):
+        vars(optimizer)["state"] = defaultdict(dict, whole)
+
+
+#: What a rank tells about an entry of a state: a value for each element, a tensor that is one number, beside the
+#: parameter or on the CPU, or a plain value.
+_ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the CPU", "value"
+#: Entries that are one number even if the parameter is one, too.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+def _unused(slot: Slot) -> RankError:
+    return RankError(
+        f"{slot.name}: a second backward pass before step() or zero_grad(): the average of its gradient is sharded, "
+        "and nothing can be added to it; use no_sync() for all backward passes but the last"
+    )
+
+
+def _own(bucket: Bucket, rank: int, ranks: int) -> list[_Shard]:
+    """The shards of a rank in a bucket."""
+    first = bucket.buffer.storage_offset()
+    chunk = bucket.buffer.numel() // ranks
+    shards = []
+    for piece in bucket.slices:
+        at = piece.view.storage_offset() - first
+        if at // chunk == rank:
+            assert piece.flag is not None
+            flag = int(piece.flag.storage_offset() - first) - rank * chunk
+            shards.append(_Shard(piece, int(at) - rank * chunk, flag, nn.Parameter(piece.view.new_empty(0))))
+    return shards
+
+
+def _is_elementwise(shard: _Shard, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
+
+
+def _fact(shard: _Shard, key: str, value: Any) -> tuple[str, str, Any]:
+    """What other ranks need to know of an entry of the state of a shard."""
+    if _is_elementwise(shard, value):
+        return _ELEMENTS, str(value.dtype).removeprefix("torch."), None
+    if isinstance(value, Tensor) and value.dim() == 0:
+        kind = _TENSOR if value.device == shard.flat.device else _CPU_TENSOR
+        return kind, str(value.dtype).removeprefix("torch."), value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return _VALUE, "", value
+    raise _uneven(shard, key)
+
+
+def _uneven(shard: _Shard, key: str) -> InputError:
+    return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
+
+
+def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
+    kind, dtype, value = fact
+    if kind == _ELEMENTS:
+        return torch.zeros(parameter.shape, dtype=getattr(torch, dtype), device=parameter.device)
+    if kind == _VALUE:
+        return value
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=parameter.device if kind == _TENSOR else "cpu")
+
+
+def _part(shard: _Shard, key: str, value: Any) -> Any:
+    """This rank's part of an entry of the state of a whole parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == shard.piece.slot.parameter.shape and (value.dim() or key not in _NUMBERS):
+        return shard.piece.of(value).reshape(-1).clone()
+    if value.dim():
+        raise _uneven(shard, key)
+    return value.clone()

@@ -1,0 +1,302 @@
+"""What is particular to sharded optimizers and gradients. Everything here runs on the ranks."""
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from legato.core.errors import RankError
+from legato.core.plan import Message, Plan, Slice
+from legato.pytorch import DistributedModel, GradScaler, wrap_model
+from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.runtime import gate
+from support.matrix_rows import STEPS, Dense, adam, compared, sgd
+from support.training import OPTIMIZERS, SHARD, distance, random_plan, train, wrap
+
+
+class Mixed(nn.Module):
+    """Weights of both memory formats, one number, and one that is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(12, 300), nn.Parameter(torch.tensor(1.0))
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(180, 10)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.conv(self.body(x * self.scale).view(-1, 3, 10, 10)[:, :, :8, :8])).flatten(1))
+
+    batch = Dense.batch
+
+
+def per_tensor(model):
+    """A message for each tensor, and another one for the rest of a large one."""
+    slices = []
+    for name, p in trained_parameters(model).items():
+        cut = 1024 if p.nbytes > 8192 else p.nbytes
+        slices += [Slice(name, a, b) for a, b in ((0, cut), (cut, p.nbytes)) if a < b]
+    return Plan("per tensor", tuple(Message((s,)) for s in reversed(slices)))
+
+
+def whole_tensors(name, dtype=torch.float32):
+    """An optimizer whose vectorized update rounds what does not fill a vector differently, on uncut tensors."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense(dtype) if dtype != torch.float32 else Mixed()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if kind == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            wrapped, optimizer = wrap_model(model, optimizer, per_tensor(model), shard=SHARD[-1])
+        trained.append(train(wrapped, optimizer, STEPS))
+    return distance(*trained)
+
+
+def clipped(norm_type, max_norm=0.01):
+    """Clipping by norm: the distance of the weights, relative to that of a run that is not clipped."""
+
+    def clip(model, optimizer, i):
+        if isinstance(model, DistributedModel):
+            norms.append(model.clip_grad_norm_(max_norm, norm_type))
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
+
+    norms = []
+    found = compared(Dense, adam, inner=clip)
+    expected, ours = norms[:STEPS], norms[STEPS:]
+    assert all(torch.isclose(a, b, rtol=1e-5) for a, b in zip(expected, ours, strict=True)), (expected, ours)
+    assert all(norm > max_norm for norm in expected)
+    return found
+
+
+def clip_value(model, value):
+    if isinstance(model, DistributedModel):
+        model.clip_grad_value_(value)
+    else:
+        nn.utils.clip_grad_value_(model.parameters(), value)
+
+
+def clipped_by_value():
+    def clip(model, optimizer, i):
+        clip_value(model, 0.01)
+
+    return compared(Dense, adam, inner=clip)
+
+
+def scaled(scaler_of=GradScaler):
+    """fp16 autocast with a scaler and clipping by value; now and then the gradients of one rank overflow."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Mixed()
+        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+        scaler = (torch.amp.GradScaler if kind == "ddp" else scaler_of)("cpu", init_scale=2.0**10, growth_interval=4)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for i in range(STEPS):
+            x, y = model.batch(generator)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = F.cross_entropy(wrapped(x), y)
+            if i % 5 == 2 and dist.get_rank() == 1:
+                loss = loss + model.head.bias.sum() * float("inf")  # in the shards of one rank
+            scaler.scale(loss).backward()
+            if i % 2:
+                scaler.unscale_(optimizer)
+                clip_value(wrapped, 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append((wrapped, scaler.get_scale()))
+    (ddp, scale), (ours, same) = trained
+    return distance(ddp, ours) if scale == same and scale != 2.0**10 else (scale, same)
+
+
+def several_optimizers():
+    """Two optimizers of different kinds; the second steps in every other iteration only."""
+
+    def training_of(kind):
+        torch.manual_seed(7)
+        model = Mixed()
+        first = adam([*model.body.parameters(), model.scale])
+        second = sgd([*model.conv.parameters(), *model.head.parameters()])
+        wrapped, first = wrap(kind, model, first)
+        if kind == "legato":
+            wrapped.manage(second)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for i in range(STEPS):
+            x, y = model.batch(generator)
+            F.cross_entropy(wrapped(x), y).backward()
+            for optimizer in (second, first) if i % 2 else (first,):
+                optimizer.step()
+            first.zero_grad()
+            second.zero_grad()
+        return wrapped
+
+    return distance(training_of("ddp"), training_of("legato"))
+
+
+def states(optimizer_name):
+    """Sharded and unsharded plans in turns, and states that are saved from one kind of optimizer into the other."""
+    shard, trained = SHARD.pop(), []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Mixed()
+        wrapped, optimizer = wrap(kind, model, OPTIMIZERS[optimizer_name](model.parameters()))
+        for i in range(6):
+            train(wrapped, optimizer, 2, seed=i)
+            if kind == "legato":
+                SHARD[:] = [shard] * (i % 2 == 0)
+                wrapped.adopt(random_plan(model, seed=i))
+            saved = optimizer.state_dict()
+            again = OPTIMIZERS[optimizer_name](model.parameters())
+            again.load_state_dict(saved)
+            if not SHARD or kind == "ddp":
+                optimizer.load_state_dict(again.state_dict())
+            else:
+                elements = sum(v.numel() for e in optimizer.state.values() for v in e.values() if v.dim())
+                whole = sum(v.numel() for e in again.state.values() for v in e.values() if v.dim())
+                assert elements < 0.75 * whole
+                optimizer.load_state_dict(again.state_dict())
+                assert elements == sum(v.numel() for e in optimizer.state.values() for v in e.values() if v.dim())
+        SHARD.clear()
+        trained.append((wrapped, again.state_dict()["state"]))
+    (a, expected), (b, found) = trained
+    assert expected.keys() == found.keys()
+    for i, entries in expected.items():
+        assert entries.keys() == found[i].keys()
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[i][key])), (i, key)
+    return distance(a, b)
+
+
+def first_half(path):
+    """Train under a sharded plan; all ranks make the checkpoint, and rank 0 writes it."""
+    torch.manual_seed(7)
+    model = Dense()
+    wrapped, optimizer = wrap("legato", model, adam(model.parameters()))
+    train(wrapped, optimizer, 10)
+    state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+
+
+def released():
+    """Messages that have memory, and gradients that parameters have, after a backward pass, and after a step."""
+    torch.manual_seed(7)
+    model = Dense()
+    wrapped, optimizer = wrap("legato", model, adam(model.parameters()))
+    train(wrapped, optimizer, 3)
+    found = []
+
+    def look():
+        wrapped.flush()
+        kept = sum(bucket.buffer.untyped_storage().nbytes() > 0 for bucket in wrapped.reducer.buckets)
+        with gate.invisible():
+            found.append((kept, sum(not slot.is_spent for slot in wrapped.reducer.slots)))
+
+    x, y = model.batch(torch.Generator().manual_seed(0))
+    optimizer.zero_grad()
+    F.cross_entropy(wrapped(x), y).backward()
+    wrapped.clip_grad_value_(1.0)
+    look()
+    optimizer.step()
+    look()
+    return found
+
+
+# ---- what must be refused -------------------------------------------------------------------
+
+
+def said(what):
+    """What is said of a step that a sharded optimizer cannot do."""
+    torch.manual_seed(7)
+    model = Dense()
+    wrapped, optimizer = wrap("legato", model, adam(model.parameters()))
+    train(wrapped, optimizer, 2)
+    x, y = model.batch(torch.Generator().manual_seed(0))
+
+    def backward():
+        F.cross_entropy(wrapped(x), y).backward()
+
+    optimizer.zero_grad()
+    try:
+        if what == "no gradients":
+            wrapped.clip_grad_norm_(1.0)
+        elif what == "held":
+            kept = []
+            model.third.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+            backward()
+        elif what == "only no_sync":
+            with wrapped.no_sync():
+                backward()
+            optimizer.step()
+        elif what == "one rank steps":
+            backward()
+            if dist.get_rank() == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            backward()
+        else:
+            backward()
+            if what == "read":
+                model.first.weight.grad.norm()
+            elif what == "twice":
+                backward()
+            elif what == "two steps":
+                optimizer.step()
+                optimizer.step()
+            elif what == "not cleared":
+                optimizer.step()
+                backward()
+    except RankError as error:
+        return str(error)
+    finally:
+        wrapped.reducer.close()
+    return "nothing"
+
+
+def refused(what):
+    """A model, an optimizer or a plan that cannot be sharded."""
+    model = nn.Sequential(nn.Embedding(5, 12, sparse=True), Dense()) if what == "sparse" else Dense()
+    kinds = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor}
+    optimizer = kinds.get(what, torch.optim.SGD)(model.parameters(), lr=0.1)
+    plan = random_plan(model, 0)
+    if what == "gathers early":
+        kinds = "reduce_scatter", "all_gather"
+        halves = (Message(m.slices, kind) for m in per_tensor(model).messages for kind in kinds)
+        plan = Plan("early", tuple(halves), True, shard="optimizer")
+    shard = {"other": "gradients", "unknown": "everything"}.get(what)
+    wrap_model(model, optimizer, plan, shard=shard)
+
+
+def random_model(seed):
+    """A random plan, optimizer and model, and random calls in between: the distance from DDP."""
+    rng = random.Random(seed)
+    name, looks = rng.choice(sorted(OPTIMIZERS)), [rng.random() < 0.3 for _ in range(12)]
+    name = "adam" if "fused" in name else name  # rounds the remainders of random cuts differently
+    accumulates, zero = [rng.randrange(3) for _ in range(12)], rng.choice(["before", "after"])
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(seed)
+        model = Mixed()
+        wrapped, optimizer = wrap(kind, model, OPTIMIZERS[name](model.parameters()), seed)
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        for look, times in zip(looks, accumulates, strict=True):
+            if zero == "before":
+                optimizer.zero_grad()
+            for i in range(times + 1):
+                x, y = model.batch(generator)
+                wrapped.require_backward_grad_sync = i == times
+                F.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+            if look:
+                with torch.no_grad():
+                    wrapped(x)
+                    model.head.bias.clamp_(-0.5, 0.5)
+            if zero == "after":
+                optimizer.zero_grad()
+        trained.append(wrapped)
+    return distance(*trained)
