@@ -12,8 +12,10 @@ from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
-__all__ = ["MOST_CHUNKS", "SHARDS", "Kind", "Message", "Plan", "Shard", "Slice", "check_messages", "check_plan"]
+__all__ = ["MOST_CHUNKS", "SHARDS", "Kind", "Message", "Plan", "Shard", "Slice", "Wire", "check_messages", "check_plan"]
 
+#: Formats of two bytes in which elements of four may travel.
+Wire = Literal["bf16", "fp16"]
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 #: What each worker keeps only its own part of: nothing, the optimizer's states (ZeRO-1), or also gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
@@ -54,7 +56,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     `collective` is a name in `Cluster.collectives`, or None for the default;
     `depth` is the number of chunks that the collective pipelines (Caramel,
-    section 5); `server` is the parameter server of a push or pull.
+    section 5); `server` is the parameter server of a push or pull; `wire` is the
+    format in which float32 elements travel, rounded, if not as they are.
     """
 
     slices: tuple[Slice, ...]
@@ -62,6 +65,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
     collective: str | None = None
     depth: Int64 = 1
     server: Int64 | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         if not self.slices:
@@ -72,6 +76,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.slices)
+
+    @property
+    def wire_nbytes(self) -> int:
+        """The bytes that travel: half of them in a `wire` format, which has two bytes for four."""
+        return self.nbytes if self.wire is None else self.nbytes // 2
 
     @property
     def tensors(self) -> list[str]:
@@ -196,6 +205,7 @@ def _kind(message: Message) -> str:
     options = [] if message.collective is None else [shorten(message.collective)]
     options += [f"depth {message.depth}"] if message.depth > 1 else []
     options += [] if message.server is None else [f"server {message.server}"]
+    options += [] if message.wire is None else [message.wire]
     return f"{message.kind} ({', '.join(options)})" if options else message.kind
 
 
@@ -253,6 +263,8 @@ def _check_sharded(plan: Plan) -> None:
     """Every all_gather needs a reduce_scatter of its own: where a worker's shard lies depends on the message."""
     scattered: set[tuple[Slice, ...]] = set()
     for i, message in enumerate(plan.messages):
+        if message.wire is not None:
+            raise PlanError(f"messages[{i}].wire: {message.wire!r} in a sharded plan (expected none)")
         if message.kind == "reduce_scatter":
             scattered.add(message.slices)
         elif message.kind != "all_gather":

@@ -120,7 +120,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             for piece in message.slices:
                 unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
     for i, message in enumerate(plan.messages):
-        nbytes = message.nbytes
+        nbytes = message.wire_nbytes
         try:
             seconds = message_s(cluster, message.collective, message.depth, nbytes)
         except InputError as error:

@@ -142,13 +142,17 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """Takes the time of a workload's optimizer ops; an op runs when the last of its parameters is stepped."""
+    """Takes the time of a workload's optimizer ops; an op runs when the last of its parameters is stepped.
 
-    #: Tells the runtime that parameters may be stepped one by one.
+    Of an op of which it has some elements only (`parameters`, or shards of them), it takes their share of the time.
+    """
+
+    #: Tells the runtime that parameters, and their elements, may be stepped one by one.
     steps_parameters_alone = True
+    steps_elements_alone = True
 
-    def __init__(self, model: EmulatedModel) -> None:
-        super().__init__(model.parameters(), {})
+    def __init__(self, model: EmulatedModel, parameters: Any = None) -> None:
+        super().__init__(model.parameters() if parameters is None else parameters, {})
         self.clock = model.clock
         self.tensor_of = {id(p): t for t, p in enumerate(model.ordered)}
         self.ops = _updates(model.workload)
@@ -157,6 +161,8 @@ class EmulatedOptimizer(torch.optim.Optimizer):
             for t in tensors:
                 self.ops_of[t].append(i)
         self.missing = [len(tensors) for _, tensors in self.ops]
+        self.elements = [sum(model.ordered[t].numel() for t in tensors) for _, tensors in self.ops]
+        self.partial = parameters is not None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Take the time of the ops that these parameters complete; returns when it has passed."""
@@ -167,9 +173,12 @@ class EmulatedOptimizer(torch.optim.Optimizer):
                     self.clock.run(self._seconds(parameter))
         self.clock.ask()
 
-    def _seconds(self, parameter: Tensor) -> float:
+    def _seconds(self, parameter: Any) -> float:
+        ops = self.ops_of[self.tensor_of[id(getattr(parameter, "shard_of", parameter))]]
+        if self.partial or hasattr(parameter, "shard_of"):
+            return sum((self.ops[i].seconds * parameter.numel() / self.elements[i] for i in ops), 0.0)
         seconds = 0.0
-        for i in self.ops_of[self.tensor_of[id(parameter)]]:
+        for i in ops:
             self.missing[i] -= 1
             if self.missing[i] == 0:
                 seconds += self.ops[i].seconds

@@ -330,3 +330,17 @@ def test_what_contends_has_done_its_work(data, workload, cluster):
 
 def _taking_time(messages, cluster):
     return [m for m in messages if cluster.cost(m.collective).cost(m.nbytes) > 0]
+
+
+@given(st.data())
+def test_a_wire_format_halves_the_bytes_that_cost(data):
+    workload, cluster = data.draw(workloads()), data.draw(clusters())
+    plan = data.draw(plans(workload, cluster))
+    cluster = replace(cluster, unpack_s_per_byte=0.0, contention=None)
+    twice = replace(workload, tensors=tuple(replace(t, nbytes=2 * t.nbytes) for t in workload.tensors))
+    messages = (
+        replace(m, slices=tuple(Slice(s.tensor, 2 * s.start, 2 * s.stop) for s in m.slices), wire="bf16")
+        for m in plan.messages
+    )
+    rounded = replace(plan, messages=tuple(messages))
+    assert iteration_time(twice, rounded, cluster) == iteration_time(workload, plan, cluster)

@@ -24,6 +24,8 @@ from legato.pytorch.runtime.update import Update
 
 __all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "make_buckets"]
 
+#: The dtypes of formats in which float32 may travel.
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The stages of a parameter between two backward passes.
 IDLE = "idle"  # parameter and gradient are up to date
 SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
@@ -228,14 +230,17 @@ def make_buckets(
 def _uniform(
     message: Message, i: int, parameters: Mapping[str, nn.Parameter], owner_of: Callable[[nn.Parameter], int]
 ) -> list[Message]:
-    """Message i of the plan, split by dtype, device and owner."""
+    """Message i of the plan, split by dtype, device and owner; what is not float32 travels as it is."""
     groups: dict[tuple[torch.dtype, torch.device, int], list[Slice]] = {}
     for piece in message.slices:
         p = parameters[piece.tensor]
         if piece.start % p.element_size() or piece.stop % p.element_size():
             raise PlanError(f"messages[{i}]: {piece.tensor!r} is split inside an element of {p.element_size()} bytes")
         groups.setdefault((p.dtype, p.device, owner_of(p)), []).append(piece)
-    return [msgspec.structs.replace(message, slices=tuple(group)) for group in groups.values()]
+    return [
+        msgspec.structs.replace(message, slices=tuple(group), wire=message.wire if dtype == torch.float32 else None)
+        for (dtype, _, _), group in groups.items()
+    ]
 
 
 def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
@@ -243,9 +248,11 @@ def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Buc
     first = scattered.pop(frozenset(message.slices), None)
     if first is None:
         raise PlanError(f"messages[{i}]: an all_gather whose slices are not those of one reduce_scatter before it")
-    there, here = ((m.collective, m.depth) for m in (first.message, message))
+    there, here = ((m.collective, m.depth, m.wire) for m in (first.message, message))
     if there != here:
-        raise PlanError(f"messages[{i}]: an all_gather by collective and depth {here}, its reduce_scatter by {there}")
+        raise PlanError(
+            f"messages[{i}]: an all_gather by collective, depth and wire {here}, its reduce_scatter by {there}"
+        )
     first.gathered = Bucket(message, first.buffer, scattered=first)
     return first.gathered
 
@@ -263,7 +270,13 @@ def _placed(
         buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
         for message, first in zip(messages, firsts, strict=True)
     ]
-    buffers = _allocated(layouts, [(p.dtype, p.device) for p in firsts])
+    # What travels in another format is copied out of its buffer anyway.
+    layouts = [
+        layout if message.wire is None else layout._replace(joins=None, leaves=None)
+        for message, layout in zip(messages, layouts, strict=True)
+    ]
+    dtypes = [_WIRE[m.wire] if m.wire else p.dtype for m, p in zip(messages, firsts, strict=True)]
+    buffers = _allocated(layouts, [(dtype, p.device) for dtype, p in zip(dtypes, firsts, strict=True)])
     buckets = []
     for message, layout, buffer in zip(messages, layouts, buffers, strict=True):
         bucket = _make_bucket(message, layout, buffer, slots)
@@ -305,7 +318,7 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
     bucket = Bucket(message, buffer)
     for piece, at in zip(layout.slices, layout.starts, strict=True):
         slot = slots[piece.tensor]
-        start, stop = (byte // buffer.element_size() for byte in (piece.start, piece.stop))
+        start, stop = (byte // slot.parameter.element_size() for byte in (piece.start, piece.stop))
         view = buffer[at : at + stop - start]
         whole = stop - start == slot.parameter.numel()
         if whole:
@@ -325,7 +338,7 @@ def _whole(slot: Slot) -> Tensor | None:
         if not together or b.storage_offset() != a.storage_offset() + a.numel():
             return None
     parameter = slot.parameter
-    if not parameter.is_contiguous():
+    if not parameter.is_contiguous() or any(view.dtype != parameter.dtype for view in views):
         return None
     return views[0].as_strided(parameter.shape, parameter.stride(), views[0].storage_offset())
 

@@ -28,8 +28,8 @@ __all__ = ["CommHook", "can_be_hooked"]
 
 
 def can_be_hooked(plan: Plan) -> bool:
-    """Whether a hook can send all messages of a plan: whole tensors, by the backend's own all-reduce."""
-    plain = all(message.kind == "all_reduce" and message.collective not in ROUNDS for message in plan.messages)
+    """Whether a hook can send all messages of a plan: whole tensors as they are, by the backend's own all-reduce."""
+    plain = all(m.kind == "all_reduce" and m.collective not in ROUNDS and m.wire is None for m in plan.messages)
     tensors = [piece.tensor for message in plan.messages for piece in message.slices]
     return plain and len(tensors) == len(set(tensors))
 

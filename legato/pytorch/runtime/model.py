@@ -104,6 +104,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         *,
         debug: bool | str | None = None,
         flight_dir: str | os.PathLike[str] | None = None,
+        error_feedback: bool = False,
         **options: Any,
     ) -> None:
         for name in ("mixed_precision", "delay_all_reduce_named_params"):
@@ -113,7 +114,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         parameters = trained_parameters(module)
         agree(describe_model(plan, module, parameters), groups.messages)
         super().__init__(module, process_group=groups.ranks, **options)
-        self._carry_out(plan, groups, debug, flight_dir)
+        self._carry_out(plan, groups, debug, flight_dir, error_feedback)
 
     @classmethod
     def of(cls, ddp: Any, plan: Plan, **options: Any) -> DistributedModel:
@@ -134,9 +135,11 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         groups: _Groups,
         debug: bool | str | None = None,
         flight_dir: str | os.PathLike[str] | None = None,
+        error_feedback: bool = False,
     ) -> None:
         """Take the place of DDP's reducer."""
         remove_reducer(self)
+        self._error_feedback = error_feedback
         self._group, self._buffer_group = groups.messages, groups.buffers
         self._parameters_taking_part = trained_parameters(self.module)
         self._watchdog = Watchdog(
@@ -257,6 +260,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
                 sparse=sparse_parameters(self.module),
                 static_graph=self.static_graph,
                 optimizers=self._optimizers,
+                error_feedback=self._error_feedback,
             )
         for hook, state in comm_hooks(self):
             reducer.use_comm_hook(state, hook)
@@ -552,7 +556,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _check_hookable(plan: Plan) -> None:
     if not can_be_hooked(plan):
         raise InputError(
-            f"the plan {plan.scheduler} sends halves or parts of tensors, which a communication hook cannot: "
+            f"the plan {plan.scheduler} sends halves, parts of tensors, or rounded ones, which a hook cannot: "
             "use a plan without them"
         )
 
@@ -603,6 +607,7 @@ def wrap_model(
     process_group: Any = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
+    error_feedback: bool = False,
     **options: Any,
 ) -> tuple[DistributedModel, Optimizer]:
     """Wrap a model so that its gradients are averaged over all ranks as `plan` says.
@@ -637,9 +642,10 @@ def wrap_model(
         if sparse_parameters(module):
             raise InputError(f"shard: {plan.shard!r}, but {next(iter(sparse_parameters(module)))} has sparse gradients")
     if ddp:
-        wrapped = DistributedModel.of(model, plan, debug=debug, flight_dir=flight_dir)
+        wrapped = DistributedModel.of(model, plan, debug=debug, flight_dir=flight_dir, error_feedback=error_feedback)
     else:
-        wrapped = DistributedModel(model, plan, process_group, debug=debug, flight_dir=flight_dir, **options)
+        options |= {"debug": debug, "flight_dir": flight_dir, "error_feedback": error_feedback}
+        wrapped = DistributedModel(model, plan, process_group, **options)
     wrapped.manage(optimizer)
     return wrapped, optimizer
 

@@ -50,7 +50,7 @@ from legato.pytorch.network.channel import Channel
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
-from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, Slot, make_buckets
+from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
 from legato.pytorch.runtime.comm_hook import CommHook
 from legato.pytorch.runtime.debug import DebugChecks
 from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
@@ -74,6 +74,8 @@ class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
     `optimizers` are those whose steps a sharded plan divides among the ranks.
+    With `error_feedback`, what rounding to a wire format takes from a gradient is
+    added to the next one (Seide et al., Interspeech 2014).
     Raises `PlanError` if the plan is for another model, or if `channel` cannot
     carry out one of its messages.
     """
@@ -93,6 +95,7 @@ class Reducer:
         sparse: Mapping[str, nn.Parameter] | None = None,
         static_graph: bool = False,
         optimizers: Sequence[Optimizer] = (),
+        error_feedback: bool = False,
     ) -> None:
         self.plan = plan
         self.group = group
@@ -121,6 +124,7 @@ class Reducer:
         self.tracer: Tracer | None = None
         self._comm_hook: CommHook | None = None
         self._scale = 1.0 / group.size()
+        self._residuals: dict[BucketSlice, Tensor] | None = {} if error_feedback else None
         self.forwards = 0  # forward passes whose gradients will be sent
         self.passes = 0  # backward passes that sent, including the current one
         self.stepped = False  # `optimizer.step()` was called since the model has last looked
@@ -320,6 +324,8 @@ class Reducer:
                         part.view.zero_()
                         if part.flag is not None:
                             part.flag.zero_()
+                    elif bucket.message.wire:
+                        self._round(part, grad)
                     elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
                         torch.mul(part.of(grad), self._scale, out=part.view)
                     else:
@@ -343,6 +349,17 @@ class Reducer:
                     if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
         self._spend(slot for slot in arrived if slot.has_grad and not slot.early)
+
+    def _round(self, part: BucketSlice, grad: Tensor) -> None:
+        """Pack a gradient in the bucket's format: as torch's hooks do, or with what was rounded off before."""
+        if self._residuals is None:
+            part.view.copy_(part.of(grad)).div_(self.group.size())
+            return
+        exact = part.of(grad) * self._scale
+        if part in self._residuals:
+            exact += self._residuals[part]
+        part.view.copy_(exact)
+        self._residuals[part] = exact.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
 
     def _spend(self, slots: Iterable[Slot]) -> None:
         """Take gradients that are packed from their parameters, if gradients are sharded and nobody else has them."""

@@ -478,7 +478,9 @@ def _own(bucket: Bucket, rank: int, ranks: int) -> list[_Shard]:
         if at // chunk == rank:
             assert piece.flag is not None
             flag = int(piece.flag.storage_offset() - first) - rank * chunk
-            shards.append(_Shard(piece, int(at) - rank * chunk, flag, nn.Parameter(piece.view.new_empty(0))))
+            flat = nn.Parameter(piece.view.new_empty(0))
+            flat.shard_of = piece.slot.parameter  # type: ignore[attr-defined]  # for optimizers that treat some alike
+            shards.append(_Shard(piece, int(at) - rank * chunk, flag, flat))
     return shards
 
 

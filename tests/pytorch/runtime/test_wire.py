@@ -1,0 +1,39 @@
+"""Wire formats: everything in one is what torch's hooks do, and what is not in one is exact."""
+
+import pytest
+import torch
+from support import matrix_wire, training
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent"])
+def test_all_messages_in_a_wire_format_are_what_torchs_hooks_send(two_ranks, model, wire):
+    assert two_ranks.run(matrix_wire.as_hook, model, wire) == [0.0, 0.0]
+
+
+def test_with_gradients_that_are_views(two_ranks):
+    assert two_ranks.run(training.lent, matrix_wire.as_hook, "Attention", "bf16") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_halves_round_as_a_whole_message_does(two_ranks, wire):
+    assert two_ranks.run(matrix_wire.halves, wire) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_what_is_not_float32_travels_as_it_is(two_ranks, dtype):
+    assert two_ranks.run(matrix_wire.exact_dtypes, dtype) == [0.0, 0.0]
+
+
+def test_error_feedback_loses_no_more_than_one_rounding(two_ranks):
+    for rounded, exact in two_ranks.run(matrix_wire.lost, False):
+        assert rounded > 10 and exact < 0.1
+    for rounded, exact in two_ranks.run(matrix_wire.lost, True):
+        assert rounded <= 1.1 and exact < 0.1
+
+
+def test_a_communication_hook_is_refused(two_ranks):
+    for said in two_ranks.errors(matrix_wire.hooked):
+        assert "sends halves, parts of tensors, or rounded ones, which a hook cannot" in said
