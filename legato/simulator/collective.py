@@ -55,12 +55,15 @@ _SECOND_HALF_OF = {"all_gather": "reduce_scatter", "pull": "push"}
 
 
 class _Priced(NamedTuple):
-    """A message's tensors, and the seconds that it keeps the network busy.
+    """A message's tensors, the ops for which it waits, and the seconds that it keeps the network busy.
 
-    Beside computation it takes `delay_s` longer and takes `overhead_s` from it.
+    The updated parameter of tensor t, which an all_gather of a sharded plan carries, is
+    t + the number of tensors. Beside computation it takes `delay_s` longer and takes
+    `overhead_s` from it.
     """
 
     tensors: list[int]
+    waits: list[int]
     cost_s: float
     delay_s: float = 0.0
     overhead_s: float = 0.0
@@ -134,7 +137,11 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
                     raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
         share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
-        priced.append(_Priced(tensors, share * seconds, *_contended(cluster, nbytes, share)))
+        waits = [period.ready_op[t] for t in tensors]
+        if plan.shard != "none" and message.kind == "all_gather":
+            waits = [op for t in tensors for op in period.updates[t]]
+            tensors = [t + len(period.ready_op) for t in tensors]
+        priced.append(_Priced(tensors, waits, share * seconds, *_contended(cluster, nbytes, share)))
     return priced
 
 
@@ -162,15 +169,22 @@ class _Run:
 
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
         self.period, self.plan, self.messages = period, plan, priced
-        self.one_stream = compute == "one"
+        self.one_stream, self.sharded = compute == "one", plan.shard != "none"
         self.order = (plan.op_order or period.captured) if self.one_stream else period.topological
-        self.backward = [op.phase == "backward" for op in period.workload.ops]
+        self.duration, self.reads = period.duration_s, period.reads
+        phases = [op.phase for op in period.workload.ops]
+        self.backward = [phase == "backward" for phase in phases]
+        before = ("backward", "optimizer") if self.sharded else ("backward",)
+        self.waits_for_last = [not plan.forward_overlap and phase not in before for phase in phases]
+        if self.sharded:
+            self._shard(cluster.workers)
         self.op_start = [0.0] * len(self.order)
         self.op_end = [_UNKNOWN] * len(self.order)
         self.message_start: list[float] = []
         self.message_end: list[float] = []
-        self.arrival = [0.0] * len(period.ready_op)  # when the last byte so far arrives
-        self.missing = [0] * len(period.ready_op)  # messages that have not been sent yet
+        arriving = len(period.ready_op) * (2 if self.sharded else 1)
+        self.arrival = [0.0] * arriving  # when the last byte so far arrives
+        self.missing = [0] * arriving  # messages that have not been sent yet
         for message in priced:
             for t in message.tensors:
                 self.missing[t] += 1
@@ -178,6 +192,19 @@ class _Run:
         self.unpack_s = 0.0 if plan.forward_overlap else plan.messages[-1].nbytes * cluster.unpack_s_per_byte
         self.gather_s = self._gather_s(cluster) if plan.forward_overlap else {}
         self.computed = 0
+
+    def _shard(self, workers: int) -> None:
+        """Let optimizer ops update a shard, and forward ops read what is gathered then ([Note: shards])."""
+        period, ops = self.period, self.period.workload.ops
+        self.duration, self.reads = list(period.duration_s), list(period.reads)
+        for i, op in enumerate(ops):
+            if op.phase == "optimizer":
+                self.duration[i] /= workers
+            elif op.phase == "forward":
+                self.reads[i] = [t + len(period.ready_op) for t in period.reads[i]]
+        if not self.one_stream:
+            backward, forward = (period.workload.phase_ops(phase) for phase in ("backward", "forward"))
+            self.order = [*backward, *period.updates_by_arrival(self.plan.messages), *forward]
 
     def _gather_s(self, cluster: Cluster) -> dict[int, float]:
         """Seconds that an op spends on gathering gradients before it starts, by op."""
@@ -188,8 +215,11 @@ class _Run:
         gather_s: dict[int, float] = {}
         for name in scattered_tensors(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
             tensor = tensors[self.period.tensor_id[name]]
-            if tensor.readers:
-                first = min(tensor.readers, key=place.__getitem__)
+            readers = tensor.readers
+            if self.sharded:
+                readers = tuple(r for r in readers if r not in self.period.updates[self.period.tensor_id[name]])
+            if readers:
+                first = min(readers, key=place.__getitem__)
                 gather_s[first] = gather_s.get(first, 0.0) + tensor.nbytes * cluster.unpack_s_per_byte
         return gather_s
 
@@ -208,21 +238,20 @@ class _Run:
 
     def compute(self) -> None:
         """Run ops, up to the first that waits for a message that has not been sent."""
-        reads, waits, duration = self.period.reads, self.period.waits, self.period.duration_s
+        reads, waits, duration = self.reads, self.period.waits, self.duration
         op_end, all_sent = self.op_end, len(self.message_start) == len(self.messages)
         while self.computed < len(self.order):
             i = self.order[self.computed]
             start = self.stream if self.one_stream else 0.0
-            if not self.backward[i]:
-                if self.plan.forward_overlap:
-                    if any(self.missing[t] for t in reads[i]):
-                        return
-                    for t in reads[i]:
-                        start = max(start, self.arrival[t])
-                elif all_sent:
-                    start = max(start, self.network + self.unpack_s)
-                else:
+            if self.waits_for_last[i]:
+                if not all_sent:
                     return
+                start = max(start, self.network + self.unpack_s)
+            elif not self.backward[i]:
+                if any(self.missing[t] for t in reads[i]):
+                    return
+                for t in reads[i]:
+                    start = max(start, self.arrival[t])
             for op in waits[i]:
                 start = max(start, op_end[op])
             start += self.gather_s.get(i, 0.0)
@@ -232,13 +261,13 @@ class _Run:
 
     def send(self) -> None:
         """Send messages, up to the first that waits for an op that has not run."""
-        ready_op, op_end = self.period.ready_op, self.op_end
+        op_end = self.op_end
         while len(self.message_start) < len(self.messages):
             message = self.messages[len(self.message_start)]
-            ready = [op_end[ready_op[t]] for t in message.tensors]
-            if min(ready) == _UNKNOWN:
+            ready = [op_end[op] for op in message.waits]
+            if _UNKNOWN in ready:
                 return
-            start = max(self.network, max(ready))
+            start = max(self.network, max(ready, default=0.0))
             self.message_start.append(start)
             self.arrives(message, start + message.cost_s)
 
@@ -252,13 +281,21 @@ class _Run:
 
     def deadlock(self) -> str:
         """Say why neither cursor can advance: a message waits for an op that comes after an op that waits for it."""
-        ops, sent, stuck = self.period.workload.ops, len(self.message_start), self.order[self.computed]
-        late = next(t for t in self.messages[sent].tensors if self.op_end[self.period.ready_op[t]] == _UNKNOWN)
-        tensor = self.period.workload.tensors[late]
+        period, sent, stuck = self.period, len(self.message_start), self.order[self.computed]
+        ops, tensors = period.workload.ops, period.workload.tensors
+        late = next(op for op in self.messages[sent].waits if self.op_end[op] == _UNKNOWN)
+        if self.plan.messages[sent].kind == "all_gather" and self.sharded:
+            own = (t - len(tensors) for t in self.messages[sent].tensors)
+            name = next(tensors[t].name for t in own if late in period.updates[t])
+            waits = f"messages[{sent}] waits for the update of {name!r} by op {late} ({ops[late].name!r})"
+        else:
+            name = next(tensors[t].name for t in self.messages[sent].tensors if period.ready_op[t] == late)
+            waits = f"messages[{sent}] waits for {name!r} from op {late} ({ops[late].name!r})"
+        if late == stuck or not self.one_stream:
+            return f"{waits}, which waits for this message or a later one"
         return (
-            f"messages[{sent}] waits for {tensor.name!r} from op {tensor.ready_after} "
-            f"({ops[tensor.ready_after].name!r}), "
-            f"which op_order puts after op {stuck} ({ops[stuck].name!r}), which waits for this message or a later one"
+            f"{waits}, which op_order puts after op {stuck} ({ops[stuck].name!r}), "
+            "which waits for this message or a later one"
         )
 
 
@@ -268,12 +305,12 @@ class _ContendedRun(_Run):
     def __init__(self, period: Period, plan: Plan, priced: list[_Priced], compute: Compute, cluster: Cluster) -> None:
         super().__init__(period, plan, priced, compute, cluster)
         assert cluster.contention is not None
-        self.duration = list(period.duration_s)
+        self.duration = list(self.duration)
         for t, tensor in enumerate(period.workload.tensors):
             self.duration[period.ready_op[t]] += tensor.nbytes * cluster.contention.pack_s_per_byte
         self.unpack_s_per_byte = 0.0 if plan.forward_overlap else cluster.unpack_s_per_byte
         self.packed_bytes = 0  # that have arrived and are still to be unpacked
-        self.ready = 0  # tensors at the beginning of the next message that are known to be there
+        self.ready = 0  # ops at the beginning of those for which the next message waits that are known to have ended
         self.read = 0  # tensors at the beginning of what the next op reads that are known to be there
 
     def run(self) -> None:
@@ -283,7 +320,7 @@ class _ContendedRun(_Run):
         while self.computed < len(self.order) or len(self.message_end) < len(self.messages):
             if op is None and self.computed < len(self.order):
                 i = self.order[self.computed]
-                if self.packed_bytes and not self.backward[i]:
+                if self.packed_bytes and self.waits_for_last[i]:
                     op, op_left, self.packed_bytes = _UNPACKING, self.packed_bytes * self.unpack_s_per_byte, 0
                 elif self.may_run(i):
                     gather_s = self.gather_s.get(i, 0.0)
@@ -314,8 +351,9 @@ class _ContendedRun(_Run):
                     op = None
             if message is not None:
                 if message_s <= step:
-                    if self.unpack_s_per_byte:
-                        self.packed_bytes += self.plan.messages[len(self.message_end)].nbytes
+                    arrived = self.plan.messages[len(self.message_end)]
+                    if self.unpack_s_per_byte and not (self.sharded and arrived.kind == "reduce_scatter"):
+                        self.packed_bytes += arrived.nbytes
                     self.arrives(message, now)
                     message = None
                 else:
@@ -325,16 +363,16 @@ class _ContendedRun(_Run):
         """Whether the stream, which is free, may run op i, the next one, now."""
         if self.backward[i]:
             return True
-        if self.plan.forward_overlap:
-            reads = self.period.reads[i]
-            while self.read < len(reads) and not self.missing[reads[self.read]]:
-                self.read += 1
-            return self.read == len(reads)
-        return len(self.message_end) == len(self.messages)
+        if self.waits_for_last[i]:
+            return len(self.message_end) == len(self.messages)
+        reads = self.reads[i]
+        while self.read < len(reads) and not self.missing[reads[self.read]]:
+            self.read += 1
+        return self.read == len(reads)
 
     def may_send(self, k: int) -> bool:
-        """Whether the gradients of message k, the next one, are there."""
-        tensors = self.messages[k].tensors
-        while self.ready < len(tensors) and self.op_end[self.period.ready_op[tensors[self.ready]]] != _UNKNOWN:
+        """Whether the gradients, or updated parameters, of message k, the next one, are there."""
+        waits = self.messages[k].waits
+        while self.ready < len(waits) and self.op_end[waits[self.ready]] != _UNKNOWN:
             self.ready += 1
-        return self.ready == len(tensors)
+        return self.ready == len(waits)

@@ -5,14 +5,17 @@
 The period starts with the backward pass. At that moment the results of the
 previous forward pass exist and the network is idle, so dependencies on that
 forward pass are left out. The remaining dependencies form a directed graph
-without cycles, which is the same for every plan.
+without cycles, which is the same for every plan. In a sharded plan the all-gathers come
+between the optimizer and the forward ops; `updates_by_arrival` is for these plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from legato.core.errors import unknown_name
+from legato.core.plan import Message
 from legato.core.workload import Phase, Workload
 
 __all__ = ["COMPUTE", "Compute", "Period", "check_compute"]
@@ -33,13 +36,24 @@ class Period:
 
     `duration_s[op]`: seconds; `waits[op]`: the ops of this period that must end
     before it starts; `reads[op]`: the tensors that must have arrived before it
-    starts; `ready_op[tensor]`: the op that produces the gradient;
+    starts; `ready_op[tensor]`: the op that produces the gradient; `updates[tensor]`:
+    the optimizer ops that apply it;
     `tensor_id[name]`; `topological`: an order (backward, optimizer, forward) in
     which every op comes after the ops it waits for; `captured`:
     `Workload.iteration_order()`.
     """
 
-    __slots__ = ("captured", "duration_s", "reads", "ready_op", "tensor_id", "topological", "waits", "workload")
+    __slots__ = (
+        "captured",
+        "duration_s",
+        "reads",
+        "ready_op",
+        "tensor_id",
+        "topological",
+        "updates",
+        "waits",
+        "workload",
+    )
 
     @classmethod
     def of(cls, workload: Workload) -> Period:
@@ -63,9 +77,11 @@ class Period:
         self.reads: list[list[int]] = [[] for _ in ops]
         self.ready_op = [tensor.ready_after for tensor in workload.tensors]
         self.tensor_id = {tensor.name: t for t, tensor in enumerate(workload.tensors)}
+        self.updates: list[list[int]] = []
         for t, tensor in enumerate(workload.tensors):
             readers = set(tensor.readers)
             updates = [r for r in readers if ops[r].phase == "optimizer"]
+            self.updates.append(updates)
             for reader in readers:
                 self.reads[reader].append(t)
                 if ops[reader].phase == "forward":
@@ -73,3 +89,22 @@ class Period:
         phases: tuple[Phase, ...] = ("backward", "optimizer", "forward")
         self.topological = [i for phase in phases for i in workload.phase_ops(phase)]
         self.captured = workload.iteration_order()
+
+    def updates_by_arrival(self, messages: Iterable[Message]) -> list[int]:
+        """The optimizer ops in the order in which the last reduce_scatter comes of what they read.
+
+        An op stands after those that it depends on. Of ops whose gradients come with the
+        same message, the one that the forward pass needs first comes first.
+        """
+        ops = self.workload.ops
+        last = {
+            self.tensor_id[name]: i
+            for i, message in enumerate(messages)
+            if message.kind == "reduce_scatter"
+            for name in message.tensors
+        }
+        arrives: dict[int, int] = {}
+        for op in self.workload.phase_ops("optimizer"):
+            before = (arrives[dep] for dep in ops[op].deps if dep in arrives)
+            arrives[op] = max((*(last[t] for t in self.reads[op]), *before), default=-1)
+        return sorted((op for op in self.captured if op in arrives), key=arrives.__getitem__)

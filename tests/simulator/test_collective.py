@@ -4,13 +4,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.strategies import clusters, examples, op_orders, plans, workloads
+from support.strategies import clusters, contentions, examples, op_orders, plans, sharded_plans, workloads
 
 from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.layout import scattered_tensors
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
+from legato.schedule.basics.sharded import sharded
+from legato.schedule.published.dear import dear
 from legato.simulator.collective import LEAST_PACE, iteration_time, simulate
 
 # Two layers. Backward of the second (1 s) and of the first (2 s), an update each (1 s), forward of each (3 s, 4 s).
@@ -177,21 +179,27 @@ def event_loop(workload, plan, cluster, compute):
     """(start of every op, start of every message), or None for a plan that waits for itself: by events in time."""
     ops, order = workload.ops, plan.op_order or workload.iteration_order()
     names = {t.name: t for t in workload.tensors}
+    halves = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 2, "push": 2, "pull": 2}
+    shards = plan.shard != "none"
+    duration = [op.duration_s / (cluster.workers if shards and op.phase == "optimizer" else 1) for op in workload.ops]
     gather = [0.0] * len(ops)
     for name in scattered_tensors(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
-        if readers := set(names[name].readers):
+        readers = {i for i in names[name].readers if not shards or ops[i].phase == "forward"}
+        if readers:
             first = next(i for i in (order if compute == "one" else _by_phase(workload)) if i in readers)
             gather[first] += cluster.unpack_s_per_byte * names[name].nbytes
-    halves = {"all_reduce": 1, "reduce_scatter": 2, "all_gather": 2, "push": 2, "pull": 2}
     op_start, message_start, running, now = {}, {}, [], 0.0
     done_ops, done_messages = set(), set()
 
-    def arrived(tensor):
+    def arrived(tensor, kinds=tuple(halves)):
         return all(
             m in done_messages
             for m, message in enumerate(plan.messages)
-            if tensor.name in {piece.tensor for piece in message.slices}
+            if message.kind in kinds and tensor.name in {piece.tensor for piece in message.slices}
         )
+
+    def updated(tensor):
+        return all(u in done_ops for u in tensor.readers if ops[u].phase == "optimizer")
 
     def op_can_start(i):
         op, read = ops[i], [t for t in workload.tensors if i in t.readers]
@@ -204,6 +212,8 @@ def event_loop(workload, plan, cluster, compute):
             needed += [u for t in read for u in t.readers if ops[u].phase == "optimizer"]
         if not set(needed) <= done_ops or op.phase == "backward":
             return set(needed) <= done_ops
+        if shards and op.phase == "optimizer":
+            return all(arrived(t, ["reduce_scatter"]) for t in read)
         return all(map(arrived, read)) if plan.forward_overlap else len(done_messages) == len(plan.messages)
 
     while len(done_ops) < len(ops) or len(done_messages) < len(plan.messages):
@@ -211,13 +221,15 @@ def event_loop(workload, plan, cluster, compute):
         for i in range(len(ops)):
             if i not in op_start and op_can_start(i):
                 op_start[i], started = now + gather[i], True
-                running.append((now + gather[i] + ops[i].duration_s, "op", i))
+                running.append((now + gather[i] + duration[i], "op", i))
                 if compute == "one":
                     break
         m = len(message_start)
         if m < len(plan.messages) and m == len(done_messages):
             message = plan.messages[m]
-            if all(names[piece.tensor].ready_after in done_ops for piece in message.slices):
+            carried = [names[piece.tensor] for piece in message.slices]
+            parameters = shards and message.kind == "all_gather"
+            if all(map(updated, carried)) if parameters else all(t.ready_after in done_ops for t in carried):
                 message_start[m], started = now, True
                 seconds = cluster.cost(message.collective).cost(message.nbytes) / halves[message.kind]
                 running.append((now + seconds, "message", m))
@@ -234,11 +246,26 @@ def event_loop(workload, plan, cluster, compute):
 @given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))
+    # Backward first never waits for itself.
+    agrees_with_the_event_loop(data, workload, plan, cluster, compute, may_wait=reorder and compute == "one")
+
+
+@examples(300)
+@given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
+def test_sharded_plans_agree_with_an_event_loop(data, workload, cluster, compute, reorder):
+    cluster = replace(cluster, workers=data.draw(st.sampled_from([1, 2, 4, 8])))  # so that floats are exact
+    plan = data.draw(sharded_plans(workload, cluster, op_order=op_orders(workload) if reorder else None))
+    if data.draw(st.booleans()):
+        plan = sharded(plan, workload, plan.shard)
+    agrees_with_the_event_loop(data, workload, plan, cluster, compute)
+
+
+def agrees_with_the_event_loop(data, workload, plan, cluster, compute, may_wait=True):
     if plan.forward_overlap:
         cluster = replace(cluster, unpack_s_per_byte=data.draw(st.sampled_from([0.0, 0.25])))
     expected = event_loop(workload, plan, cluster, compute)
     if expected is None:
-        assert reorder and compute == "one"  # backward first never waits for itself
+        assert may_wait
         with pytest.raises(PlanError, match="waits for"):
             iteration_time(workload, plan, cluster, compute=compute)
         return
@@ -246,14 +273,112 @@ def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     timeline = simulate(workload, plan, cluster, compute=compute)
     assert timeline.iteration_s == iteration_time(workload, plan, cluster, compute=compute) == end
     compute_spans, network_spans = lanes(timeline)
+    workers = 1 if plan.shard == "none" else cluster.workers
+    takes = [op.duration_s / (workers if op.phase == "optimizer" else 1) for op in workload.ops]
     assert sorted(compute_spans) == sorted(
-        (op.name, op_start[i], op_start[i] + op.duration_s) for i, op in enumerate(workload.ops) if op.duration_s
+        (op.name, op_start[i], op_start[i] + takes[i]) for i, op in enumerate(workload.ops) if takes[i]
     )
     assert [start for _, start, _ in network_spans] == [
         message_start[m]
         for m, message in enumerate(plan.messages)
         if cluster.cost(message.collective).cost(message.nbytes)
     ]
+
+
+def scattered_then_gathered(*names, **fields):
+    """A plan of whole tensors: scattered in this order, gathered in the opposite one."""
+    halves = [whole(name, kind="reduce_scatter") for name in names]
+    halves += [whole(name, kind="all_gather") for name in reversed(names)]
+    return Plan("zero", tuple(halves), **{"forward_overlap": True, "shard": "optimizer", **fields})
+
+
+def test_a_shard_is_updated_between_the_halves():
+    """Four workers: an update takes a quarter of its time. w2 takes 5.5 s a half, w1 takes 3."""
+    between = (2, 3, 5, 4, 0, 1)
+    compute, network = lanes(simulate(TWO, scattered_then_gathered("w2", "w1", op_order=between), NETWORK))
+    assert network == [("w2", 1, 6.5), ("w1", 6.5, 9.5), ("w1", 9.75, 12.75), ("w2", 12.75, 18.25)]
+    assert compute == [
+        ("b2", 0, 1),
+        ("b1", 1, 3),
+        ("u2", 6.5, 6.75),
+        ("u1", 9.5, 9.75),
+        ("f1", 12.75, 15.75),
+        ("f2", 18.25, 22.25),
+    ]
+    gradients = scattered_then_gathered("w2", "w1", op_order=between, shard="gradients")
+    assert iteration_time(TWO, gradients, NETWORK) == 22.25
+
+
+def test_an_update_in_its_captured_place_delays_the_parameters():
+    """u2 comes after f1, so w2 is gathered after it: w1 from 9.75 to 12.75, f1 and u2 until 16, w2 until 21.5, f2."""
+    assert iteration_time(TWO, scattered_then_gathered("w2", "w1"), NETWORK) == 25.5
+
+
+def test_a_sharded_plan_without_forward_overlap_waits_for_the_last_parameters():
+    plan = scattered_then_gathered("w2", "w1", op_order=(2, 3, 5, 4, 0, 1), forward_overlap=False)
+    compute, network = lanes(simulate(TWO, plan, replace(NETWORK, unpack_s_per_byte=0.1)))
+    assert network[-1] == ("w2", 12.75, 18.25)
+    assert compute[2:] == [("u2", 6.5, 6.75), ("u1", 9.5, 9.75), ("f1", 22.25, 25.25), ("f2", 25.25, 29.25)]
+
+
+def test_sharded_plans_that_wait_for_themselves():
+    """w1 is gathered first, but f1 reads it only after u2, whose w2 is gathered before."""
+    with pytest.raises(
+        PlanError, match=r"messages\[2\] waits for the update of 'w2' by op 5 \('u2'\), which op_order puts after op 0"
+    ):
+        iteration_time(TWO, scattered_then_gathered("w1", "w2"), NETWORK)
+    one_update = replace(TWO, ops=TWO.ops[:5], tensors=(Tensor("w2", 40, 2, (1, 4)), Tensor("w1", 20, 3, (0, 4))))
+    apart = [whole(name, kind=kind) for name in ("w2", "w1") for kind in ("reduce_scatter", "all_gather")]
+    for compute in ("one", "unlimited"):
+        with pytest.raises(
+            PlanError, match=r"update of 'w2' by op 4 \('u1'\), which waits for this message or a later"
+        ):
+            iteration_time(one_update, Plan("p", tuple(apart), True, shard="optimizer"), NETWORK, compute=compute)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8, 64])
+def test_one_layer_by_its_closed_form(workers):
+    """backward + half + update / workers + half + forward, where a message of 8 bytes takes 3 s in all."""
+    ops = (Op("f", "forward", 5.0), Op("b", "backward", 7.0), Op("u", "optimizer", 4.0))
+    layer = Workload("layer", ops, (Tensor("w", 8, 1, (0, 2)),))
+    halves = (Message((Slice("w", 0, 8),), "reduce_scatter"), Message((Slice("w", 0, 8),), "all_gather"))
+    cluster = Cluster(workers, {"c": LinearCost(1.0, 0.25)})
+    for shard, seconds in (("none", 7 + 3 + 4 + 5), ("optimizer", 7 + 3 + 4 / workers + 5)):
+        for compute in ("one", "unlimited"):
+            plan = Plan("p", halves, forward_overlap=True, shard=shard)
+            assert iteration_time(layer, plan, cluster, compute=compute) == seconds
+
+
+@examples(100)
+@given(workloads(optimizer=False), clusters(), st.sampled_from(["one", "unlimited"]))
+def test_updates_that_take_no_time_make_no_difference(workload, cluster, compute):
+    """What dear sends takes as long as if gradients were gathered, and each were applied where it is read."""
+    first = len(workload.ops)
+    updates = tuple(Op(f"u{t}", "optimizer", 0.0) for t in range(len(workload.tensors)))
+    tensors = tuple(replace(t, readers=(0, *t.readers, first + k)) for k, t in enumerate(workload.tensors))
+    workload = replace(workload, ops=workload.ops + updates, tensors=tensors)
+    plan = sharded(dear(workload, cluster), workload, "optimizer")
+    unsharded = replace(plan, op_order=(), shard="none")
+    seconds, expected = (iteration_time(workload, p, cluster, compute=compute) for p in (plan, unsharded))
+    if compute == "one" and max(t.ready_after for t in tensors) < max(workload.phase_ops("backward")):
+        assert seconds >= expected  # gradients that arrive early are applied after the backward pass all the same
+    else:
+        assert seconds == expected
+
+
+@examples(100)
+@given(st.data(), workloads(), clusters())
+def test_sharded_plans_under_contention(data, workload, cluster):
+    """Without contention both runs agree; with it nothing is faster."""
+    plan = data.draw(sharded_plans(workload, cluster))
+    try:
+        alone = iteration_time(workload, plan, cluster)
+    except PlanError:
+        assume(False)
+    none = LinearCost(0.0, 0.0)
+    assert iteration_time(workload, plan, replace(cluster, contention=Contention(none, none))) == pytest.approx(alone)
+    contended = replace(cluster, contention=data.draw(contentions))
+    assert iteration_time(workload, plan, contended) >= alone * (1 - 1e-9)
 
 
 def test_a_message_beside_computation_is_slower_and_takes_from_it():

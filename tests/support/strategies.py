@@ -6,6 +6,7 @@ exact floats and tests can say `==` and `>=` and mean it.
 
 from hypothesis import settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.plan import Message, Plan, Slice
@@ -92,6 +93,24 @@ def plans(draw, workload, cluster, halves=True, op_order=None):
     if draw(st.booleans()):
         messages = _pulled_forward(messages)
     return Plan("random", tuple(messages), draw(st.booleans()), draw(op_order) if op_order is not None else ())
+
+
+@st.composite
+def sharded_plans(draw, workload, cluster, op_order=None):
+    """Any cut, merge, order and collective of the halves of a plan that shards the optimizer or the gradients."""
+    pieces = []
+    for tensor in workload.tensors:
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, tensor.nbytes - 1)), max_size=1)) - {tensor.nbytes})
+        spans = zip([0, *cuts], [*cuts, tensor.nbytes], strict=True)
+        pieces += [("reduce_scatter", Slice(tensor.name, *span)) for span in spans]
+    scattered = draw(_merged(pieces, cluster))
+    gathered = [replace(message, kind="all_gather") for message in draw(st.permutations(scattered))]
+    messages = [*scattered, *gathered]
+    if draw(st.booleans()):
+        messages = _pulled_forward(messages)
+    order = draw(op_order) if op_order is not None else ()
+    shard = draw(st.sampled_from(["optimizer", "gradients"]))
+    return Plan("random", tuple(messages), draw(st.booleans()), order, shard=shard)
 
 
 @st.composite

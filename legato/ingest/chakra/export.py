@@ -32,9 +32,11 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
     do not add up; the attribute `duration_s` has the exact duration. Raises
     `PlanError` when the plan or the timeline does not fit the workload, and
     `InputError` for a plan with parameter servers, whose transfers are not
-    collectives.
+    collectives, or with shards.
     """
     check_plan(plan, workload)
+    if plan.shard != "none":
+        raise InputError(f"a plan with shard {plan.shard!r} cannot be written as Chakra (expected one without shards)")
     compute, network = _spans(workload, plan, timeline)
     order = plan.op_order or workload.iteration_order()
     first_message = len(workload.ops)

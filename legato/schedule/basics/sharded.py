@@ -14,8 +14,9 @@ from __future__ import annotations
 import msgspec
 
 from legato.core.errors import InputError, unknown_name
-from legato.core.plan import SHARDS, Message, Plan, Shard
+from legato.core.plan import SHARDS, Plan, Shard
 from legato.core.workload import Workload
+from legato.simulator.period import Period
 
 __all__ = ["sharded"]
 
@@ -44,7 +45,8 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     gathered = [msgspec.structs.replace(message, kind="all_gather") for message in scattered]
     read = _first_reads(workload, order)
     gathered.sort(key=lambda message: min(read[name] for name in message.tensors))
-    op_order = _updates_between(workload, order, scattered)
+    backward, forward = ([op for op in order if workload.ops[op].phase == phase] for phase in ("backward", "forward"))
+    op_order = (*backward, *Period.of(workload).updates_by_arrival(scattered), *forward)
     return msgspec.structs.replace(
         plan,
         messages=(*scattered, *gathered),
@@ -61,19 +63,3 @@ def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
         tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))
         for tensor in workload.tensors
     }
-
-
-def _updates_between(workload: Workload, order: tuple[int, ...], scattered: list[Message]) -> tuple[int, ...]:
-    """The order with the optimizer ops between the passes, each after those whose gradients arrive before its own."""
-    ops = workload.ops
-    last = {name: i for i, message in enumerate(scattered) for name in message.tensors}
-    arrives = dict.fromkeys(workload.phase_ops("optimizer"), -1)
-    for tensor in workload.tensors:
-        for reader in tensor.readers:
-            if reader in arrives:
-                arrives[reader] = max(arrives[reader], last[tensor.name])
-    for op in arrives:  # an op stands after those that it depends on
-        arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps if dep in arrives)))
-    updates = sorted((op for op in order if op in arrives), key=arrives.__getitem__)
-    backward, forward = ([op for op in order if ops[op].phase == phase] for phase in ("backward", "forward"))
-    return (*backward, *updates, *forward)

@@ -118,6 +118,10 @@ def _case(
     job, found = workloads[0], fabric_named(fabric) if isinstance(fabric, str) else fabric
     plan = plain_plan(job, found) if plan is None else plan
     check_plan(plan, job)
+    if plan.shard != "none":
+        raise InputError(
+            f"shard: {plan.shard!r} at flow fidelity (expected a plan without shards: --fidelity collective)"
+        )
     alike = network.uniform and all(other is job or other == job for other in workloads)
     if iterations is None:
         iterations = 1 if found.synchronous or (alike and not found.servers) else 3

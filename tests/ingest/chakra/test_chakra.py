@@ -18,6 +18,7 @@ from legato.ingest.chakra.file import frame, read_nodes
 from legato.ingest.chakra.importer import import_chakra
 from legato.ingest.chakra.schema import COMPUTE, TRANSFER, GlobalMetadata, Node
 from legato.schedule import SCHEDULERS
+from legato.schedule.basics.sharded import sharded
 from legato.simulator.collective import simulate
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
@@ -106,6 +107,15 @@ def test_a_timeline_of_another_plan_is_refused():
     halves = Plan("x", (Message((Slice("t", 0, 4),)), Message((Slice("t", 4, 8),))))
     with pytest.raises(PlanError, match=r"has 1 messages .expected 2"):
         export_chakra(job, halves, simulate(job, plan, CLUSTER))
+
+
+def test_a_sharded_plan_is_refused():
+    job = legato.Workload(
+        "w", (legato.Op("f", "forward", 1e-3), legato.Op("b", "backward", 1e-3)), (legato.Tensor("t", 8, 1, (0,)),)
+    )
+    plan = sharded(SCHEDULERS["fifo"](job, CLUSTER), job, "gradients")
+    with pytest.raises(InputError, match="a plan with shard 'gradients' cannot be written as Chakra"):
+        export_chakra(job, plan, simulate(job, plan, CLUSTER))
 
 
 def iteration(**all_reduce):

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import Cluster
-from legato.core.errors import PlanError
+from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
+from legato.schedule.basics.sharded import sharded
 from legato.simulator.collective import simulate
 from legato.simulator.flow import FABRICS, Network, fabric, plain_plan, simulate_flow
 
@@ -214,6 +215,13 @@ def test_a_plan_that_waits_for_itself_is_refused():
     circle = Plan("circle", tuple(Message(s, kind=k) for k in ("all_gather", "reduce_scatter") for s in whole))
     with pytest.raises(PlanError, match="waits for itself"):
         simulate_flow(job, circle, "ring", Network(workers=2, bandwidth_bps=1e6))
+
+
+def test_a_sharded_plan_is_refused():
+    job = chain(layers=2)
+    plan = sharded(plain_plan(job, "ring"), job, "optimizer")
+    with pytest.raises(InputError, match=r"shard: 'optimizer' at flow fidelity \(expected a plan without shards"):
+        simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
 
 
 def test_the_timeline_has_the_results_metrics():
