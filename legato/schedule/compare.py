@@ -15,9 +15,9 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
-from legato.schedule.basics.heads_tails import Order, check_size
+from legato.schedule.basics.heads_tails import check_size
 from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
+from legato.schedule.bound.lower_bound import Bound, PlanKind, kind_of, lower_bound
 from legato.schedule.published.ddp import bucket_caps
 from legato.simulator.collective import iteration_time, simulate
 
@@ -43,7 +43,7 @@ class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
     `bound` holds for all plans of the same kind: in the captured order of ops or
-    in any order, with all-reduces only or also with their halves. `runnable` says
+    in any order, with all-reduces only or also with their halves, with the same shard. `runnable` says
     whether the PyTorch runtime carries the plan out as predicted (`is_runnable`);
     plans for parameter servers are carried out by theirs.
     """
@@ -105,7 +105,7 @@ def compare(
         raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     chosen = list(names)
     names = chosen or scheduler_names(cluster)
-    bounds: dict[tuple[Order, bool], Bound] = {}
+    bounds: dict[PlanKind, Bound] = {}
     found: list[Candidate] = []
     for i, name in enumerate(names):
         start = time.perf_counter()
@@ -121,12 +121,10 @@ def compare(
                 left_out(name, error)
             continue
         plan_s = time.perf_counter() - start
-        order, all_reduce_only = kind_of(plan, workload)
-        if (order, all_reduce_only) not in bounds:
-            bounds[order, all_reduce_only] = lower_bound(
-                workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
-            )
-        bound = bounds[order, all_reduce_only]
+        kind = kind_of(plan, workload)
+        if kind not in bounds:
+            bounds[kind] = lower_bound(workload, cluster, compute=compute, **kind._asdict())
+        bound = bounds[kind]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
         runnable = name in SERVER_SCHEDULERS or is_runnable(plan, workload)
         found.append(Candidate(plan, timeline, bound, plan_s, runnable))
@@ -150,8 +148,8 @@ def check_bounds(
     claims.
     """
     bounds = {kind_of(candidate.plan, workload): candidate.bound for candidate in candidates}
-    for i, ((order, all_reduce_only), bound) in enumerate(bounds.items()):
-        verify_bound(bound, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+    for i, (kind, bound) in enumerate(bounds.items()):
+        verify_bound(bound, workload, cluster, compute=compute, **kind._asdict())
         if progress:
             progress(i + 1, len(bounds))
 

@@ -64,11 +64,10 @@ def _plan(cell: Cell, workload: Workload) -> Plan:
 
 def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
     plan, cluster = _plan(cell, workload), cell.network.cluster(cell.fabric, cell.servers)
-    order, all_reduce_only = kind_of(plan, workload)
     timeline = collective.simulate(workload, plan, cluster)
     return {
         "iteration_s": timeline.iteration_s,
-        "lower_bound_s": lower_bound(workload, cluster, order=order, all_reduce_only=all_reduce_only).seconds,
+        "lower_bound_s": lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds,
         "overlap": timeline.overlap,
         "utilization": timeline.utilization,
         "num_messages": len(plan.messages),

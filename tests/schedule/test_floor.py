@@ -30,9 +30,9 @@ def test_nothing_beats_the_bound_and_legato_is_the_best(workload, costs):
     times = {}
     for name in SCHEDULERS:
         plan = schedule(name, workload, cluster)
-        order, all_reduce_only = kind_of(plan, workload)
-        bound = lower_bound(workload, cluster, order=order, all_reduce_only=all_reduce_only)
-        verify_bound(bound, workload, cluster, order=order, all_reduce_only=all_reduce_only)
+        kind = kind_of(plan, workload)._asdict()
+        bound = lower_bound(workload, cluster, **kind)
+        verify_bound(bound, workload, cluster, **kind)
         times[name] = iteration_time(workload, plan, cluster)
         assert times[name] >= bound.seconds * (1 - 1e-12)
     runnable = {name: seconds for name, seconds in times.items() if name != "caramel"}

@@ -18,7 +18,13 @@ from legato.core.plan import SHARDS, Plan, Shard
 from legato.core.workload import Workload
 from legato.simulator.period import Period
 
-__all__ = ["sharded"]
+__all__ = ["check_shard", "sharded", "with_sharded_updates", "without_updates"]
+
+
+def check_shard(shard: str) -> None:
+    """Raise `InputError` unless `shard` is one of `SHARDS`."""
+    if shard not in SHARDS:
+        raise unknown_name("shard", shard, SHARDS)
 
 
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
@@ -30,8 +36,7 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     ops keep their order. With `shard="none"` the plan is returned as it is. Raises
     `InputError` on an unknown `shard` or on a plan for parameter servers.
     """
-    if shard not in SHARDS:
-        raise unknown_name("shard", shard, SHARDS)
+    check_shard(shard)
     if shard == "none":
         return plan
     if any(message.kind in ("push", "pull") for message in plan.messages):
@@ -63,3 +68,22 @@ def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
         tensor.name: min((place[r] for r in tensor.readers if workload.ops[r].phase == "forward"), default=len(order))
         for tensor in workload.tensors
     }
+
+
+def with_sharded_updates(workload: Workload, workers: int) -> Workload:
+    """The workload as one worker computes it whose optimizer ops update a shard only."""
+    ops = (
+        msgspec.structs.replace(op, duration_s=op.duration_s / workers) if op.phase == "optimizer" else op
+        for op in workload.ops
+    )
+    return msgspec.structs.replace(workload, ops=tuple(ops))
+
+
+def without_updates(workload: Workload) -> Workload:
+    """The workload without its optimizer ops, as if forward ops read what the network delivers."""
+    kept = len(workload.ops) - len(workload.phase_ops("optimizer"))  # they stand last
+    tensors = (
+        msgspec.structs.replace(tensor, readers=tuple(r for r in tensor.readers if r < kept))
+        for tensor in workload.tensors
+    )
+    return msgspec.structs.replace(workload, ops=workload.ops[:kept], tensors=tuple(tensors))

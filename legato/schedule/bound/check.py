@@ -15,8 +15,10 @@ from itertools import accumulate
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.plan import Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
+from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.lower_bound import Bound
 from legato.simulator.collective import LEAST_PACE
@@ -36,6 +38,7 @@ def verify_bound(
     compute: Compute = "one",
     order: Order = "captured",
     all_reduce_only: bool = False,
+    shard: Shard = "none",
 ) -> Fraction:
     """The exact seconds that the certificate proves, under the settings given to `lower_bound`.
 
@@ -48,6 +51,16 @@ def verify_bound(
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
+    if shard != "none":
+        if all_reduce_only:
+            raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
+        check_shard(shard)
+        every = workload
+        workload = with_sharded_updates(workload, cluster.workers)
+        if case not in ("compute", "processor"):
+            workload = without_updates(workload)
+    elif case == "update":
+        raise InputError("certificate: case 'update' without a shard")
     walk = _Walk(workload, compute, order)
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
@@ -61,6 +74,8 @@ def verify_bound(
         proved = _between(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "last":
         proved = _last(workload, cluster, walk, chosen, all_reduce_only)
+    elif case == "update":
+        proved = _update(every, cluster, walk, bound)
     elif case == "sequences":
         proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:
@@ -103,6 +118,20 @@ def _both_ends(
     m = _whole(moment) * front.total
     left = front.sent[-1] - front.done_by(m)
     return Fraction(m - front.half + back.time_for(left), front.unit)
+
+
+def _update(every: Workload, cluster: Cluster, walk: _Walk, bound: Bound) -> Fraction:
+    """f(release times) + d + f(tails), with f for halves, of the tensors that an optimizer op reads."""
+    chosen, op = bound.certificate.tensors, bound.certificate.op
+    if op not in every.phase_ops("optimizer"):
+        raise InputError(f"certificate: op {op} (expected an optimizer op)")
+    if set(chosen) != {t for t, tensor in enumerate(every.tensors) if op in tensor.readers}:
+        raise InputError(f"certificate: tensors {chosen} (expected all that op {op} reads)")
+    total = Fraction(every.ops[op].duration_s / cluster.workers)  # as the simulator rounds it
+    for near in (walk.release, walk.tail):
+        end = _End(every, cluster, {t: near(t) for t in chosen}, all_reduce_only=False, one_kind=True)
+        total += Fraction(end.finish[-1], end.unit)
+    return total
 
 
 def _between(

@@ -95,7 +95,21 @@ the simulator lets it take,
     T >= computation and packing + sum over messages of min(o, c)
       >= computation and packing + min(alphas) + min(betas) * B.
 
-The first two are at least min r + (alpha + beta * B) + min q, the value of Jackson's
+*Shards.* Where workers update their shards only (`Plan.shard`), leave the optimizer ops
+out of the workload: every message still waits for its gradients, and every forward op for
+the all-gathers of what it reads, in the same times or earlier. So what a sharded plan does
+is a schedule of this workload, in halves, and all of the above holds for it, with tails
+of forward ops alone. And no worker computes less than its own shard's updates and all
+other ops ("compute" and "processor", with updates divided by the number of workers).
+
+*Update.* Let S be the tensors that an optimizer op reads, and d its time for one shard.
+All reduce-scatters with bytes of S end before it begins, and no all-gather of S begins
+before it ends. Each message with b bytes of S takes alpha/2 + beta/2 * b at least, so with
+f for these costs,
+
+    T >= f(release times of S) + d + f(tails of S).
+
+"Release" and "tail" are at least min r + (alpha + beta * B) + min q, the value of Jackson's
 preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
 faster than its computation alone.
@@ -109,16 +123,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.plan import Plan
+from legato.core.errors import InputError
+from legato.core.plan import Plan, Shard
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import MOST_BITS, Detours, HeadsTails, Order, heads_tails
 from legato.schedule.basics.jackson import jackson
+from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
@@ -126,9 +142,9 @@ from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedRelea
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.published.merge_optimal import merge_neighbours
 from legato.simulator.collective import LEAST_PACE
-from legato.simulator.period import Compute
+from legato.simulator.period import Compute, Period
 
-__all__ = ["Bound", "Certificate", "cheapest_line", "kind_of", "lower_bound"]
+__all__ = ["Bound", "Certificate", "PlanKind", "cheapest_line", "kind_of", "lower_bound"]
 
 #: How many late deliveries of Jackson's schedule to examine.
 _TRIES = 6
@@ -140,7 +156,7 @@ _MOMENTS, _REFINEMENTS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences"]
+Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences", "update"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,7 +169,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits.
+    limits. `op` is the optimizer op of "update", whose time is part of `network_s`.
     """
 
     case: Case
@@ -163,6 +179,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after_s: float
     moment_s: float = 0.0
     levels: Levels = ((), ())
+    op: int = -1
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,18 +199,23 @@ def lower_bound(
     compute: Compute = "one",
     order: Order = "captured",
     all_reduce_only: bool = False,
+    shard: Shard = "none",
     thorough: bool = True,
 ) -> Bound:
     """The largest of the bounds above over the sets tried.
 
     It holds for every plan that `legato.simulator.collective` accepts under the same
-    `compute` and with an `op_order` that `order` allows. With `all_reduce_only`, it
+    `compute` and `shard`, and with an `op_order` that `order` allows. With `all_reduce_only`, it
     holds only for plans that send nothing but all-reduces, and is sharper. Without
     `thorough`, it leaves out "sequences", which takes longest to find. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
+    if shard != "none":
+        if all_reduce_only:
+            raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
+        return _sharded(workload, cluster, compute, order, shard, thorough)
     times = heads_tails(workload, compute, order)
     alpha_share = 1.0 if all_reduce_only else 0.5
     line = cheapest_line(cluster, workload.nbytes)
@@ -225,6 +247,36 @@ def lower_bound(
     first, last_s = min(times.release_s), min(times.tail_s)
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
     return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
+
+
+def _sharded(
+    workload: Workload, cluster: Cluster, compute: Compute, order: Order, shard: Shard, thorough: bool
+) -> Bound:
+    """What holds without the optimizer ops, and what their shards add ("Shards" and "Update")."""
+    check_shard(shard)
+    plain, whole = without_updates(workload), with_sharded_updates(workload, cluster.workers)
+    found = [lower_bound(plain, cluster, compute=compute, order=order, thorough=thorough)]
+    compute_s = heads_tails(whole, compute, order).compute_s
+    found.append(Bound(compute_s, Certificate("compute", (), compute_s, 0.0, 0.0)))
+    if cluster.contention is not None and compute == "one":
+        found.append(_processor(whole, cluster, compute_s))
+    times, reads = heads_tails(plain, compute, order), Period.of(workload).reads
+    updates = (op for op in workload.phase_ops("optimizer") if reads[op])
+    found += [_update(op, tuple(sorted(reads[op])), whole, cluster, times) for op in updates]
+    return max(found, key=lambda bound: bound.seconds)
+
+
+def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails) -> Bound:
+    """What the tensors of one optimizer op prove with the argument "update"."""
+    line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
+    half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte / 2)
+    ends = []
+    for near in (times.release_s, times.tail_s):
+        inward = sorted(tensors, key=near.__getitem__)
+        ends.append(merge_neighbours([near[t] for t in inward], [workload.tensors[t].nbytes for t in inward], half)[0])
+    seconds = ends[0] + workload.ops[op].duration_s + ends[1]
+    first, last = (min(near[t] for t in tensors) for near in (times.release_s, times.tail_s))
+    return Bound(seconds, Certificate("update", tensors, first, seconds - first - last, last, op=op))
 
 
 def _processor(workload: Workload, cluster: Cluster, compute_s: float) -> Bound:
@@ -336,8 +388,17 @@ def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[
     return pieces[k][1]
 
 
-def kind_of(plan: Plan, workload: Workload) -> tuple[Order, bool]:
-    """Which bound holds for a plan: its `order`, and whether it sends all-reduces only."""
+class PlanKind(NamedTuple):
+    """Which bound holds for a plan: what to give to `lower_bound`."""
+
+    order: Order
+    all_reduce_only: bool
+    shard: Shard
+
+
+def kind_of(plan: Plan, workload: Workload) -> PlanKind:
+    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, and what it shards."""
     ops = [op for op in plan.op_order or workload.iteration_order() if workload.ops[op].phase != "optimizer"]
     kept = ops == workload.phase_ops("backward") + workload.phase_ops("forward")
-    return "captured" if kept else "any", all(message.kind == "all_reduce" for message in plan.messages)
+    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
+    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard)
