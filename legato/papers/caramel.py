@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from legato import zoo
 from legato.core.cluster import PARAMETER_SERVER, Cluster
@@ -82,7 +82,7 @@ def _run(model: str, system: str, workers: int) -> _Run:
     return _collective(job, "caramel", cluster, {})
 
 
-def _collective(job: Workload, scheduler: str, cluster: Cluster, options: Mapping[str, float]) -> _Run:
+def _collective(job: Workload, scheduler: str, cluster: Cluster, options: Mapping[str, Any]) -> _Run:
     line = simulate(job, schedule(scheduler, job, cluster, **options), cluster)
     return _Run(line.iteration_s, line.overlap, line.communication_s)
 

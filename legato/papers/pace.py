@@ -15,6 +15,7 @@ as computation if the latter takes about half of that time.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from legato import zoo
 from legato.core.cluster import Cluster
@@ -38,7 +39,7 @@ _TABLE_2 = {
 _LABELS = {"vgg-16": "VGG16", "resnet-v2-50-mxnet": "ResNet50", "seq2seq": "Seq2Seq", "transformer": "Transformer"}
 #: Section VI.B: samples, or tokens in sentences of 32 words.
 _BATCH = {"vgg-16": 64, "resnet-v2-50-mxnet": 32, "seq2seq": 4096 // 32, "transformer": 2048 // 32}
-_SCHEDULERS: dict[str, tuple[str, dict[str, float]]] = {
+_SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "WFBP": ("fifo", {}),
     "Horovod": ("horovod", {"fusion_threshold_bytes": 64 * 2**20, "cycle_time_s": 5e-3}),
     "TicTac": ("p3", {"slice_bytes": 2**40}),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,8 @@ def _cluster(workers: int, servers: int, bandwidth_bps: float) -> Cluster:
 
 
 def _plan(scheduler: str, job: Workload, cluster: Cluster, seed: int) -> Plan:
-    return schedule(scheduler, job, cluster, **({"seed": seed} if scheduler == "random" else {}))
+    options: dict[str, Any] = {"seed": seed} if scheduler == "random" else {}
+    return schedule(scheduler, job, cluster, **options)
 
 
 def _simulate(

@@ -11,9 +11,10 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.files import identity
-from legato.core.plan import Plan
+from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import with_node_order
+from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
 from legato.schedule.search.legato import legato
 
@@ -28,9 +29,11 @@ def scheduler_names(cluster: Cluster) -> list[str]:
     return list(SERVER_SCHEDULERS if cluster.servers else SCHEDULERS)
 
 
-def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) -> Plan:
+def schedule(name: str, workload: Workload, cluster: Cluster, *, shard: Shard = "none", **options: Any) -> Plan:
     """Plan with the scheduler of this name; `options` are passed to it.
 
+    With `shard`, the plan shards the optimizer or also the gradients: `legato` searches for
+    such a plan, and those of the published schedulers are turned into such ones (`sharded`).
     Where computation and messages share a machine (`Cluster.contention`), a published
     scheduler plans with what messages cost beside computation; `legato` knows more.
     Raises `InputError`, with the nearest names, on a scheduler or an option that does
@@ -39,11 +42,14 @@ def schedule(name: str, workload: Workload, cluster: Cluster, **options: Any) ->
     every = SCHEDULERS | SERVER_SCHEDULERS
     if name not in every:
         raise unknown_name("scheduler", name, every)
-    known = list(inspect.signature(every[name]).parameters)[2:]
+    check_shard(shard)
+    known = [option for option in list(inspect.signature(every[name]).parameters)[2:] if option != "shard"]
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
-    if name == "legato" or cluster.contention is None:
-        return with_node_order(every[name](workload, cluster, **options), workload)
-    plan = every[name](workload, cluster.while_computing(), **options)
-    return with_node_order(msgspec.structs.replace(plan, cluster_id=identity(cluster)), workload)
+    if name == "legato":
+        return with_node_order(legato(workload, cluster, shard=shard, **options), workload)
+    plan = every[name](workload, cluster if cluster.contention is None else cluster.while_computing(), **options)
+    if cluster.contention is not None:
+        plan = msgspec.structs.replace(plan, cluster_id=identity(cluster))
+    return with_node_order(sharded(plan, workload, shard), workload)

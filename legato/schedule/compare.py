@@ -10,7 +10,7 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, TooLargeError
-from legato.core.plan import Plan
+from legato.core.plan import Plan, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
@@ -87,6 +87,7 @@ def compare(
     compute: Literal["one", "unlimited"] = "one",
     any_order: bool = False,
     max_message_bytes: int | None = None,
+    shard: Shard = "none",
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, TooLargeError], object] | None = None,
 ) -> list[Candidate]:
@@ -94,13 +95,16 @@ def compare(
 
     With `any_order`, `legato` plans for all orders of computation, as if none had to be run.
     No message with more than one tensor has more than `max_message_bytes`; schedulers that
-    partition keep every message within it.
+    partition keep every message within it. With `shard`, all plans shard the optimizer, or
+    also the gradients.
     Calls `progress(done, total)` after each one. Where no names are given, a scheduler
     for which the workload is too large is left out, and `left_out(name, error)` is called.
-    Raises `InputError` as `schedule` does, or on a limit of messages for parameter servers, and
-    `TooLargeError` on more ops than bounds can have.
+    Raises `InputError` as `schedule` does, or on a limit of messages or shards for parameter
+    servers, and `TooLargeError` on more ops than bounds can have.
     """
     check_size(workload)
+    if shard != "none" and cluster.servers:
+        raise InputError(f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)")
     if max_message_bytes is not None and cluster.servers:
         raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     chosen = list(names)
@@ -113,7 +117,7 @@ def compare(
             options: dict[str, Any] = {"any_order": True} if any_order and name == "legato" else {}
             if max_message_bytes is not None:
                 options["max_message_bytes"] = max_message_bytes
-            plan = schedule(name, workload, cluster, collective=collective, **options)
+            plan = schedule(name, workload, cluster, shard=shard, collective=collective, **options)
         except TooLargeError as error:
             if chosen or (name == names[-1] and not found):
                 raise

@@ -1,10 +1,28 @@
-"""All sharded plans of small workloads, one by one."""
+"""Small workloads with updates, and all of their sharded plans, one by one."""
 
 import itertools
+import random
 
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import PlanError
 from legato.core.plan import Message, Plan, Slice
+from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.collective import iteration_time
+
+
+def layers(seed, count=3, fused=False):
+    """A chain of layers, each with a tensor; an update each, or one for all. Times are whole seconds."""
+    draw = random.Random(seed)
+    ops = [Op(f"f{k}", "forward", draw.randint(0, 4), (k - 1,) if k else ()) for k in range(count)]
+    ops += [Op(f"b{k}", "backward", draw.randint(0, 4), (k - 1,)) for k in range(count, 2 * count)]
+    updates = 1 if fused else count
+    ops += [Op(f"u{k}", "optimizer", draw.randint(0, 8)) for k in range(updates)]
+    tensors = (
+        Tensor(f"t{k}", draw.randint(1, 4), 2 * count - 1 - k, (k, 2 * count + (0 if fused else k)))
+        for k in range(count)
+    )
+    cost = LinearCost(draw.choice([0, 1, 2, 4]), draw.choice([1, 2, 4]))
+    return Workload(f"layers{seed}", tuple(ops), tuple(tensors)), Cluster(draw.choice([1, 2, 4]), {"c": cost})
 
 
 def partitions(items):

@@ -40,7 +40,7 @@ def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     if shard == "none":
         return plan
     if any(message.kind in ("push", "pull") for message in plan.messages):
-        raise InputError(f"shard: {shard!r} with parameter servers, which keep the optimizer's states themselves")
+        raise InputError(f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)")
     scattered = [
         msgspec.structs.replace(message, kind="reduce_scatter")
         for message in plan.messages

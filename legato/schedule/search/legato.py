@@ -27,7 +27,8 @@ simulator, which knows the contention, judges.
 All this is for the captured order of computation. Where the order is free, it is also
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
 messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
-a compiled model, and where plans need not be run. The plans of all other schedulers are
+a compiled model, and where plans need not be run. Sharded plans have a search of their own
+(`sharded_search.py`), which starts from all of this. The plans of all other schedulers are
 candidates too, so none of them is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
 comes first, then the search, then the others, as long as the best plan is not within `gap`
 of the bound. So none of them is faster by more than `gap`.
@@ -40,8 +41,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -49,7 +51,7 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import TooLargeError
 from legato.core.files import identity
-from legato.core.plan import Message, Plan
+from legato.core.plan import Message, Plan, Shard
 from legato.core.workload import Op, Workload
 from legato.schedule.basics.compose import (
     check_partitions,
@@ -60,9 +62,10 @@ from legato.schedule.basics.compose import (
     moves_updates_only,
     resolve_collective,
 )
-from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.basics.heads_tails import Order, heads_tails
 from legato.schedule.basics.joined import divided
 from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
@@ -74,6 +77,7 @@ from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
+from legato.schedule.search.sharded_search import ShardedPeriod, groups_of, sharded_search
 from legato.simulator.collective import iteration_time
 from legato.simulator.period import Period
 from legato.simulator.pipelining import message_s
@@ -87,6 +91,9 @@ _MOVES, _ANNEALING_TRIES = 0.25, 64
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The largest fraction of the budget for the annealing.
 _ANNEALING_SHARE = 0.8
+#: Of a search for sharded plans: the part of the budget for unsharded ones, from how many plans to start, and how many
+#: changes to try for every round. They cost less.
+_UNSHARDED, _STARTS, _CHANGES = 0.25, 5, 8
 #: The most turns of messages and updates.
 _TURNS = 3
 #: These merge neighbours in ready order and do not overlap with the forward pass. merge-optimal is the best of these.
@@ -107,6 +114,7 @@ def legato(
     seed: int = 0,
     any_order: bool = False,
     max_message_bytes: int | None = None,
+    shard: Shard = "none",
 ) -> Plan:
     """The best plan found within `rounds` changes or a budget of `work`, or until within `gap` of the bound.
 
@@ -116,19 +124,26 @@ def legato(
     restricts the choice to one. With `any_order`, plans count too that can only be
     simulated: those that reorder more than the nodes of compiled graphs, or that gather
     other messages than they scattered. No message has more than `max_message_bytes`;
-    tensors are partitioned where that is necessary. Raises `InputError` on a collective
-    the cluster lacks or a limit below 16 bytes, and `TooLargeError` where the limit makes
-    too many messages.
+    tensors are partitioned where that is necessary. With `shard`, it is the best plan that
+    shards the optimizer or also the gradients. Raises `InputError` on a collective the
+    cluster lacks, a limit below 16 bytes or an unknown `shard`, and `TooLargeError` where
+    the limit makes too many messages.
     """
+    check_shard(shard)
+    options: dict[str, Any]
     most = message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
     if cluster.contention is not None:
         options = {"collective": collective, "gap": gap, "rounds": rounds, "seed": seed}
-        options |= {"work": work / 2, "limit_s": limit_s / 2, "max_message_bytes": max_message_bytes}
+        options |= {"work": work / 2, "limit_s": limit_s / 2, "max_message_bytes": max_message_bytes, "shard": shard}
         return _contended(workload, cluster, any_order, **options)
-    budget = Budget(work, limit_s)
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
     collectives = _collectives(cluster, names)._replace(most=most)
+    if shard != "none":
+        options = {"gap": gap, "rounds": rounds, "seed": seed, "collective": collective}
+        options |= {"any_order": any_order, "max_message_bytes": max_message_bytes}
+        return _sharded(workload, cluster, shard, collectives, work, limit_s, **options)
+    budget = Budget(work, limit_s)
     cheapest, _ = collectives.choose(workload.nbytes)
     fastest = _Fastest(workload, cluster, any_order, most)
     free_order, large = any_order or has_free_order(workload), len(workload.tensors) > MOST_BLOCKS
@@ -168,10 +183,79 @@ def legato(
         for whole_below in _whole_below(workload, cluster):
             instance = Instance([], [], nbytes, collectives, captured_s, budget, whole_below)
             _arrange(fastest, instance, gap, rounds, seed)
-    if budget.cut:
-        _log.warning("the search for a plan was ended after %g s: another run may find another plan", limit_s)
+    _warn_if_cut(budget, limit_s)
     assert fastest.plan is not None
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
+
+
+def _warn_if_cut(budget: Budget, limit_s: float) -> None:
+    if budget.cut:
+        _log.warning("the search for a plan was ended after %g s: another run may find another plan", limit_s)
+
+
+def _sharded(
+    workload: Workload,
+    cluster: Cluster,
+    shard: Shard,
+    collectives: CheapestCollective,
+    work: float,
+    limit_s: float,
+    **options: Any,
+) -> Plan:
+    """The best sharded plan: those of all schedulers, sharded, and what a search makes of their groups."""
+    budget, part = Budget(work * (1 - _UNSHARDED), limit_s), _UNSHARDED
+    unsharded = legato(workload, cluster, work=work * part, limit_s=limit_s * part, **options)
+    any_order, max_message_bytes, gap = options["any_order"], options["max_message_bytes"], options["gap"]
+    fastest = _Fastest(workload, cluster, any_order, collectives.most)
+    cheapest, _ = collectives.choose(workload.nbytes)
+    plans = [unsharded]
+    for name in dict.fromkeys((collectives.choices[0][0], cheapest)):
+        plans += _published(workload, cluster, name, max_message_bytes, PUBLISHED)
+        ready, tails = times_in_order(workload, workload.iteration_order())
+        plans.append(halves(workload, cluster, ready, tails, name, collectives.most))
+    plans = [sharded(plan, workload, shard) for plan in plans]
+    seconds = fastest.consider(plans)
+    assert fastest.plan is not None
+    order: Order = "any" if any_order or has_free_order(workload) else "captured"
+    enough_s = lower_bound(workload, cluster, order=order, shard=shard, thorough=False).seconds * (1 + gap)
+    half_s, rounds = _half_s(collectives, cluster), _CHANGES * options["rounds"]
+    by_time = sorted(range(len(plans)), key=seconds.__getitem__)
+    starts = [groups_of(plans[k].messages, workload) for k in by_time[:_STARTS]]
+    best = fastest.plan.op_order or workload.iteration_order()
+    for op_order in dict.fromkeys(_with_captured_updates(o, workload) for o in (best, workload.iteration_order())):
+        if fastest.seconds <= enough_s:
+            break
+        period = ShardedPeriod(workload, cluster.workers, half_s, op_order, budget)
+        partition = not cluster.unpack_s_per_byte
+        for groups, arranged in sharded_search(
+            period, starts, partition=partition, enough_s=enough_s, rounds=rounds, seed=options["seed"]
+        ):
+            messages = []
+            for message in divided(period.messages(groups, arranged), collectives.most):
+                name, depth = _way(collectives, cluster, message.nbytes)
+                messages.append(msgspec.structs.replace(message, collective=name, depth=depth))
+            plan = compose("legato", messages, workload, cluster, forward_overlap=True)
+            fastest.consider([msgspec.structs.replace(plan, op_order=arranged.op_order, shard=shard)])
+    _warn_if_cut(budget, limit_s)
+    return msgspec.structs.replace(fastest.plan, scheduler="legato")
+
+
+def _half_s(collectives: CheapestCollective, cluster: Cluster) -> Callable[[int], float]:
+    """The seconds of a half by its bytes."""
+
+    @cache
+    def half_s(nbytes: int) -> float:
+        if nbytes > collectives.most:
+            return float(collectives.cost(nbytes)) / 2
+        return message_s(cluster, *_way(collectives, cluster, nbytes), nbytes) / 2
+
+    return half_s
+
+
+def _with_captured_updates(order: tuple[int, ...], workload: Workload) -> tuple[int, ...]:
+    """The backward and forward ops in this order, then the optimizer ops in the captured one."""
+    updates = [op for op in workload.iteration_order() if workload.ops[op].phase == "optimizer"]
+    return (*(op for op in order if workload.ops[op].phase != "optimizer"), *updates)
 
 
 def _arrange(fastest: _Fastest, instance: Instance, gap: float, rounds: int, seed: int) -> None:
@@ -207,9 +291,8 @@ def _contended(workload: Workload, cluster: Cluster, any_order: bool, **options:
     """The best of the plans for messages and computation that run beside each other, and for each of them alone."""
     slowed, beside, most_bytes = _slowed(workload, cluster), cluster.while_computing(), options["max_message_bytes"]
     fastest = _Fastest(workload, cluster, any_order, message_limit(most_bytes))
-    fastest.consider(
-        _published(slowed, beside, options["collective"] or cluster.default_collective, most_bytes, PUBLISHED)
-    )
+    published = _published(slowed, beside, options["collective"] or cluster.default_collective, most_bytes, PUBLISHED)
+    fastest.consider(sharded(plan, workload, options["shard"]) for plan in published)
     for ops, costs in ((slowed, beside), (workload, msgspec.structs.replace(cluster, contention=None))):
         fastest.consider([legato(ops, costs, any_order=any_order, **options)])
     assert fastest.plan is not None
@@ -244,10 +327,15 @@ class _Fastest:
         self.plan: Plan | None = None
         self.seconds = math.inf
 
-    def consider(self, plans: Iterable[Plan]) -> None:
-        """Keep the best of these plans if it is better than the one so far."""
+    def consider(self, plans: Iterable[Plan]) -> list[float]:
+        """Keep the best of these plans if it is better than the one so far.
+
+        Returns the seconds of each, infinite for those that do not count.
+        """
+        times = []
         for plan in plans:
             if not (self.simulated or is_runnable(plan, self.workload)):
+                times.append(math.inf)
                 continue
             if any(message.nbytes > self.most for message in plan.messages):
                 plan = msgspec.structs.replace(plan, messages=tuple(divided(plan.messages, self.most)))
@@ -255,6 +343,8 @@ class _Fastest:
             shorter = self.plan is None or len(plan.messages) < len(self.plan.messages)
             if seconds < self.seconds or (seconds == self.seconds and shorter):
                 self.plan, self.seconds = plan, seconds
+            times.append(seconds)
+        return times
 
 
 def _good_enough(fastest: _Fastest, all_reduces_s: float, gap: float) -> bool:
@@ -404,7 +494,7 @@ def _plan(
     now = 0.0
     for message in divided(whole, instance.collectives.most):
         tensors, nbytes = [tensor_id[name] for name in message.tensors], message.nbytes
-        name, depth = _way(instance, cluster, nbytes)
+        name, depth = _way(instance.collectives, cluster, nbytes)
         now = max(now, *(ready_s[t] for t in tensors)) + message_s(cluster, name, depth, nbytes)
         messages.append(Message(message.slices, collective=name, depth=depth))
         for t in tensors:
@@ -412,11 +502,11 @@ def _plan(
     return compose("legato", messages, workload, cluster, forward_overlap=True), arrival_s
 
 
-def _way(instance: Instance, cluster: Cluster, nbytes: int) -> tuple[str, int]:
+def _way(collectives: CheapestCollective, cluster: Cluster, nbytes: int) -> tuple[str, int]:
     """The cheapest collective and depth for a message, also where a formula gives the cost of chunks."""
     if not _priced_by_depth(cluster):
-        return instance.collectives.choose(nbytes)
-    ways = ((name, depth) for name, _ in instance.collectives.choices for depth in range(1, MAX_DEPTH + 1))
+        return collectives.choose(nbytes)
+    ways = ((name, depth) for name, _ in collectives.choices for depth in range(1, MAX_DEPTH + 1))
     return min(ways, key=lambda way: (message_s(cluster, way[0], way[1], nbytes), way[1]))
 
 

@@ -1,12 +1,11 @@
 """The bound of sharded plans: no such plan is faster, small cases attain it, and its certificate proves it."""
 
-import random
 from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.sharding import best_sharded
+from support.sharding import best_sharded, layers
 from support.strategies import clusters, examples, op_orders, sharded_plans, workloads
 
 from legato.core.cluster import Cluster, LinearCost
@@ -19,21 +18,6 @@ from legato.schedule.published.baselines import single
 from legato.simulator.collective import iteration_time
 
 settings_of_bound = st.sampled_from([("one", "captured"), ("one", "any"), ("unlimited", "captured")])
-
-
-def layers(seed, count=3, fused=False):
-    """A chain of layers, each with a tensor; an update each, or one for all. Times are whole seconds."""
-    draw = random.Random(seed)
-    ops = [Op(f"f{k}", "forward", draw.randint(0, 4), (k - 1,) if k else ()) for k in range(count)]
-    ops += [Op(f"b{k}", "backward", draw.randint(0, 4), (k - 1,)) for k in range(count, 2 * count)]
-    updates = 1 if fused else count
-    ops += [Op(f"u{k}", "optimizer", draw.randint(0, 8)) for k in range(updates)]
-    tensors = (
-        Tensor(f"t{k}", draw.randint(1, 4), 2 * count - 1 - k, (k, 2 * count + (0 if fused else k)))
-        for k in range(count)
-    )
-    cost = LinearCost(draw.choice([0, 1, 2, 4]), draw.choice([1, 2, 4]))
-    return Workload(f"layers{seed}", tuple(ops), tuple(tensors)), Cluster(draw.choice([1, 2, 4]), {"c": cost})
 
 
 @pytest.mark.parametrize("fused", [False, True])
