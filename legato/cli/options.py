@@ -39,6 +39,7 @@ __all__ = [
     "Seed",
     "ServerBandwidth",
     "Servers",
+    "Shard",
     "Sharing",
     "Workers",
     "check_installed",
@@ -98,6 +99,13 @@ Collective = Annotated[
 ]
 Compute = Annotated[
     Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
+]
+Shard = Annotated[
+    Literal["none", "optimizer", "gradients"],
+    typer.Option(
+        help="What each worker keeps only its own part of: the optimizer's states (ZeRO-1), or the gradients as well "
+        "(ZeRO-2)."
+    ),
 ]
 Fidelity = Annotated[
     Literal["flow", "collective"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from legato.cli.options import (
     Latency,
     Reduce,
     Servers,
+    Shard,
     Workers,
     machines_of,
     split,
@@ -29,6 +30,7 @@ from legato.core.units import format_bytes, format_seconds, parse_bytes
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
+    from legato.core.cluster import Cluster
     from legato.core.plan import Plan
     from legato.schedule.compare import Candidate
 
@@ -63,6 +65,7 @@ def plan(
             show_default="no limit",
         ),
     ] = None,
+    shard: Shard = "none",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -83,7 +86,7 @@ def plan(
 
     Example: [bold]legato plan resnet.json --workers 8 --bandwidth 10Gbit --scheduler all -o plan.json[/]
     """
-    from legato.schedule.compare import best, check_bounds, compare, stock_buckets
+    from legato.schedule.compare import best, check_bounds, compare
 
     names = [] if scheduler == "all" else split(scheduler)
     most = None if max_message is None else parse_bytes(max_message)
@@ -99,6 +102,7 @@ def plan(
             compute=compute,
             any_order=any_order,
             max_message_bytes=most,
+            shard=shard,
             progress=advance,
             left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
         )
@@ -117,20 +121,48 @@ def plan(
         print_json(rows)
         return
     bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
-    print_rows(f"{job.name} on {machines.describe(collective)}; no plan can be faster than {bound}{proved}", rows)
+    setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
+    print_rows(f"{job.name} on {setting}; no plan can be faster than {bound}{proved}", rows)
     _note_simulated(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
     if most is not None:
         _note_larger(found, job, most)
+    if shard == "none":
+        _note_stock_ddp(found, chosen, job, machines.cluster, collective, compute)
+    else:
+        _note_memory(shard, job, machines.cluster.workers)
+    if output is not None:
+        why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
+        note(f"{chosen.plan.scheduler}{why} -> {output}")
+
+
+def _note_stock_ddp(
+    found: list[Candidate],
+    chosen: Candidate,
+    job: Workload,
+    cluster: Cluster,
+    collective: str | None,
+    compute: Literal["one", "unlimited"],
+) -> None:
+    """Say what stock DDP can do."""
+    from legato.schedule.compare import stock_buckets
+
     by_name = {candidate.plan.scheduler: candidate for candidate in found}
     ddp, merged = by_name.get("ddp"), by_name.get("merge-optimal")
     stock = None
     if merged is not None:
-        stock = stock_buckets(merged, job, machines.cluster, collective=collective, compute=compute)
+        stock = stock_buckets(merged, job, cluster, collective=collective, compute=compute)
     _note_buckets(ddp, stock, is_chosen=chosen is ddp and len(found) > 1)
-    if output is not None:
-        why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
-        note(f"{chosen.plan.scheduler}{why} -> {output}")
+
+
+def _note_memory(shard: str, job: Workload, workers: int) -> None:
+    """Say what each worker saves, as a state of the optimizer has 4 bytes for each element of a gradient."""
+    saved = format_bytes(job.nbytes - job.nbytes / workers)
+    gradients = f", and {saved} of gradients" if shard == "gradients" else ""
+    note(
+        f"each worker saves {saved} for each state that the optimizer keeps (Adam keeps two) if gradients have 4 bytes "
+        f"an element, twice as much if they have 2{gradients}"
+    )
 
 
 def _note_simulated(found: list[Candidate]) -> None:

@@ -283,7 +283,9 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
         plan = plain_plan(jobs[0], fabric) if plan is None else plan
         # At this fidelity a message names its collective, and the cluster has only this one.
         messages = tuple(msgspec.structs.replace(message, collective=name) for message in plan.messages)
-        timeline = collective.simulate(jobs[0], Plan(name, messages, plan.forward_overlap, plan.op_order), cluster)
+        timeline = collective.simulate(
+            jobs[0], msgspec.structs.replace(plan, scheduler=name, messages=messages), cluster
+        )
         return timeline, {
             "iteration_s": timeline.iteration_s,
             "overlap": timeline.overlap,

@@ -127,6 +127,24 @@ def test_messages_have_a_limit_and_larger_tensors_are_named(capsys, tmp_path):
     assert "max_message_bytes: 8 (expected at least 16)" in fails(capsys, "plan", job, "--max-message", "8")
 
 
+def test_sharded_plans(capsys, workload, tmp_path):
+    """5 MB of gradients, eight workers: each keeps an eighth, and saves 4.38 MB, or 4.17 MiB."""
+    plan, options = tmp_path / "p.json", ["--workers", 8, "--scheduler", "ddp,dear,legato"]
+    status, out, err = run(capsys, "plan", workload, *options, "--shard", "optimizer", "--check-bound", "-o", plan)
+    assert status == 0 and "ring, optimizer sharded; no plan can be faster than" in " ".join(out.split())
+    assert "each worker saves 4.17 MiB for each state that the optimizer keeps (Adam keeps two)" in err
+    assert "of gradients" not in err and "stock DDP" not in err
+    written = legato.read(plan, legato.Plan)
+    legato.check_plan(written, legato.read(workload, legato.Workload))
+    assert written.shard == "optimizer" and {m.kind for m in written.messages} == {"reduce_scatter", "all_gather"}
+    assert ", and 4.17 MiB of gradients" in run(capsys, "plan", workload, *options, "--shard", "gradients")[2]
+    found = json.loads(run(capsys, "plan", workload, *options, "--shard", "gradients", "--json")[1])
+    assert [row["scheduler"] for row in found] == ["ddp", "dear", "legato"]
+    assert all(row["iteration_s"] >= row["lower_bound_s"] * (1 - 1e-12) for row in found)
+    error = fails(capsys, "plan", workload, "--shard", "optimizer", "--servers", 1)
+    assert "shard: 'optimizer' with parameter servers (expected none" in error
+
+
 def test_plan_writes_plan_and_timeline(capsys, workload, tmp_path):
     plan, timeline = tmp_path / "p.json", tmp_path / "t.json"
     status, out, _ = run(capsys, "plan", workload, "-o", plan, "--timeline", timeline)

@@ -33,6 +33,19 @@ def test_a_row_for_every_fabric(capsys, workload):
     assert by_name["butterfly"] == pytest.approx(0.03 + 3 * 0.04)
 
 
+def test_a_sharded_plan_is_simulated_as_such_or_refused(capsys, tmp_path):
+    """An update of 8 ms, of which each of eight workers makes an eighth: 10 + 20 + 1 ms, and 70 ms of messages."""
+    ops = (legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02), legato.Op("u", "optimizer", 0.008))
+    path, plan = tmp_path / "w.json", tmp_path / "p.json"
+    legato.write(path, legato.Workload("toy", ops, (legato.Tensor("w", 5_000_000, 1, (0, 2)),)))
+    network = ["--workers", 8, "--bandwidth", "1Gbit", "--latency", 0]
+    run(capsys, "plan", path, *network, "--scheduler", "single", "--shard", "optimizer", "-o", plan)
+    arguments = [path, "--plan", plan, "--fabric", "ring", *network]
+    assert rows(capsys, *arguments, "--fidelity", "collective")[0]["iteration_s"] == pytest.approx(0.101)
+    status, _, err = run(capsys, "simulate", *arguments)
+    assert status == 2 and "shard: 'optimizer' at flow fidelity (expected a plan without shards" in err
+
+
 def test_the_baseline_is_simulated_once_and_only_where_that_costs_little(capsys, workload, monkeypatch):
     from legato.simulator import flow
 
