@@ -31,16 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError
-from legato.core.plan import Message, Plan, Slice
+from legato.core.plan import Message, Plan, Shard, Slice
 from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.parameters import shard_plan, trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, to_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.runtime.comm_hook import can_be_hooked
 from legato.pytorch.runtime.model import DistributedModel, wrap_model
+from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import compare, contestants
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -61,6 +62,7 @@ def distribute(
     optimizer: Any,
     plan: Plan | str | os.PathLike[str] = "auto",
     *,
+    shard: Shard = "none",
     process_group: Any = None,
     replan: str | None = None,
     debug: bool | str | None = None,
@@ -78,6 +80,9 @@ def distribute(
         optimizer: a `torch.optim.Optimizer` with parameters of the model.
         plan: `"auto"` to make plans from the first 12 steps of training, and to stay with the one that is fastest in
             the next steps; a `Plan`; or the path of a plan file.
+        shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
+            only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, states are whole
+            until there is a plan. A plan that is sharded needs no `shard`.
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
@@ -100,17 +105,21 @@ def distribute(
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
     automatic = plan == "auto"
+    if shard != "none":
+        check_shardable(optimizer)
     wrapped, optimizer = wrap_model(
         model,
         optimizer,
         default_buckets(model) if automatic else plan,
+        shard="none" if automatic else shard,
         process_group=process_group,
         debug=debug,
         flight_dir=flight_dir,
         **options,
     )
     if automatic:
-        _Observer(wrapped, optimizer, wrapped.plan).attach()
+        parameters = trained_parameters(wrapped.module)
+        _Observer(wrapped, optimizer, shard_plan(wrapped.plan, shard, parameters), shard).attach()
     if replan:
         _replan(wrapped, optimizer)
     return wrapped, optimizer
@@ -124,7 +133,7 @@ def _replan(model: DistributedModel, optimizer: Any) -> None:
             _log.warning("since the first passes under the plan %s, %s; replanning", model.plan.scheduler, change)
         before = model.plan
         model.adopt(default_buckets(model.module))
-        _Observer(model, optimizer, before).attach()
+        _Observer(model, optimizer, before, before.shard).attach()
 
     model.on_drift = start_again
 
@@ -150,13 +159,14 @@ def default_buckets(model: Any) -> Plan:
 class _Observer:
     """Records the first steps through hooks on the model and the optimizer, plans, and lets the best plans compete.
 
-    If recording or planning fails, the plan is `fallback`.
+    If recording or planning fails, the plan is `fallback`. All plans that compete shard the same.
     """
 
-    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan) -> None:
+    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan, shard: Shard) -> None:
         self._model = model
         self._optimizer = optimizer
         self._fallback = fallback
+        self._shard = shard
         self._done = 0
         self._steps: list[RecordedStep] = []
         self._untraced: list[PhaseTimes] = []
@@ -258,7 +268,8 @@ class _Observer:
     def _contestants(self, cluster: Cluster) -> list[Plan]:
         """The plans to try, the simplest first; the fallback alone if planning fails."""
         try:
-            candidates = compare(_undisturbed(self._workload(), self._model.plan, cluster), cluster)
+            workload = _undisturbed(self._workload(), self._model.plan, cluster)
+            candidates = compare(workload, cluster, shard=self._shard)
             if self._model.hooked:
                 candidates = [c for c in candidates if can_be_hooked(c.plan)]
             return [c.plan for c in contestants(candidates)] or [self._fallback]

@@ -37,6 +37,14 @@ def test_gradients_that_are_lent(two_ranks):
         assert difference == 0.0 and len(measured) > 2
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize(("model", "loop"), [("Attention", "plain"), ("Convolutional", "evaluating")])
+def test_sharded_plans_compete(two_ranks, shard, model, loop):
+    outcomes = two_ranks.run(automatic.automatic_sharding, shard, model, automatic.DECIDED, loop)
+    for difference, plans, hooks, measured in outcomes:
+        assert difference == 0.0 and hooks == 0 and len(measured) > 2 and "ddp" in plans
+
+
 def test_plans_of_all_kinds_compete(two_ranks):
     first, second = two_ranks.run(automatic.competing)
     for difference, names, measured, winner in (first, second):

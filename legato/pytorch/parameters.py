@@ -17,7 +17,7 @@ import msgspec
 from torch import nn
 
 from legato.core.errors import InputError, RankError, unknown_name
-from legato.core.plan import SHARDS, Message, Plan, Slice
+from legato.core.plan import SHARDS, Message, Plan, Shard, Slice
 from legato.pytorch._private import (
     ignored_parameters,
     is_compiled,
@@ -117,7 +117,7 @@ def extend_plan(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
     return msgspec.structs.replace(plan, messages=(*first, halves[0], *second, halves[1]))
 
 
-def shard_plan(plan: Plan, shard: str, parameters: Iterable[str]) -> Plan:
+def shard_plan(plan: Plan, shard: Shard, parameters: Iterable[str]) -> Plan:
     """Turn a plan of all-reduces into a sharded one, which gathers in the order of the parameters.
 
     A plan that is sharded already stays as it is. Raises `InputError` if it shards something else.

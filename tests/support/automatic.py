@@ -99,6 +99,10 @@ def automatic_lending(model_name):
     return automatic(model_name, gradient_as_bucket_view=True)
 
 
+def automatic_sharding(shard, model_name, steps=DECIDED, loop="plain"):
+    return automatic(model_name, steps, loop, shard=shard)
+
+
 def refused_while_plans_are_tried():
     """What `join()` says while the steps are watched, in the tournament, and afterwards."""
     said = []

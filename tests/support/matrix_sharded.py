@@ -268,7 +268,7 @@ def refused(what):
         kinds = "reduce_scatter", "all_gather"
         halves = (Message(m.slices, kind) for m in per_tensor(model).messages for kind in kinds)
         plan = Plan("early", tuple(halves), True, shard="optimizer")
-    shard = {"other": "gradients", "unknown": "everything"}.get(what)
+    shard = {"other": "gradients", "unknown": "everything"}.get(what, "none")
     wrap_model(model, optimizer, plan, shard=shard)
 
 

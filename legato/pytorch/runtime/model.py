@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.errors import InputError, RankError
-from legato.core.plan import Plan
+from legato.core.plan import Plan, Shard
 from legato.core.timeline import Timeline
 from legato.pytorch._private import (
     anybody_sends,
@@ -603,7 +603,7 @@ def wrap_model(
     optimizer: Optimizer,
     plan: Plan | str | os.PathLike[str],
     *,
-    shard: str | None = None,
+    shard: Shard = "none",
     process_group: Any = None,
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
@@ -635,7 +635,7 @@ def wrap_model(
     _check_parameters(trained_parameters(module), optimizer)
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
-    if shard is not None:
+    if shard != "none":
         plan = shard_plan(plan, shard, trained_parameters(module))
     if plan.shard != "none":
         check_shardable(optimizer)
