@@ -15,6 +15,7 @@ from legato.cli.options import (
     ClusterFile,
     Json,
     Servers,
+    Shard,
     check_installed,
     split,
 )
@@ -76,6 +77,7 @@ def rehearse(
     iterations: Iterations = 20,
     ratio: Ratio = None,
     compiled: Compiled = False,
+    shard: Shard = "none",
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -83,6 +85,7 @@ def rehearse(
 
     Every worker and server gets a host of its own, a network namespace, which takes no root; all of them are removed
     at the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
+    With --shard, plans are measured with and without it, and so is DDP with torch's ZeroRedundancyOptimizer.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -94,12 +97,14 @@ def rehearse(
     bandwidth_bps = parse_bandwidth(bandwidth)
     link = format_bandwidth(bandwidth_bps)
     if servers or agents:
+        if shard != "none":
+            raise InputError("--shard: not with parameter servers, which keep the optimizer's states themselves")
         where = f"{workers} workers and {servers or 0} servers, {link}"
         _rehearse_servers(
             workload, workers, bandwidth_bps, where, servers or 0, agents, scheduler, iterations, ratio, output, json
         )
         return
-    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output)
+    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output, shard)
     with stages(STAGES) as advance:
         found = run(task, workers, bandwidth_bps, advance)
     tell(found, f"{workers} workers, {link}", output, json)
@@ -112,6 +117,7 @@ def verify(
     iterations: Iterations = 20,
     ratio: Ratio = None,
     compiled: Compiled = False,
+    shard: Shard = "none",
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -132,7 +138,7 @@ def verify(
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.trial import rehearse_here
 
-    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output)
+    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output, shard)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
@@ -201,7 +207,7 @@ def _make(output: Path | None) -> None:
 
 
 def _note_errors(found: Rehearsal | ServerRehearsal) -> None:
-    errors = {trial.scheduler: trial.error for trial in found.trials}
+    errors = {trial.scheduler: trial.error for trial in found.trials if trial.error is not None}
     if len(errors) > _FEW:
         far = [abs(error) for error in errors.values()]
         note(f"predictions are off by {statistics.median(far):.1%} (median), {max(far):.1%} (worst)")
@@ -210,7 +216,7 @@ def _note_errors(found: Rehearsal | ServerRehearsal) -> None:
 
 
 def _note_doubts(found: Rehearsal | ServerRehearsal) -> None:
-    bounds = {trial.scheduler: trial.predicted.lower_bound_s or 0.0 for trial in found.trials}
+    bounds = {t.scheduler: t.predicted.lower_bound_s or 0.0 for t in found.trials if t.predicted is not None}
     for doubt in doubts({trial.scheduler: trial.measured_s for trial in found.trials}, bounds):
         note(doubt)
 
@@ -223,6 +229,7 @@ def _task(
     compiled: bool,
     cluster: Path | None,
     output: Path | None,
+    shard: Shard,
 ) -> Task:
     from legato.testbed.rehearsal import Task, select
 
@@ -236,6 +243,7 @@ def _task(
         cluster=None if cluster is None else files.read(cluster, Cluster),
         traced=() if output is None else names,
         compiled=compiled,
+        shard=shard,
     )
 
 
@@ -246,7 +254,7 @@ def tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
         print_json(found.rows())
         _note_doubts(found)
         return
-    compute, bound = found.workload.compute_s, min(trial.lower_bound_s for trial in found.trials)
+    compute, bound = found.workload.compute_s, min(t.lower_bound_s for t in found.trials if t.predicted is not None)
     print_rows(
         f"{found.workload.name} on {where}: computation {format_seconds(compute)}, bound {format_seconds(bound)}",
         found.rows(),

@@ -20,15 +20,30 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, RankError, unknown_name
 from legato.core.files import write_text
+from legato.core.plan import SHARDS, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["BUCKETS", "STAGES", "Rehearsal", "Task", "Trial", "check_task", "rehearse", "run_task", "select"]
+__all__ = [
+    "BUCKETS",
+    "SHARDED",
+    "STAGES",
+    "ZERO",
+    "Rehearsal",
+    "Task",
+    "Trial",
+    "check_task",
+    "rehearse",
+    "run_task",
+    "select",
+]
 
 #: Stock DDP with the buckets of merge-optimal (`bucket_cap_mb_list`).
 BUCKETS = "ddp+merge-optimal"
+#: Stock DDP with torch's ZeroRedundancyOptimizer, and what is added to the name of a plan that is sharded.
+ZERO, SHARDED = "ddp+zero", " sharded"
 #: The stages that are reported as progress, in order.
 STAGES = ("calibrate", "plan", "rehearse")
 #: The schedulers that `all` stands for, in the order in which they are tried.
@@ -47,6 +62,8 @@ class Task(msgspec.Struct, frozen=True):
     of each scheduler in `traced` is recorded as a timeline. With `compiled`, the
     plans run in compiled models, and may have orders of computation of their own;
     DDP's models are not compiled: DDP has each gradient when its op ends, and no later.
+    With a `shard`, plans are also tried sharded, beside DDP with torch's
+    ZeroRedundancyOptimizer, which is not predicted.
     """
 
     workload: Workload
@@ -56,8 +73,13 @@ class Task(msgspec.Struct, frozen=True):
     cluster: Cluster | None = None
     traced: tuple[str, ...] = ()
     compiled: bool = False
+    shard: Shard = "none"
 
     def __post_init__(self) -> None:
+        if self.shard not in SHARDS:
+            raise unknown_name("shard", self.shard, SHARDS)
+        if self.shard != "none" and self.compiled:
+            raise InputError("shard: not with compiled models")
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)
@@ -78,14 +100,14 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One plan: the seconds of every timed iteration, and the prediction.
+    """One plan: the seconds of every timed iteration, and the prediction, if there is one.
 
     `measured` is the timeline of one iteration, if the plan was traced.
     """
 
     scheduler: str
     measured_s: tuple[float, ...]
-    predicted: Timeline
+    predicted: Timeline | None
     lower_bound_s: float
     num_messages: int
     measured: Timeline | None = None
@@ -95,9 +117,9 @@ class Trial(msgspec.Struct, frozen=True):
         return statistics.median(self.measured_s)
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """The relative error of the prediction: predicted / measured - 1."""
-        return self.predicted.iteration_s / self.median_s - 1
+        return None if self.predicted is None else self.predicted.iteration_s / self.median_s - 1
 
 
 class Rehearsal(msgspec.Struct, frozen=True):
@@ -115,7 +137,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
             {
                 "scheduler": t.scheduler,
                 "measured_s": t.median_s,
-                "predicted_s": t.predicted.iteration_s,
+                "predicted_s": None if t.predicted is None else t.predicted.iteration_s,
                 "error": t.error,
                 "speedup_over_ddp": None if ddp is None else ddp / t.median_s,
                 "lower_bound_s": t.lower_bound_s,

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from legato.core.cluster import Cluster
@@ -37,7 +38,7 @@ from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 from legato.testbed.graphs import CompiledModel, with_nodes
 from legato.testbed.launch import Advance
 from legato.testbed.rank import rehearse_task
-from legato.testbed.rehearsal import BUCKETS, STAGES, Rehearsal, Task, Trial
+from legato.testbed.rehearsal import BUCKETS, SHARDED, STAGES, ZERO, Rehearsal, Task, Trial
 from legato.zoo import scale_compute
 
 __all__ = ["rehearse_here"]
@@ -92,7 +93,10 @@ class _Ddp:
     def _loop(self) -> _Loop:
         model = EmulatedModel(self.shared.workload, clock=self.shared.clock, shared=self.shared)
         wrapped = DistributedDataParallel(model, init_sync=False, **self.options)
-        return _Loop(model, wrapped, EmulatedOptimizer(model))
+        return _Loop(model, wrapped, self._optimizer(model))
+
+    def _optimizer(self, model: EmulatedModel) -> torch.optim.Optimizer:
+        return EmulatedOptimizer(model)
 
     def iterations(self, count: int) -> list[float]:
         began = self._loop().run(count)
@@ -107,6 +111,17 @@ class _Ddp:
         del loop
         gc.collect()  # while it shares memory with the other plans' model, no update of theirs may wait
         return timelines
+
+
+class _Zero(_Ddp):
+    """`DistributedDataParallel` with torch's `ZeroRedundancyOptimizer`, whose ranks broadcast what they update."""
+
+    def _optimizer(self, model: EmulatedModel) -> torch.optim.Optimizer:
+        def of(parameters: Any, **_: Any) -> EmulatedOptimizer:
+            return EmulatedOptimizer(model, parameters)
+
+        kind: Any = of
+        return ZeroRedundancyOptimizer(model.parameters(), kind, parameters_as_bucket_view=True)
 
 
 class _Planned:
@@ -133,7 +148,7 @@ class _Prediction(msgspec.Struct, frozen=True):
 
     name: str
     plan: Plan
-    timeline: Timeline
+    timeline: Timeline | None
     lower_bound_s: float
 
 
@@ -194,7 +209,13 @@ def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) ->
         }
         if BUCKETS in task.schedulers:
             found[BUCKETS] = msgspec.structs.replace(found["merge-optimal"], name=BUCKETS)
-        content = msgspec.json.encode([found[name] for name in task.schedulers])
+        predictions = [found[name] for name in task.schedulers]
+        if task.shard != "none":
+            predictions.append(_Prediction(ZERO, found["ddp"].plan, None, 0.0))
+            planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
+            for c in compare(workload, cluster, planned, shard=task.shard) if planned else ():
+                predictions.append(_Prediction(c.plan.scheduler + SHARDED, c.plan, c.timeline, c.bound.seconds))
+        content = msgspec.json.encode(predictions)
     return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])
 
 
@@ -204,6 +225,9 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction], compiled: b
     runners: list[_Runner] = []
     planned: _Loop | None = None
     for p in predictions:
+        if p.name == ZERO:
+            runners.append(_Zero(p.name, first, None))
+            continue
         if p.name in ("ddp", BUCKETS):
             runners.append(_Ddp(p.name, first, None if p.name == "ddp" else bucket_caps(p.plan)))
             continue

@@ -264,10 +264,6 @@ def refused(what):
     kinds = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor}
     optimizer = kinds.get(what, torch.optim.SGD)(model.parameters(), lr=0.1)
     plan = random_plan(model, 0)
-    if what == "gathers early":
-        kinds = "reduce_scatter", "all_gather"
-        halves = (Message(m.slices, kind) for m in per_tensor(model).messages for kind in kinds)
-        plan = Plan("early", tuple(halves), True, shard="optimizer")
     shard = {"other": "gradients", "unknown": "everything"}.get(what, "none")
     wrap_model(model, optimizer, plan, shard=shard)
 

@@ -146,11 +146,14 @@ def random_plan(model, seed, forward_overlap=True):
 
 
 def sharded_plan(plan, rng, shard):
-    """A plan with halves in place of all-reduces; the all-gathers come in a random order."""
-    first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in plan.messages]
-    second = [msgspec.structs.replace(message, kind="all_gather") for message in plan.messages]
-    rng.shuffle(second)
-    return msgspec.structs.replace(plan, messages=(*first, *second), shard=shard)
+    """A plan with halves in place of all-reduces; all-gathers come anywhere behind their reduce-scatters."""
+    halves = [msgspec.structs.replace(message, kind="reduce_scatter") for message in plan.messages]
+    early = rng.random() < 0.5
+    for message in plan.messages:
+        second = msgspec.structs.replace(message, kind="all_gather")
+        at = next(i for i, first in enumerate(halves) if first.slices == message.slices)
+        halves.insert(rng.randint(at + 1 if early else len(plan.messages), len(halves)), second)
+    return msgspec.structs.replace(plan, messages=tuple(halves), shard=shard)
 
 
 #: More for `legato.distribute` in every case.

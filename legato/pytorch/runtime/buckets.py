@@ -187,7 +187,7 @@ def make_buckets(
     A message with several dtypes, devices or owners becomes one bucket for each
     of them. Raises `PlanError` if the plan is for another model, splits an
     element, or has an all_gather of other slices than those of one
-    reduce_scatter before it, or of a sharded plan before the last reduce_scatter.
+    reduce_scatter before it.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
@@ -196,9 +196,6 @@ def make_buckets(
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
     check_messages(plan, sizes)
     sharded = plan.shard != "none"
-    kinds = [message.kind for message in plan.messages]
-    if sharded and "reduce_scatter" in kinds[kinds.index("all_gather") :]:
-        raise PlanError("the sharded plan gathers before it has scattered everything: it can only be simulated")
     slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
     parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of)]
     own = [part for _, part in parts if part.kind != "all_gather"]

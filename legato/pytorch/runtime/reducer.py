@@ -112,7 +112,7 @@ class Reducer:
         if plan.shard != "none":
             whole = self.slots, self.buckets, optimizers, group, self._wait, self._launch
             self.shards = Shards(*whole, gradients=plan.shard == "gradients")
-            self._outgoing = [bucket for bucket in self.buckets if bucket.scattered is None]
+            self._outgoing = self.shards.outgoing
         self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         self.by_parameter = {id(slot.parameter): slot for slot in self.slots}
         self.pending: deque[Slot] = deque()  # in the order in which their gradients arrive

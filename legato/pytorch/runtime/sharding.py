@@ -10,12 +10,13 @@ arrived, by the user's own optimizer on flat parameters that share the memory of
 model's, and writes the new values into the chunk. Then the all_gathers go out, in the
 plan's order, and a parameter waits for its own when it is read.
 
-[Note: what a rank must not do alone] All reduce_scatters of a plan go out in a backward
-pass, and the all_gathers of an optimizer's parameters when its step is called; so
-optimizers have buckets of their own. If a step is not called, the all_gathers go out
-before the next backward pass, with the old values. A rank says in its chunk whether it
-has updated it: if ranks differ (a GradScaler of one rank that has skipped a step), all
-of them raise an error.
+[Note: what a rank must not do alone] The reduce_scatters before the first all_gather go
+out in the backward pass. The rest, in the plan's order, goes out when the step of an
+optimizer is called, and optimizers have buckets of their own. Clipping sends all
+reduce_scatters first. If a step is not called, the all_gathers go out before the next
+backward pass, with the old values. So the order on all ranks is that of their calls.
+A rank says in its chunk whether it has updated it: if ranks differ (a GradScaler of one
+rank that has skipped a step), all of them raise an error.
 
 [Note: gradients] The average of a gradient is on no rank as a whole. To read it between
 backward and step is an error, which names what to use instead. After the step, `.grad`
@@ -30,7 +31,6 @@ have been taken.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import defaultdict, deque
@@ -124,7 +124,11 @@ class Shards:
         self._wait, self._launch = wait, launch
         self._slots = {slot.parameter: slot for slot in slots}
         self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
-        self._gathered = [bucket for bucket in buckets if bucket.scattered is not None]
+        #: Each all_gather with its reduce_scatter, in the order in which they go out.
+        self._gathered = [(bucket.scattered, bucket) for bucket in buckets if bucket.scattered is not None]
+        #: The reduce_scatters that go out in a backward pass.
+        self.outgoing = [bucket for bucket in self._scattered if bucket.index < self._gathered[0][1].index]
+        self._late: deque[Bucket] = deque()  # the others, until they go out
         self._of = {bucket: _own(bucket, self._rank, group.size()) for bucket in self._scattered}
         self._owed: set[int] = set()  # owners whose parameters were not sent since the last backward pass
         self._averaged: set[Bucket] = set()  # whose gradients have arrived since then
@@ -169,24 +173,25 @@ class Shards:
             if slot.stage == SENT and slot.buckets[-1].owner in self._owed:
                 raise _unused(slot)
         for owner in sorted(self._owed):
-            for bucket in self._scattered:
-                if bucket.owner == owner:
-                    self._wait(bucket)
-                    with gate.invisible():
-                        for shard in self._of[bucket]:
-                            shard.place()
-                    self._write(bucket)
-            self._send(owner, 0.0)
-        for bucket in self._gathered:
-            self._wait(bucket)
-            self._check_marks(bucket)
-            self._free(bucket)
+            for first, second in self._gathered:
+                if first.owner == owner:
+                    self._scatter(second)
+                    self._average(first)
+                    self._write(first)
+                    self._gather(first, second, 0.0)
+        self._owed.clear()
+        self._scatter()
+        for _, second in self._gathered:
+            self._wait(second)
+            self._check_marks(second)
+            self._free(second)
         self._averaged.clear()
         self._in_flight.clear()
 
     def end_pass(self) -> None:
         """Take the gradients, which were sent, from the parameters."""
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
+        self._late.extend(self._scattered[len(self.outgoing) :])
         for slot in self._slots.values():
             if slot.has_grad:
                 self.spend(slot)
@@ -201,6 +206,13 @@ class Shards:
                     f"{slot.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
                     "before the next backward pass"
                 )
+
+    def _scatter(self, before: Bucket | None = None) -> None:
+        """Send the reduce_scatters that the plan has before an all_gather, or all of them."""
+        while self._late and (before is None or self._late[0].index < before.index):
+            bucket = self._late.popleft()
+            self.allocate(bucket)  # if its step was given up, nothing was packed
+            self._launch(bucket)
 
     # ---- gradients ----------------------------------------------------------------
 
@@ -230,6 +242,7 @@ class Shards:
         if not owners:
             raise RankError("no averaged gradients: a backward pass has to come first, and step() uses them up")
         found = []
+        self._scatter()
         for bucket in self._scattered:
             if bucket.owner in owners:
                 self._average(bucket)
@@ -275,23 +288,30 @@ class Shards:
             self._check_unused(optimizer)
             return []
         update = Update(optimizer, base)
-        buckets = [bucket for bucket in self._scattered if bucket.owner == owner]
-        while buckets:
-            self._wait(buckets[0])
-            here = list(itertools.takewhile(lambda bucket: bucket.has_arrived, buckets))
-            buckets = buckets[len(here) :]
-            shards = []
-            for bucket in here:
-                self._average(bucket)
-                shards += self._of[bucket]
-            with gate.invisible():
-                for shard in shards:
-                    self._prepare(shard)
-            update.apply_to_shards([(shard.flat, shard.piece.slot.parameter) for shard in shards])
-            for bucket in here:
-                self._write(bucket)
-        self._send(owner, 1.0)
+        todo = deque(bucket for bucket in self._scattered if bucket.owner == owner)
+        for first, second in self._gathered:
+            if first.owner == owner:
+                self._scatter(second)
+                while first in todo:
+                    self._update(todo, update)
+                self._gather(first, second, 1.0)
+        self._owed.discard(owner)
         return [slot for slot in self._slots.values() if slot.buckets[-1].owner == owner]
+
+    def _update(self, todo: deque[Bucket], update: Update) -> None:
+        """Wait for the first of these reduce_scatters, and update its shards and those of others that have arrived."""
+        self._wait(todo[0])
+        here = []
+        while todo and todo[0].has_arrived and todo[0] not in self._late:
+            here.append(todo.popleft())
+            self._average(here[-1])
+        shards = [shard for bucket in here for shard in self._of[bucket]]
+        with gate.invisible():
+            for shard in shards:
+                self._prepare(shard)
+        update.apply_to_shards([(shard.flat, shard.piece.slot.parameter) for shard in shards])
+        for bucket in here:
+            self._write(bucket)
 
     def _prepare(self, shard: _Shard) -> None:
         """Give a shard its values, and drop its gradient if the parameter's was dropped."""
@@ -321,16 +341,13 @@ class Shards:
             for shard in shards:
                 shard.leave()
 
-    def _send(self, owner: int, mark: float) -> None:
-        """Send the values of an owner's parameters."""
-        self._owed.discard(owner)
-        for bucket in self._gathered:
-            if bucket.owner == owner:
-                assert bucket.scattered is not None and bucket.scattered.marks is not None
-                bucket.scattered.marks[self._rank] = mark
-                self._marked[bucket] = mark
-                self._takers[bucket] = bucket.slots
-                self._launch(bucket)
+    def _gather(self, first: Bucket, second: Bucket, mark: float) -> None:
+        """Send the values of a bucket's parameters, and whether they were updated."""
+        assert first.marks is not None
+        first.marks[self._rank] = mark
+        self._marked[second] = mark
+        self._takers[second] = second.slots
+        self._launch(second)
 
     # ---- afterwards ----------------------------------------------------------------
 

@@ -141,7 +141,6 @@ def test_what_cannot_be_done_is_said(two_ranks, what, line, shard):
         ("LBFGS", "InputError: optimizer: LBFGS cannot be sharded (expected one that treats every element alone: SGD,"),
         ("Adafactor", "InputError: optimizer: Adafactor cannot be sharded"),
         ("sparse", "has sparse gradients"),
-        ("gathers early", "PlanError: the sharded plan gathers before it has scattered everything"),
         ("other", "InputError: shard: 'gradients', but the plan has 'optimizer'"),
         ("unknown", "InputError: unknown shard 'everything'"),
     ],
