@@ -39,6 +39,7 @@ def verify_bound(
     order: Order = "captured",
     all_reduce_only: bool = False,
     shard: Shard = "none",
+    step_last: bool = False,
 ) -> Fraction:
     """The exact seconds that the certificate proves, under the settings given to `lower_bound`.
 
@@ -59,8 +60,8 @@ def verify_bound(
         workload = with_sharded_updates(workload, cluster.workers)
         if case not in ("compute", "processor"):
             workload = without_updates(workload)
-    elif case == "update":
-        raise InputError("certificate: case 'update' without a shard")
+    elif case in ("update", "step"):
+        raise InputError(f"certificate: case {case!r} without a shard")
     walk = _Walk(workload, compute, order)
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
@@ -76,6 +77,10 @@ def verify_bound(
         proved = _last(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "update":
         proved = _update(every, cluster, walk, bound)
+    elif case == "step":
+        if not step_last or compute != "one":
+            raise InputError("certificate: case 'step' (expected step_last, and one stream)")
+        proved = _step(every, cluster, walk, chosen)
     elif case == "sequences":
         proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:
@@ -132,6 +137,25 @@ def _update(every: Workload, cluster: Cluster, walk: _Walk, bound: Bound) -> Fra
         end = _End(every, cluster, {t: near(t) for t in chosen}, all_reduce_only=False, one_kind=True)
         total += Fraction(end.finish[-1], end.unit)
     return total
+
+
+def _step(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...]) -> Fraction:
+    """b + d + f(tails), or max(b, f(release times)) + alpha/2 + beta/2 * B + min q, with f for halves."""
+    updates = set(every.phase_ops("optimizer"))
+    least = []
+    for t in chosen:
+        own = updates & set(every.tensors[t].readers)
+        if not own:
+            raise InputError(f"certificate: tensor {t} (expected one with an optimizer op)")
+        least.append(sum(Fraction(every.ops[op].duration_s / cluster.workers) for op in own))
+    backward = Fraction(walk.backward_until[-1], _SCALE)
+    front, back = (
+        _End(every, cluster, {t: near(t) for t in chosen}, all_reduce_only=False, one_kind=True)
+        for near in (walk.release, walk.tail)
+    )
+    one_after_another = backward + min(least) + Fraction(back.finish[-1], back.unit)
+    busy = max(backward, Fraction(front.finish[-1], front.unit)) + Fraction(back.half + back.sent[-1], back.unit)
+    return max(one_after_another, busy + Fraction(min(map(walk.tail, chosen)), _SCALE))
 
 
 def _between(

@@ -109,6 +109,19 @@ f for these costs,
 
     T >= f(release times of S) + d + f(tails of S).
 
+*Step.* Let all updates follow the whole backward pass on one stream, which takes b
+seconds, as they do where `optimizer.step()` makes them. Let every tensor of S have
+updates, and d be the least time that those of one of them take for one shard. No
+all-gather of S begins before b + d, so
+
+    T >= b + d + f(tails of S).
+
+The network also has to finish the reduce-scatters of S. After b all gradients are ready,
+so those that are left could go one after another, and by the definition of f they take
+f(release times of S) - b at least. All all-gathers of S come after b as well, so
+
+    T >= max(b, f(release times of S)) + alpha/2 + beta/2 * B + min q(S).
+
 "Release" and "tail" are at least min r + (alpha + beta * B) + min q, the value of Jackson's
 preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
@@ -156,7 +169,7 @@ _MOMENTS, _REFINEMENTS = 16, 3
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences", "update"]
+Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences", "update", "step"]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,7 +182,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. `op` is the optimizer op of "update", whose time is part of `network_s`.
+    limits. `op` is the optimizer op of "update". The times of updates are part of
+    `network_s`.
     """
 
     case: Case
@@ -200,13 +214,15 @@ def lower_bound(
     order: Order = "captured",
     all_reduce_only: bool = False,
     shard: Shard = "none",
+    step_last: bool = False,
     thorough: bool = True,
 ) -> Bound:
     """The largest of the bounds above over the sets tried.
 
     It holds for every plan that `legato.simulator.collective` accepts under the same
     `compute` and `shard`, and with an `op_order` that `order` allows. With `all_reduce_only`, it
-    holds only for plans that send nothing but all-reduces, and is sharper. Without
+    holds only for plans that send nothing but all-reduces, and is sharper; with `shard`
+    and `step_last`, only for plans whose optimizer ops all follow the backward pass. Without
     `thorough`, it leaves out "sequences", which takes longest to find. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
@@ -215,7 +231,7 @@ def lower_bound(
     if shard != "none":
         if all_reduce_only:
             raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
-        return _sharded(workload, cluster, compute, order, shard, thorough)
+        return _sharded(workload, cluster, compute, order, shard, step_last, thorough)
     times = heads_tails(workload, compute, order)
     alpha_share = 1.0 if all_reduce_only else 0.5
     line = cheapest_line(cluster, workload.nbytes)
@@ -250,9 +266,15 @@ def lower_bound(
 
 
 def _sharded(
-    workload: Workload, cluster: Cluster, compute: Compute, order: Order, shard: Shard, thorough: bool
+    workload: Workload,
+    cluster: Cluster,
+    compute: Compute,
+    order: Order,
+    shard: Shard,
+    step_last: bool,
+    thorough: bool,
 ) -> Bound:
-    """What holds without the optimizer ops, and what their shards add ("Shards" and "Update")."""
+    """What holds without the optimizer ops, and what their shards add ("Shards", "Update" and "Step")."""
     check_shard(shard)
     plain, whole = without_updates(workload), with_sharded_updates(workload, cluster.workers)
     found = [lower_bound(plain, cluster, compute=compute, order=order, thorough=thorough)]
@@ -263,6 +285,8 @@ def _sharded(
     times, reads = heads_tails(plain, compute, order), Period.of(workload).reads
     updates = (op for op in workload.phase_ops("optimizer") if reads[op])
     found += [_update(op, tuple(sorted(reads[op])), whole, cluster, times) for op in updates]
+    if step_last and compute == "one":
+        found += _steps(whole, cluster, times)
     return max(found, key=lambda bound: bound.seconds)
 
 
@@ -277,6 +301,35 @@ def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Clus
     seconds = ends[0] + workload.ops[op].duration_s + ends[1]
     first, last = (min(near[t] for t in tensors) for near in (times.release_s, times.tail_s))
     return Bound(seconds, Certificate("update", tensors, first, seconds - first - last, last, op=op))
+
+
+def _steps(workload: Workload, cluster: Cluster, times: HeadsTails) -> Iterator[Bound]:
+    """What sets of the tensors with the longest tails prove with the argument "step"."""
+    ops, updates = workload.ops, Period.of(workload).updates
+    backward_s = sum(ops[op].duration_s for op in workload.phase_ops("backward"))
+    by_tail = sorted((t for t, of in enumerate(updates) if of), key=times.tail_s.__getitem__, reverse=True)
+    for count in _counts(len(by_tail)):
+        inward = by_tail[:count][::-1]
+        update_s = min(sum(ops[op].duration_s for op in updates[t]) for t in inward)
+        sizes = [workload.tensors[t].nbytes for t in inward]
+        line = cheapest_line(cluster, sum(sizes))
+        half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte / 2)
+        gathered_s, _ = merge_neighbours([times.tail_s[t] for t in inward], sizes, half)
+        by_release = sorted(inward, key=times.release_s.__getitem__)
+        released = [times.release_s[t] for t in by_release]
+        scattered_s, _ = merge_neighbours(released, [workload.tensors[t].nbytes for t in by_release], half)
+        last = times.tail_s[inward[0]]
+        busy = max(backward_s, scattered_s) + half.cost(sum(sizes)) + last
+        seconds = max(backward_s + update_s + gathered_s, busy)
+        yield _certified("step", seconds, tuple(sorted(inward)), backward_s, last)
+
+
+def _counts(most: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 11, 16 and so on, up to `most`."""
+    count = 1.0
+    while count < 2**0.5 * most:
+        yield min(int(count), most)
+        count *= 2**0.5
 
 
 def _processor(workload: Workload, cluster: Cluster, compute_s: float) -> Bound:
@@ -373,11 +426,9 @@ def _promising_sets(
         yield "tail", both
         yield "tail", tuple(t for t in everything if release[t] >= begin)
     by_tail, by_release = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, release))
-    count = 1.0
-    while count < 2**0.5 * len(release):
-        yield "release", tuple(sorted(by_tail[: int(count)]))
-        yield "tail", tuple(sorted(by_release[: int(count)]))
-        count *= 2**0.5
+    for count in _counts(len(release)):
+        yield "release", tuple(sorted(by_tail[:count]))
+        yield "tail", tuple(sorted(by_release[:count]))
 
 
 def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
@@ -393,12 +444,20 @@ class PlanKind(NamedTuple):
 
     order: Order
     all_reduce_only: bool
-    shard: Shard
+    shard: Shard = "none"
+    step_last: bool = False
 
 
 def kind_of(plan: Plan, workload: Workload) -> PlanKind:
-    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, and what it shards."""
-    ops = [op for op in plan.op_order or workload.iteration_order() if workload.ops[op].phase != "optimizer"]
-    kept = ops == workload.phase_ops("backward") + workload.phase_ops("forward")
+    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, what it shards, and where it steps.
+
+    `step_last`: it shards something, and its optimizer ops follow the backward pass.
+    """
+    order = plan.op_order or workload.iteration_order()
+    phases = [workload.ops[op].phase for op in order]
+    ops = [op for op, phase in zip(order, phases, strict=True) if phase != "optimizer"]
+    backward = workload.phase_ops("backward")
+    kept = ops == backward + workload.phase_ops("forward")
     all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
-    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard)
+    step_last = plan.shard != "none" and "optimizer" not in phases[: len(backward)]
+    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard, step_last)

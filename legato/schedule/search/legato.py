@@ -217,7 +217,8 @@ def _sharded(
     seconds = fastest.consider(plans)
     assert fastest.plan is not None
     order: Order = "any" if any_order or has_free_order(workload) else "captured"
-    enough_s = lower_bound(workload, cluster, order=order, shard=shard, thorough=False).seconds * (1 + gap)
+    bound = lower_bound(workload, cluster, order=order, shard=shard, step_last=True, thorough=False)
+    enough_s = bound.seconds * (1 + gap)
     half_s, rounds = _half_s(collectives, cluster), _CHANGES * options["rounds"]
     by_time = sorted(range(len(plans)), key=seconds.__getitem__)
     starts = [groups_of(plans[k].messages, workload) for k in by_time[:_STARTS]]

@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.sharding import best_sharded, layers
 from support.strategies import clusters, examples, op_orders, sharded_plans, workloads
 
@@ -30,6 +31,9 @@ def test_no_sharded_plan_at_all_is_faster(seed, fused):
         best, _ = best_sharded(workload, cluster, anywhere=True, compute=compute)
         assert best >= bound.seconds * (1 - 1e-12)
         verify_bound(bound, workload, cluster, compute=compute, shard="optimizer")
+    stepped = lower_bound(workload, cluster, shard="optimizer", step_last=True)
+    assert best_sharded(workload, cluster)[0] >= stepped.seconds * (1 - 1e-12)
+    verify_bound(stepped, workload, cluster, shard="optimizer", step_last=True)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8, 64])
@@ -56,6 +60,32 @@ def test_one_update_for_all_stands_between_all_halves():
     assert best_sharded(workload, cluster)[0] == 16
 
 
+def test_parameters_are_gathered_after_the_step():
+    """The gradient is ready after 1 s and scattered until 3, but the backward pass goes on until 9."""
+    ops = [Op("f", "forward", 4.0), Op("b1", "backward", 1.0), Op("b0", "backward", 8.0), Op("u", "optimizer", 2.0)]
+    workload = Workload("long", tuple(ops), (Tensor("w", 8, 1, (0, 3)),))
+    cluster = Cluster(2, {"c": LinearCost(2.0, 0.25)})
+    bound = lower_bound(workload, cluster, shard="optimizer", step_last=True)
+    assert bound == Bound(16.0, Certificate("step", (0,), 9.0, 3.0, 4.0))
+    plan = sharded(single(workload, cluster), workload, "optimizer")
+    assert kind_of(plan, workload).step_last and iteration_time(workload, plan, cluster) == 16
+    assert lower_bound(workload, cluster, shard="optimizer").seconds == 14  # 9, 1 and 4 s on the stream
+    early = replace(plan, op_order=(1, 3, 2, 0))
+    assert not kind_of(early, workload).step_last and iteration_time(workload, early, cluster) == 16
+
+
+def test_what_is_not_scattered_before_the_step_is_scattered_after_it():
+    """Backward passes until 2; two gradients of 1 + 4 s a half, and forward ops that read them in the other order."""
+    ops = [Op("f0", "forward", 0.5), Op("f1", "forward", 1.0), Op("b1", "backward", 1.0), Op("b0", "backward", 1.0)]
+    tensors = Tensor("w1", 8, 2, (1, 5)), Tensor("w0", 8, 3, (0, 4))
+    workload = Workload("two", (*ops, Op("u0", "optimizer", 0.0), Op("u1", "optimizer", 0.0)), tensors)
+    cluster = Cluster(2, {"c": LinearCost(2.0, 1.0)})
+    bound = lower_bound(workload, cluster, shard="optimizer", step_last=True)
+    # Scattered together from 2 until 11, as one after the other from 1; gathered for 1 + 8 s more, and 1 s for f1.
+    assert bound.seconds >= 11 + 9 + 1
+    verify_bound(bound, workload, cluster, shard="optimizer", step_last=True)
+
+
 @examples(200)
 @given(st.data(), workloads(), clusters(contended=True), settings_of_bound, st.booleans())
 def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
@@ -64,20 +94,22 @@ def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
     plan = data.draw(sharded_plans(workload, cluster, op_order=orders))
     if data.draw(st.booleans()):
         plan = sharded(plan, workload, plan.shard)
-    assert order == "any" or kind_of(plan, workload) == ("captured", False, plan.shard)
+    kind = kind_of(plan, workload)
+    assert order == "any" or kind[:3] == ("captured", False, plan.shard)
     try:
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
-    bound = lower_bound(workload, cluster, compute=compute, order=order, shard=plan.shard)
+    step_last = kind.step_last
+    bound = lower_bound(workload, cluster, compute=compute, order=order, shard=plan.shard, step_last=step_last)
     assert seconds >= bound.seconds * (1 - 1e-12)
 
 
 @examples(50)
-@given(workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound)
-def test_the_certificate_proves_the_bound(workload, cluster, setting):
+@given(workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound, st.booleans())
+def test_the_certificate_proves_the_bound(workload, cluster, setting, step_last):
     compute, order = setting
-    fields = {"compute": compute, "order": order, "shard": "optimizer"}
+    fields = {"compute": compute, "order": order, "shard": "optimizer", "step_last": step_last}
     bound = lower_bound(workload, cluster, **fields)
     proved = verify_bound(bound, workload, cluster, **fields)
     certificate = bound.certificate
@@ -95,6 +127,8 @@ def test_the_certificate_proves_the_bound(workload, cluster, setting):
         (Certificate("update", (0, 1), 0, 0, 0, op=3), "optimizer", r"op 3 .expected an optimizer op"),
         (Certificate("update", (0, 1), 0, 0, 0), "optimizer", r"op -1 .expected an optimizer op"),
         (Certificate("update", (0,), 0, 0, 0, op=4), "gradients", r"tensors \(0,\) .expected all that op 4 reads"),
+        (Certificate("step", (0,), 0, 0, 0), "none", "case 'step' without a shard"),
+        (Certificate("step", (0,), 0, 0, 0), "optimizer", "case 'step' .expected step_last, and one stream"),
         (Certificate("compute", (), 0, 0, 0), "all", "unknown shard 'all'"),
     ],
 )
