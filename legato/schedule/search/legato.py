@@ -209,8 +209,10 @@ def _sharded(
     fastest = _Fastest(workload, cluster, any_order, collectives.most)
     cheapest, _ = collectives.choose(workload.nbytes)
     plans = [unsharded]
-    for name in dict.fromkeys((collectives.choices[0][0], cheapest)):
-        plans += _published(workload, cluster, name, max_message_bytes, PUBLISHED)
+    default, large = collectives.choices[0][0], len(workload.tensors) > MOST_BLOCKS
+    for name in dict.fromkeys((default, cheapest)):
+        if not large:
+            plans += _published(workload, cluster, name, max_message_bytes, PUBLISHED)
         ready, tails = times_in_order(workload, workload.iteration_order())
         plans.append(halves(workload, cluster, ready, tails, name, collectives.most))
     plans = [sharded(plan, workload, shard) for plan in plans]
@@ -222,6 +224,7 @@ def _sharded(
     half_s, rounds = _half_s(collectives, cluster), _CHANGES * options["rounds"]
     by_time = sorted(range(len(plans)), key=seconds.__getitem__)
     starts = [groups_of(plans[k].messages, workload) for k in by_time[:_STARTS]]
+    starts = [starts[0], *(groups for groups in starts[1:] if len(groups) <= MOST_BLOCKS)]
     best = fastest.plan.op_order or workload.iteration_order()
     for op_order in dict.fromkeys(_with_captured_updates(o, workload) for o in (best, workload.iteration_order())):
         if fastest.seconds <= enough_s:
@@ -237,6 +240,10 @@ def _sharded(
                 messages.append(msgspec.structs.replace(message, collective=name, depth=depth))
             plan = compose("legato", messages, workload, cluster, forward_overlap=True)
             fastest.consider([msgspec.structs.replace(plan, op_order=arranged.op_order, shard=shard)])
+    for scheduler in PUBLISHED if large else ():
+        if fastest.seconds > enough_s:
+            published = _published(workload, cluster, default, max_message_bytes, [scheduler])
+            fastest.consider(sharded(plan, workload, shard) for plan in published)
     _warn_if_cut(budget, limit_s)
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
 

@@ -312,26 +312,29 @@ def sharded_search(
 ) -> Iterator[tuple[Groups, Arranged]]:
     """Better and better iterations, until one takes `enough_s`, or rounds or budget are spent.
 
-    `starts` are groups of other plans. With `partition`, tensors may be partitioned.
+    `starts` are groups of other plans, at least one, the best first. With `partition`, tensors may be partitioned.
     """
     search = _Search(period, partition, enough_s, random.Random(seed))
-    for groups in starts:
+    first, *others = starts
+    for groups in itertools.chain([first], _equal_groups(period, partition, len(first)), others):
         search.start(groups)
-    for groups in _equal_groups(period, partition):
         if search.done:
             break
-        search.start(groups)
     yield from search.improve(rounds)
 
 
-def _equal_groups(period: ShardedPeriod, partition: bool) -> Iterator[Groups]:
-    """Groups of about equal sizes, in the order in which gradients are ready; first of whole tensors."""
+def _equal_groups(period: ShardedPeriod, partition: bool, near: int) -> Iterator[Groups]:
+    """Groups of about equal sizes, in the order in which gradients are ready; first of whole tensors.
+
+    Numbers of groups that are `near` a given one come first.
+    """
+    counts = sorted(_COUNTS, key=lambda count: max(count / near, near / count))
     workload = period.workload
     # Of gradients that are ready at once, those that are read last come first, like all others.
     order = sorted(range(len(workload.tensors)), key=lambda t: (period.release_s[t], -period.first_read[t]))
     total = workload.nbytes
     seen = set()
-    for count in _COUNTS:
+    for count in counts:
         groups: Groups = [[]]
         done = 0
         for t in order:
@@ -343,11 +346,9 @@ def _equal_groups(period: ShardedPeriod, partition: bool) -> Iterator[Groups]:
         if len(groups) not in seen:
             seen.add(len(groups))
             yield groups
-        if count >= len(order) and not partition:
-            return
     if partition:
         joined, tensor_id = Joined([workload.tensors[t] for t in order]), Period.of(workload).tensor_id
-        for count in _COUNTS[1:]:
+        for count in counts:
             cuts = [0, *(joined.aligned(total * k // count) for k in range(1, count)), total]
             yield [
                 [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in joined.slices(start, stop)]
