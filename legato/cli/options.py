@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import typer
 
@@ -15,7 +16,7 @@ from legato.core.errors import InputError, LegatoError, missing_extra
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Network
+    from legato.simulator.flow import Disturbance, Network
 
 __all__ = [
     "Aggregation",
@@ -43,6 +44,7 @@ __all__ = [
     "Sharing",
     "Workers",
     "check_installed",
+    "disturbances_of",
     "fabric_options",
     "machines_of",
     "split",
@@ -280,6 +282,23 @@ def refuse_beside_cluster(**options: object) -> None:
 
 class Interrupted(LegatoError):
     """Ctrl-C ended a command; the message says what is left."""
+
+
+def disturbances_of(text: str) -> tuple[Disturbance, ...]:
+    """The disturbances in `KIND:NUMBER:FACTOR:FROM:TO,...`; see `legato simulate --help`. Raises `InputError`."""
+    from legato.simulator.flow import Disturbance
+
+    found = []
+    for part in split(text):
+        try:
+            kind, number, factor, start, *end = part.split(":")
+            (until,) = end or [""]
+            values: dict[str, Any] = {"number": int(number), "factor": math.inf if factor == "fails" else float(factor)}
+        except ValueError:
+            raise InputError(f"--disturb: {part!r} (expected something like link:7:4:10ms:30ms)") from None
+        values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
+        found.append(Disturbance(kind=cast(Any, kind), **values))
+    return tuple(found)
 
 
 def split(text: str) -> list[str]:

@@ -38,6 +38,7 @@ from legato.cli.options import (
     Servers,
     Sharing,
     Workers,
+    disturbances_of,
     fabric_options,
     machines_of,
     split,
@@ -81,6 +82,15 @@ def simulate(
     slow: Annotated[float, typer.Option(help=SLOW_HELP, rich_help_panel="Network")] = 1.0,
     slow_link: Annotated[float, typer.Option(help=SLOW_LINK_HELP, rich_help_panel="Network")] = 1.0,
     seed: Seed = 0,
+    disturb: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
+            help="Make a link, server, uplink or compute (a worker's computation) slower for a while, such as "
+            "link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until the end.",
+            rich_help_panel="Network",
+        ),
+    ] = None,
     placement: Placement = None,
     distribution: Distribution = None,
     barrier: Barrier = None,
@@ -132,7 +142,10 @@ def simulate(
         sharing=sharing,
         jitter=jitter,
         seed=seed,
+        disturbances=() if disturb is None else disturbances_of(disturb),
     )
+    if disturb is not None and iterations not in (None, 1):
+        raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
     options = fabric_options(
         placement=placement,
         distribution=distribution,
@@ -258,8 +271,16 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Callable[[], Timeline], dict[str, Any]]:
         result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
         drawn = sorted(result.ranks.tolist())[:_MOST_DRAWN]
+        disturbed = {}
+        if network.disturbances:
+            quiet = replace(network, disturbances=())
+            quiet_s = simulate_flow(job, plan, fabric, quiet, iterations=1, keep_transfers=False).iteration_s
+            lost_s = network.lost_s(result.iteration_s)
+            propagated = (result.iteration_s - quiet_s) / lost_s if lost_s > 0 else None
+            disturbed = {"undisturbed_s": quiet_s, "lost_s": lost_s, "propagated": propagated}
         return lambda: result.timeline(drawn, name), {
             "iteration_s": result.iteration_s,
+            **disturbed,
             "overlap": result.overlap,
             "utilization": result.utilization,
         }

@@ -126,7 +126,7 @@ def test_a_slow_worker_and_jitter(capsys, workload):
 
 def test_every_option_that_is_about_the_network_is_one_of_sweep_too():
     options = {name: {p.name for p in get_command(app).commands[name].params} for name in ("simulate", "sweep")}
-    assert options["simulate"] - options["sweep"] == {"plan"}  # which belongs to one workload
+    assert options["simulate"] - options["sweep"] == {"plan", "disturb"}  # which belong to one workload
 
 
 def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
@@ -215,3 +215,36 @@ def test_workloads_that_differ_are_refused(capsys, workload, tmp_path):
     assert status == 2 and "worker 1" in err
     status, _, err = run(capsys, "simulate", workload, other, "--workers", 3)
     assert status == 2 and "2 workloads for 3 workers" in err
+
+
+def test_a_disturbance_beside_the_undisturbed_iteration(capsys, workload):
+    """5 MB in a ring of 4 take 6 ms on 10 Gbit/s after 20 ms of the backward pass. A link that fails in the middle for
+    1 ms delays them by this; one that fails before, by nothing."""
+    shared = (workload, "--fabric", "ring", "--workers", 4, "--latency", 0)
+    (quiet,) = rows(capsys, *shared)
+    for at, passed in (("22ms:23ms", 1.0), ("2ms:3ms", 0.0)):
+        (row,) = rows(capsys, *shared, "--disturb", f"link:3:fails:{at}")
+        assert row["undisturbed_s"] == quiet["iteration_s"] and row["lost_s"] == pytest.approx(1e-3)
+        assert row["propagated"] == pytest.approx(passed, abs=1e-6)
+        assert row["iteration_s"] - row["undisturbed_s"] == pytest.approx(passed * 1e-3, abs=1e-9)
+    (slow,) = rows(capsys, *shared, "--disturb", "compute:0:2:5ms:15ms, link:1:2:0")
+    assert slow["iteration_s"] == pytest.approx(0.03 + 0.005 + 0.012)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--disturb", "link:7"), "--disturb: 'link:7' (expected something like link:7:4:10ms:30ms)"),
+        (("--disturb", "link:7:x:0"), "'link:7:x:0'"),
+        (("--disturb", "link:1:2:3:4:5"), "'link:1:2:3:4:5'"),
+        (("--disturb", "link:8:2:0"), "link: 8 (expected 0 to 7)"),
+        (("--disturb", "links:1:2:0"), "unknown disturbance 'links'"),
+        (("--disturb", "link:1:fails:0"), "works again"),
+        (("--disturb", "server:0:2:0"), "server: 0 (there is no server)"),
+        (("--disturb", "link:1:2:0", "--iterations", 3), "--iterations: 3 (expected 1 with --disturb"),
+        (("--disturb", "link:1:2:0", "--fidelity", "collective"), "expected --fidelity flow"),
+    ],
+)
+def test_impossible_disturbances_get_one_line(capsys, workload, options, words):
+    status, out, err = run(capsys, "simulate", workload, "--fabric", "ring", *options)
+    assert status == 2 and out == "" and words in err and len(err.strip().splitlines()) == 1

@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+from legato.simulator.flow.disturbances import Disturbance
 from legato.simulator.flow.fabrics import BASELINE, FABRICS, Fabric, fabric
 from legato.simulator.flow.network import SHARING, Network
 from legato.simulator.flow.result import FlowResult
@@ -19,6 +20,7 @@ __all__ = [
     "BASELINE",
     "FABRICS",
     "SHARING",
+    "Disturbance",
     "Fabric",
     "FlowResult",
     "Network",

@@ -97,7 +97,7 @@ class Case:
         """
         unrolled = self.build(topology)
         services = unrolled.graph.freeze(topology.num_links)
-        done = _run(services, topology)
+        done = _run(services, unrolled)
         if done < len(services.records):
             left = len(services.records) - done
             raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")
@@ -109,14 +109,16 @@ class Case:
         return FlowResult.of(unrolled, services.records, keep_transfers=keep_transfers)
 
 
-def _run(services: Services, topology: Topology) -> int:
+def _run(services: Services, unrolled: Unrolled) -> int:
     """Run the engine for the topology, and return how many services ran."""
+    topology, profiles = unrolled.topology, unrolled.profiles
     if isinstance(topology, Alone):
         return topology.run(services)
+    found = profiles.of_services(services.records["link"], unrolled.computing) if profiles else None
     if topology.network.sharing == "fair":
         from legato.simulator.flow.fair import run_fair
 
-        return run_fair(services, topology.s_per_byte())
+        return run_fair(services, topology.s_per_byte(), found, profiles.changes())
     from legato.simulator.flow.engine import run_services
 
-    return int(run_services(*services))
+    return int(run_services(*services, found) if found else run_services(*services))

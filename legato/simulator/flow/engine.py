@@ -2,7 +2,8 @@
 
 Services are ordered by `(ready, key, id)`. A service on no link never queues; it
 runs as soon as its start is known. numba compiles this module on first use and
-keeps the result on disk.
+keeps the result on disk. Where links or workers are disturbed (`disturbances.py`),
+numba compiles the loop a second time; the other one does not look for disturbances.
 
 [Note: queues]
 The successors of a link's services become ready mostly in the order in which the
@@ -19,7 +20,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-__all__ = ["link_edges", "run_services"]
+__all__ = ["link_edges", "run_services", "served"]
 
 #: Values of `next` that are not a service: it is the last one of its queue; it has run.
 _LAST, _DONE = -1, -2
@@ -85,8 +86,31 @@ def _sift_up(heap, at, t, key, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def run_services(records, successors, num_links):  # type: ignore[no-untyped-def]
-    """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran."""
+def served(profiles, i, begin, work):  # type: ignore[no-untyped-def]
+    """When service i ends that begins at `begin`, and takes `work` seconds undisturbed."""
+    p = profiles.of[i]
+    if p < 0:
+        return begin + work
+    first, last = profiles.first[p], profiles.first[p + 1]
+    start = first + np.searchsorted(profiles.start_s[first:last], begin, side="right") - 1
+    for k in range(start, last):
+        factor, until = profiles.factor[k], np.inf
+        if k + 1 < last:
+            until = profiles.start_s[k + 1]
+        room = (until - begin) / factor
+        if work <= room:
+            return begin + work * factor if work > 0 else begin
+        work -= room
+        begin = until
+    return begin
+
+
+@numba.njit(cache=True)
+def run_services(records, successors, num_links, profiles=None):  # type: ignore[no-untyped-def]
+    """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
+
+    `profiles` are the `ServiceProfiles` of a disturbed simulation.
+    """
     total = len(records)
     free = np.zeros(num_links)  # when a link becomes free
     ends = np.full(2 * num_links, -1, np.int32)  # last service of each queue: after each link, and before it
@@ -119,8 +143,10 @@ def run_services(records, successors, num_links):  # type: ignore[no-untyped-def
         begin, work, link = service.begin_s, service.work_s, service.link
         if link >= 0:
             begin = max(begin, free[link])
-            free[link] = begin + work
-        end = max(begin + work, service.end_s)
+        stop = begin + work if profiles is None else served(profiles, i, begin, work)
+        if link >= 0:
+            free[link] = stop
+        end = max(stop, service.end_s)
         service.begin_s, service.end_s, service.next = begin, end, _DONE
         done += 1
         head, tail = begin + service.delay_s, end + service.delay_s

@@ -4,15 +4,21 @@ Services that cut through one another are one *flow*: it moves at one rate over
 all their links, and starts when none of them waits for anything else. Whenever a
 flow starts or ends, the rates are computed again by progressive filling: raise
 all rates equally; when a link is full, fix the rates of its flows; continue with
-the others. This is for small cases: each change looks at all active flows.
+the others. This is for small cases: each change looks at all active flows. Where
+links are disturbed (`disturbances.py`), every change of a link's rate is such a
+change, so rates are constant in between.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.simulator.flow.disturbances import ServiceProfiles
+from legato.simulator.flow.engine import served
 from legato.simulator.flow.graph import Services
 
 __all__ = ["fair_rates", "run_fair"]
@@ -21,10 +27,16 @@ __all__ = ["fair_rates", "run_fair"]
 _NOTHING = 1e-12
 
 
-def run_fair(services: Services, s_per_byte: NDArray[np.float64]) -> int:
+def run_fair(
+    services: Services,
+    s_per_byte: NDArray[np.float64],
+    profiles: ServiceProfiles | None = None,
+    changes: Sequence[tuple[float, int, float]] = (),
+) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    A byte takes `s_per_byte[link]` seconds on a link.
+    A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and
+    links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time.
     """
     records, successors, num_links = services
     flow, lag_s = _flows(records, successors)
@@ -33,7 +45,11 @@ def run_fair(services: Services, s_per_byte: NDArray[np.float64]) -> int:
     nbytes[wired] = records["work_s"][wired] / s_per_byte[records["link"][wired]]
     by_flow = np.argsort(flow, kind="stable").astype(np.int64)
     first = np.searchsorted(flow[by_flow], np.arange(flow.max(initial=-1) + 2))
-    return int(_run(records, successors, num_links, flow, lag_s, nbytes, 1 / s_per_byte, by_flow, first))
+    change_s = np.array([change[0] for change in changes])
+    link = np.array([change[1] for change in changes], np.int64)
+    to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
+    arguments = (records, successors, num_links, flow, lag_s, nbytes, 1 / s_per_byte, by_flow, first)
+    return int(_run(*arguments, (change_s, link, to), profiles) if profiles else _run(*arguments, (change_s, link, to)))
 
 
 @numba.njit(cache=True)
@@ -137,7 +153,12 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _run(records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first):  # type: ignore[no-untyped-def]
+def _run(  # type: ignore[no-untyped-def]
+    records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first, changes, profiles=None
+):
+    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays."""
+    change_s, change_link, change_to = changes
+    changed = 0
     total, flows = len(records), len(first) - 1
     held_back = np.zeros(flows, np.int64)  # number of services of other flows that it waits for
     ready_s = np.zeros(flows)
@@ -157,19 +178,25 @@ def _run(records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow,
     now, done = 0.0, 0
     while len(waiting) > 0 or len(active) > 0:
         until = np.inf
+        if changed < len(change_s):
+            until = max(change_s[changed], now)
         for f in waiting:
             until = min(until, ready_s[f])
         for f in active:
-            until = min(until, now + left[f] / rate[f])
+            if rate[f] > 0:
+                until = min(until, now + left[f] / rate[f])
         ended = [0][:0]
         moving = [0][:0]
         for f in active:
             left[f] -= rate[f] * (until - now)
-            if left[f] <= size[f] * _NOTHING or now + left[f] / rate[f] == now:
+            if left[f] <= size[f] * _NOTHING or (rate[f] > 0 and now + left[f] / rate[f] == now):
                 ended.append(f)
             else:
                 moving.append(f)
         now = max(now, until)
+        while changed < len(change_s) and change_s[changed] <= now:
+            capacity[change_link[changed]] = change_to[changed]
+            changed += 1
         later = [0][:0]
         for f in waiting:
             if ready_s[f] > now:
@@ -182,7 +209,11 @@ def _run(records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow,
                 ended.append(f)
         active, waiting = moving, later
         for f in ended:
-            end = start_s[f] + fixed_s[f] if size[f] == 0 else now
+            end = now
+            if size[f] == 0:
+                end = start_s[f] + fixed_s[f]
+                if profiles is not None and first[f + 1] - first[f] == 1:
+                    end = served(profiles, by_flow[first[f]], start_s[f], fixed_s[f])
             for m in range(first[f], first[f + 1]):
                 i = by_flow[m]
                 records[i].begin_s, records[i].end_s = start_s[f] + lag_s[i], end + lag_s[i]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError, unknown_name
+from legato.simulator.flow.disturbances import Disturbance, Profile, check_numbers
 
 __all__ = ["SHARING", "Network", "Sharing", "last_worker"]
 
@@ -42,6 +43,7 @@ class Network:
     Worker w computes `compute_scale[w]` times as long as its workload says
     (empty: 1); in every iteration each worker's time is multiplied by a further
     factor, lognormal with median 1 and sigma `jitter`, drawn from `seed`.
+    `disturbances` slow links and workers down for a while.
 
     Raises `InputError` on numbers outside their range.
     """
@@ -59,6 +61,7 @@ class Network:
     compute_scale: tuple[float, ...] = ()
     jitter: float = 0.0
     seed: int = 0
+    disturbances: tuple[Disturbance, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST_WORKERS:
@@ -87,6 +90,8 @@ class Network:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
+        racks = self.racks if self.racks > 1 else 0
+        check_numbers(self.disturbances, {"link": self.workers, "compute": self.workers, "uplink": racks})
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
@@ -145,14 +150,29 @@ class Network:
         return rates
 
     @property
+    def disturbed(self) -> bool:
+        """Whether anything is slower for a while."""
+        return any(one.factor != 1 for one in self.disturbances)
+
+    def lost_s(self, until_s: float) -> float:
+        """Seconds of full speed that disturbances take from links and workers until `until_s`, all added up.
+
+        A link loses the same in both directions, which count once.
+        """
+        affected = {(one.kind, one.number) for one in self.disturbances}
+        by = {what: [one for one in self.disturbances if (one.kind, one.number) == what] for what in affected}
+        return math.fsum(Profile.of(these).lost_s(until_s) for these in by.values())
+
+    @property
     def uniform(self) -> bool:
-        """Whether all workers have the same speed and the same link."""
-        return self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
+        """Whether all workers have the same speed and the same link, at all times."""
+        alike = self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
+        return alike and not self.disturbed
 
     @property
     def plain(self) -> bool:
         """Whether all hosts are alike, behind one switch, as at collective fidelity."""
-        alike = self.jitter == 0 and set(self.compute_scale + self.link_scale) <= {1.0}
+        alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
         return alike and self.server_bandwidth_bps is None and self.racks == 1 and self.sharing == "fifo"
 
     def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream
+from legato.simulator.flow.disturbances import Profile
 from legato.simulator.flow.graph import Ids
 from legato.simulator.flow.unroll import Unrolled
 
@@ -38,13 +39,17 @@ class IterationTimes:
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """When segments of computation start: `forward_s` and `backward_s` [iteration, segment, worker], in seconds."""
+    """When segments of computation start: `forward_s` and `backward_s` [iteration, segment, worker], in seconds.
+
+    `disturbed` has the profiles of the workers that are slower for a while.
+    """
 
     forward: Stream
     backward: Stream
     forward_s: Times
     backward_s: Times
     slowdown: Times
+    disturbed: Mapping[int, Profile]
 
     @classmethod
     def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
@@ -55,6 +60,7 @@ class ComputeTimes:
             np.array([run.forward_s for run in runs]),
             np.array([run.backward_s for run in runs]),
             unrolled.slowdown,
+            unrolled.profiles.compute,
         )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:
@@ -62,7 +68,12 @@ class ComputeTimes:
         stream, begin = (self.forward, self.forward_s) if half == "forward" else (self.backward, self.backward_s)
         base = begin[k].T[:, stream.segment]
         factor = self.slowdown[k, : base.shape[0], None]
-        return base + stream.op_start_s * factor, base + stream.op_end_s * factor
+        work_s = stream.op_start_s * factor, stream.op_end_s * factor
+        start_s, end_s = base + work_s[0], base + work_s[1]
+        for worker, profile in self.disturbed.items():
+            start_s[worker] = profile.end_s(base[worker], work_s[0][worker])
+            end_s[worker] = profile.end_s(base[worker], work_s[1][worker])
+        return start_s, end_s
 
 
 @dataclass(frozen=True)
@@ -281,6 +292,9 @@ class FlowResult:
     def computation_s(self) -> float:
         """C: seconds in which worker 0 computes."""
         compute, k = self.compute, self.iterations - 1
+        if 0 in compute.disturbed:
+            times = [compute.op_times(half, k) for half in ("forward", "backward")]
+            return float(sum((end[0] - start[0]).sum() for start, end in times))
         parts = (compute.forward.duration_s[0].sum(), compute.backward.duration_s[0].sum())
         return float(sum(parts) * compute.slowdown[k, 0])
 

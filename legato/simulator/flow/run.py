@@ -9,6 +9,7 @@ from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Workload
 from legato.simulator.flow.case import Case
 from legato.simulator.flow.compute import check_alike
+from legato.simulator.flow.disturbances import check_numbers
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fabrics.servers import creation_order
@@ -56,7 +57,7 @@ def simulate_flow(
     `workload` is that of all workers, or a sequence with one per worker, which
     may differ only in the durations of ops. Without a plan, `plain_plan` is used.
     `iterations` None means 1 if all workers start together (with a barrier, or
-    if they are identical), else 3. `keep_transfers` False drops the data that only
+    if they are identical) or the network is disturbed, else 3. `keep_transfers` False drops the data that only
     the link lanes of `FlowResult.timeline` need; then identical workers take little
     time and memory on most fabrics (`FlowResult.ranks` are those that are kept).
     `symmetry` False simulates every worker even if few can stand for all.
@@ -122,9 +123,11 @@ def _case(
         raise InputError(
             f"shard: {plan.shard!r} at flow fidelity (expected a plan without shards: --fidelity collective)"
         )
+    check_numbers(network.disturbances, {"server": found.servers})
     alike = network.uniform and all(other is job or other == job for other in workloads)
     if iterations is None:
-        iterations = 1 if found.synchronous or (alike and not found.servers) else 3
+        alone = found.synchronous or (alike and not found.servers) or network.disturbed
+        iterations = 1 if alone else 3
     check_iterations(iterations)
     return Case(workloads, plan, found, network, iterations, alike)
 

@@ -106,6 +106,14 @@ class Topology:
     def _down_link(self, rack: Hosts) -> Hosts:
         return 4 * self._hosts + 2 * rack + 1
 
+    def links_of(self, kind: str, number: int) -> list[int]:
+        """The two links of a worker ("link"), of a server, or of a rack ("uplink")."""
+        if kind == "uplink":
+            rack = np.asarray(number)
+            return [int(self._up_link(rack)), int(self._down_link(rack))]
+        host = self.server(number) if kind == "server" else self.worker(number)
+        return [int(self.out_link(host)), int(self.in_link(host))]
+
     def s_per_byte(self) -> NDArray[np.float64]:
         """Seconds that a byte takes on each link."""
         return np.concatenate(

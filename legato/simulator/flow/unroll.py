@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream, first_reads
+from legato.simulator.flow.disturbances import Profiles
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, fragment, overlaps
 from legato.simulator.flow.graph import Graph, Ids
@@ -58,6 +59,7 @@ class Unrolled:
         self.workload, self.plan, self.fabric, self.topology = workload, plan, fabric, topology
         self.graph: Graph = topology.graph
         self.slowdown = slowdown
+        self.profiles = Profiles.of(topology.network.disturbances, topology.links_of)
         placement = fabric.placed(workload)
         indexed = list(enumerate(plan.messages))
         self.reducing = fragment([m for m in indexed if m[1].kind in REDUCING], placement, fabric.message_bytes)
@@ -102,6 +104,11 @@ class Unrolled:
                 self._wait_for_reads(forward, received)
                 self.iterations.append(Iteration(forward, backward, launched, summed, released, received))
         return self
+
+    @property
+    def computing(self) -> list[Ids]:
+        """The ids [segment, rank] of all computation."""
+        return [half for run in self.iterations for half in (run.forward, run.backward)]
 
     def fragments_of_tensor(self, fragments: Fragments) -> list[list[int]]:
         """For each tensor, the fragments that carry some of it."""
