@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from legato.core.errors import PlanError, TooLargeError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.simulator.flow.alone import Alone
+from legato.simulator.flow.disturbances import Profiles
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, num_fragments
-from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Services
+from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Ids, Services
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.result import FlowResult
 from legato.simulator.flow.topology import Topology
 from legato.simulator.flow.unroll import Unrolled
 
-__all__ = ["Case"]
+__all__ = ["Case", "run_graph"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Case:
         """
         unrolled = self.build(topology)
         services = unrolled.graph.freeze(topology.num_links)
-        done = _run(services, unrolled)
+        done = run_graph(services, topology, unrolled.profiles, unrolled.computing)
         if done < len(services.records):
             left = len(services.records) - done
             raise PlanError(f"the plan waits for itself: {left} transfers or ops never start")
@@ -109,16 +111,29 @@ class Case:
         return FlowResult.of(unrolled, services.records, keep_transfers=keep_transfers)
 
 
-def _run(services: Services, unrolled: Unrolled) -> int:
-    """Run the engine for the topology, and return how many services ran."""
-    topology, profiles = unrolled.topology, unrolled.profiles
+def run_graph(
+    services: Services,
+    topology: Topology,
+    profiles: Profiles | None = None,
+    computing: Sequence[Ids] = (),
+    priority: NDArray[np.int64] | None = None,
+) -> int:
+    """Run the engine for the topology, and return how many services ran.
+
+    `profiles` are those of what is disturbed, `computing` the ids [segment, rank] of computation. `priority` is that
+    of each service, on links that serve higher ones first; nothing is disturbed then.
+    """
     if isinstance(topology, Alone):
         return topology.run(services)
-    found = profiles.of_services(services.records["link"], unrolled.computing) if profiles else None
+    found = profiles.of_services(services.records["link"], computing) if profiles else None
     if topology.network.sharing == "fair":
         from legato.simulator.flow.fair import run_fair
 
-        return run_fair(services, topology.s_per_byte(), found, profiles.changes())
+        return run_fair(services, topology.s_per_byte(), found, profiles.changes() if profiles else (), priority)
+    if priority is not None:
+        from legato.simulator.flow.priority import run_by_priority
+
+        return int(run_by_priority(*services, priority))
     from legato.simulator.flow.engine import run_services
 
     return int(run_services(*services, found) if found else run_services(*services))

@@ -4,7 +4,8 @@ Services that cut through one another are one *flow*: it moves at one rate over
 all their links, and starts when none of them waits for anything else. Whenever a
 flow starts or ends, the rates are computed again by progressive filling: raise
 all rates equally; when a link is full, fix the rates of its flows; continue with
-the others. This is for small cases: each change looks at all active flows. Where
+the others. With priorities, the flows of the highest one share all there is, those of
+the next one what these leave, and so on. This is for small cases: each change looks at all active flows. Where
 links are disturbed (`disturbances.py`), every change of a link's rate is such a
 change, so rates are constant in between.
 """
@@ -32,11 +33,13 @@ def run_fair(
     s_per_byte: NDArray[np.float64],
     profiles: ServiceProfiles | None = None,
     changes: Sequence[tuple[float, int, float]] = (),
+    priority: NDArray[np.int64] | None = None,
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and
-    links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time.
+    links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have
+    the same `priority`, if there is one; higher ones go first.
     """
     records, successors, num_links = services
     flow, lag_s = _flows(records, successors)
@@ -49,7 +52,9 @@ def run_fair(
     link = np.array([change[1] for change in changes], np.int64)
     to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
     arguments = (records, successors, num_links, flow, lag_s, nbytes, 1 / s_per_byte, by_flow, first)
-    return int(_run(*arguments, (change_s, link, to), profiles) if profiles else _run(*arguments, (change_s, link, to)))
+    if priority is None:
+        return int(_run(*arguments, (change_s, link, to), profiles))
+    return int(_run(*arguments, (change_s, link, to), profiles, priority[by_flow[first[:-1]]]))
 
 
 @numba.njit(cache=True)
@@ -131,6 +136,29 @@ def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
+def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-untyped-def]
+    """The max-min fair rates of the flows of each priority on what those with higher ones leave."""
+    rate, left = np.zeros(len(priority)), capacity.copy()
+    for level in np.unique(priority)[::-1]:
+        mine = np.flatnonzero(priority == level)
+        starts = np.zeros(len(mine) + 1, np.int64)
+        for k in range(len(mine)):
+            starts[k + 1] = starts[k] + first[mine[k] + 1] - first[mine[k]]
+        theirs = np.empty(starts[-1], np.int64)
+        for k in range(len(mine)):
+            theirs[starts[k] : starts[k + 1]] = links[first[mine[k]] : first[mine[k] + 1]]
+        rates = fair_rates(theirs, starts, left)
+        for k in range(len(mine)):
+            rate[mine[k]] = rates[k]
+            for at in theirs[starts[k] : starts[k + 1]]:
+                left[at] -= rates[k]
+        for at in theirs:
+            if left[at] <= capacity[at] * _NOTHING:
+                left[at] = 0.0
+    return rate
+
+
+@numba.njit(cache=True)
 def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
     """The links of the active flows, each once per flow, as arguments for `fair_rates`."""
     starts = np.zeros(len(active) + 1, np.int64)
@@ -154,9 +182,9 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _run(  # type: ignore[no-untyped-def]
-    records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first, changes, profiles=None
+    records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first, changes, profiles, priority=None
 ):
-    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays."""
+    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows."""
     change_s, change_link, change_to = changes
     changed = 0
     total, flows = len(records), len(first) - 1
@@ -228,7 +256,10 @@ def _run(  # type: ignore[no-untyped-def]
         if len(active) > 0:
             chosen = np.array(active)
             links, starts = _links_of(records, chosen, by_flow, first)
-            rates = fair_rates(links, starts, capacity)
+            if priority is None:
+                rates = fair_rates(links, starts, capacity)
+            else:
+                rates = _rates_by_priority(links, starts, capacity, priority[chosen])
             for k in range(len(chosen)):
                 rate[chosen[k]] = rates[k]
     return done
