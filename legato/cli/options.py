@@ -180,7 +180,9 @@ Group = Annotated[
 ]
 Iterations = Annotated[
     int | None,
-    typer.Option(help="Number of iterations to simulate.", show_default="1, or 3 where they differ"),
+    typer.Option(
+        help="Number of iterations to simulate.", show_default="1, or 3 where they differ; 30 where jobs share"
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_panel="Network")]
 
@@ -227,6 +229,12 @@ class Machines(NamedTuple):
             "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
         )
         return f"{self._prefix}{self._workers}, {self._link(network.bandwidth_bps, network.latency_s)}{measured}"
+
+    def describe_shared(self, network: Network) -> str:
+        """The network that jobs share in words, for the title of a table."""
+        racks = f" in {network.racks} racks" if network.racks > 1 else ""
+        link = self._link(network.bandwidth_bps, network.latency_s)
+        return f"{self._prefix}{_count(network.workers, 'host')}{racks}, {link}"
 
     @property
     def _prefix(self) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -19,6 +19,8 @@ from legato.cli.options import (
     RACKS_HELP,
     SLOW_HELP,
     SLOW_LINK_HELP,
+    WORKERS,
+    WORKERS_HELP,
     Aggregation,
     Bandwidth,
     Barrier,
@@ -37,13 +39,13 @@ from legato.cli.options import (
     ServerBandwidth,
     Servers,
     Sharing,
-    Workers,
     disturbances_of,
     fabric_options,
     machines_of,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
+from legato.cli.share import JobOptions, one_each, simulate_shared, whole
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError, TooLargeError
@@ -64,12 +66,18 @@ _MOST_BASELINE = 1_000_000
 
 def simulate(
     workloads: Annotated[
-        list[Path], typer.Argument(metavar="W.json...", help="One workload for all workers, or one for each.")
+        list[Path],
+        typer.Argument(
+            metavar="W.json...", help="One workload for all workers, or one for each; with --share, one for each job."
+        ),
     ],
     fabric: Annotated[str, typer.Option(help=FABRIC_HELP)] = "all",
     fidelity: Fidelity = "flow",
     cluster: ClusterFile = None,
-    workers: Workers = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(help=WORKERS_HELP, show_default=str(WORKERS), rich_help_panel="Network", metavar="INTEGER"),
+    ] = None,
     servers: Servers = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
@@ -108,9 +116,61 @@ def simulate(
     plan: Annotated[
         Path | None, typer.Option(metavar="P.json", help="Run the plan in this file instead of a scheduler's.")
     ] = None,
+    share: Annotated[
+        bool,
+        typer.Option(
+            "--share",
+            help="Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of "
+            "jobs take one value for all jobs, or one for each, separated by commas.",
+            rich_help_panel="Jobs",
+        ),
+    ] = False,
+    hosts: Annotated[
+        Literal["packed", "spread", "random", "together"] | None,
+        typer.Option(
+            help="Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the "
+            "same hosts.",
+            show_default="packed",
+            rich_help_panel="Jobs",
+        ),
+    ] = None,
+    shift: Annotated[
+        str | None,
+        typer.Option(help="Time after which a job begins.", show_default="0", rich_help_panel="Jobs"),
+    ] = None,
+    best_shift: Annotated[
+        bool,
+        typer.Option(
+            "--best-shift",
+            help="Find the shifts with the smallest slowdowns, and say what it costs to miss them.",
+            rich_help_panel="Jobs",
+        ),
+    ] = False,
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            help="Least time from the beginning of an iteration to that of the next one, counted from the first: keeps "
+            "shifts up.",
+            show_default="none",
+            rich_help_panel="Jobs",
+        ),
+    ] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(
+            help="Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
+            show_default="equal",
+            rich_help_panel="Jobs",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="T.json", help="Write the fastest fabric's timeline to this file."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="T.json",
+            help="Write the fastest fabric's timeline to this file; with --share, one for each job to this folder.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -120,20 +180,38 @@ def simulate(
     are speedups only if it is one of the fabrics. A measured cluster's bandwidth and latency are
     those that explain the measured cost of its default collective.
 
+    With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
+    that alone on the same hosts.
+
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
     from legato.simulator.flow import Network
     from legato.simulator.flow.network import last_worker
+    from legato.simulator.flow.placement import num_hosts
 
     if plan is not None and scheduler is not None:
         raise InputError("--plan and --scheduler: give one or the other")
+    if disturb is not None and share:
+        raise InputError("--share and --disturb: give one or the other")
+    if disturb is not None and iterations not in (None, 1):
+        raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
     jobs = [files.read(path, Workload) for path in workloads]
-    machines = machines_of(cluster, workers, bandwidth, latency, reduce, servers=servers)
+    given = JobOptions(fabric, scheduler, None if plan is None else str(plan), shift, pace, priority, hosts, best_shift)
+    if not share:
+        given.refuse()
+    counts = one_each("workers", workers, len(jobs) if share else 1, whole, None)
+    machines = machines_of(cluster, max(counts, key=lambda n: n or 0), bandwidth, latency, reduce, servers=servers)
     plain, count = Network.of(machines.cluster), machines.cluster.workers
-    if len(jobs) not in (1, count):
+    if share:
+        each = [count if one is None else one for one in counts]
+        if min(each) < 1:
+            raise InputError(f"workers: {min(each)} (expected at least 1)")
+        count = num_hosts(each, given.placement)
+    elif len(jobs) not in (1, count):
         raise InputError(f"{len(jobs)} workloads for {count} workers (expected one, or one each)")
     network = replace(
         plain,
+        workers=count,
         racks=racks,
         oversubscription=oversubscription,
         compute_scale=last_worker("slow", slow, count),
@@ -144,8 +222,6 @@ def simulate(
         seed=seed,
         disturbances=() if disturb is None else disturbances_of(disturb),
     )
-    if disturb is not None and iterations not in (None, 1):
-        raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
     options = fabric_options(
         placement=placement,
         distribution=distribution,
@@ -157,6 +233,14 @@ def simulate(
     )
     if fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
         raise InputError(f"{min(unseen)}: means nothing at collective fidelity (expected --fidelity flow)")
+    if share:
+        if fidelity == "collective":
+            raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+        options |= {} if not machines.cluster.servers else {"servers": machines.cluster.servers}
+        simulate_shared(
+            jobs, each, network, machines.describe_shared(network), given, options, iterations, output, json
+        )
+        return
     chosen = _fabrics(fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
     planned = _planner(
         jobs[0], None if scheduler == "plain" else scheduler, None if plan is None else files.read(plan, Plan), network

@@ -11,6 +11,8 @@ from legato.cli import main
 from legato.cli.commands import app
 from legato.simulator.flow import FABRICS
 
+#: The options of --share.
+JOBS = ("share", "hosts", "shift", "best_shift", "pace", "priority")
 KEYS = ["fabric", "iteration_s", "speedup", "overlap", "utilization", "simulate_s"]
 
 
@@ -126,7 +128,7 @@ def test_a_slow_worker_and_jitter(capsys, workload):
 
 def test_every_option_that_is_about_the_network_is_one_of_sweep_too():
     options = {name: {p.name for p in get_command(app).commands[name].params} for name in ("simulate", "sweep")}
-    assert options["simulate"] - options["sweep"] == {"plan", "disturb"}  # which belong to one workload
+    assert options["simulate"] - options["sweep"] == {"plan", "disturb", *JOBS}  # which belong to one network
 
 
 def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
@@ -179,7 +181,7 @@ def test_a_workload_a_worker(capsys, workload):
         (("--bandwidth", "1e-300bit"), "not a bandwidth of"),
         (("--latency", "1e300s"), "not a time of at most"),
         (("--slow-link", "0"), "slow_link: 0"),
-        (("--slow-link", "2", "--workers", "1000000000000"), "'--workers': Input should be less"),
+        (("--slow-link", "2", "--workers", "1000000000000"), "workers: 1000000000000 (expected 1 to 1048576)"),
         (("--server-bandwidth", "x"), "not a bandwidth"),
         (("--jitter", "-1"), "jitter"),
         (("--iterations", "0"), "iterations: 0"),

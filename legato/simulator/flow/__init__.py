@@ -12,19 +12,31 @@ from __future__ import annotations
 
 from legato.simulator.flow.disturbances import Disturbance
 from legato.simulator.flow.fabrics import BASELINE, FABRICS, Fabric, fabric
+from legato.simulator.flow.jobs import Job, JobTimes, SharedNetwork, SharedTimes, simulate_jobs
 from legato.simulator.flow.network import SHARING, Network
+from legato.simulator.flow.phases import Phases, best_shifts
+from legato.simulator.flow.placement import PLACEMENTS, place
 from legato.simulator.flow.result import FlowResult
 from legato.simulator.flow.run import plain_plan, simulate_flow
 
 __all__ = [
     "BASELINE",
     "FABRICS",
+    "PLACEMENTS",
     "SHARING",
     "Disturbance",
     "Fabric",
     "FlowResult",
+    "Job",
+    "JobTimes",
     "Network",
+    "Phases",
+    "SharedNetwork",
+    "SharedTimes",
+    "best_shifts",
     "fabric",
+    "place",
     "plain_plan",
     "simulate_flow",
+    "simulate_jobs",
 ]

@@ -140,6 +140,10 @@ class Network:
         """Seconds a byte takes on a link of `bandwidth_bps`."""
         return 8 / self.bandwidth_bps
 
+    def rack_of_workers(self) -> NDArray[np.int64]:
+        """The rack of each worker: neighbours are in the same one."""
+        return np.arange(self.workers) * self.racks // self.workers
+
     def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
         """Seconds that a byte takes on the link of each of the first `workers` workers, and of the servers."""
         rates = np.full(workers + servers, self.s_per_byte)

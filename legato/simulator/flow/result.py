@@ -15,10 +15,11 @@ from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coeffi
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream
 from legato.simulator.flow.disturbances import Profile
+from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.unroll import Unrolled
+from legato.simulator.flow.unroll import Iteration, Unrolled
 
-__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers"]
+__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers", "iteration_end_s"]
 
 Times = NDArray[np.float64]
 
@@ -35,6 +36,30 @@ class IterationTimes:
     released_s: Times
     received_s: Times
     computed_s: float
+
+    @classmethod
+    def of(cls, run: Iteration, records: NDArray[np.void]) -> IterationTimes:
+        """Of an unrolled iteration, after the engine has run it."""
+
+        def end_s(ids: Ids) -> Times:
+            return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
+
+        return cls(
+            forward_s=records["begin_s"][run.forward],
+            backward_s=records["begin_s"][run.backward],
+            launched_s=end_s(run.launched),
+            summed_s=end_s(run.summed),
+            released_s=end_s(run.released),
+            received_s=end_s(run.received),
+            computed_s=float(end_s(run.forward[-1:]).max(initial=0.0)),
+        )
+
+
+def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
+    """When an iteration ends: with servers, when all is summed; else when all has arrived and is computed with."""
+    if fabric.servers:
+        return float(run.summed_s.max())
+    return max(float(run.received_s.max()), run.computed_s)
 
 
 @dataclass(frozen=True)
@@ -156,21 +181,7 @@ class FlowResult:
     def of(cls, unrolled: Unrolled, records: NDArray[np.void], *, keep_transfers: bool) -> FlowResult:
         """Read the result from the services of the unrolled iterations, after the engine has run them."""
 
-        def end_s(ids: Ids) -> Times:
-            return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
-
-        runs = [
-            IterationTimes(
-                forward_s=records["begin_s"][run.forward],
-                backward_s=records["begin_s"][run.backward],
-                launched_s=end_s(run.launched),
-                summed_s=end_s(run.summed),
-                released_s=end_s(run.released),
-                received_s=end_s(run.received),
-                computed_s=float(end_s(run.forward[-1:]).max(initial=0.0)),
-            )
-            for run in unrolled.iterations
-        ]
+        runs = [IterationTimes.of(run, records) for run in unrolled.iterations]
         topology = unrolled.topology
         return cls.read(
             unrolled,
@@ -198,17 +209,13 @@ class FlowResult:
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
         aggregated_s = np.array([[run.summed_s[i].max() for i in carriers] for run in runs])
         received_s = np.array([[run.received_s[i].max(axis=0) for i in unrolled.readable] for run in runs])
-        if unrolled.fabric.servers:
-            iteration_end_s = aggregated_s.max(axis=1)
-        else:
-            iteration_end_s = np.maximum(received_s.max(axis=(1, 2)), [run.computed_s for run in runs])
         return cls(
             workload=unrolled.workload,
             plan=unrolled.plan,
             servers=unrolled.fabric.servers,
             ranks=ranks,
             members=members,
-            end_s=iteration_end_s,
+            end_s=np.array([iteration_end_s(unrolled.fabric, run) for run in runs]),
             gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
             aggregated_s=aggregated_s,
             received_s=received_s.transpose(0, 2, 1),
@@ -321,7 +328,7 @@ class FlowResult:
             if worker not in column:
                 raise InputError(f"worker {worker}: not simulated (expected {_listed(sorted(column))})")
         chosen = [column[worker] for worker in sorted(column) if workers is None or worker in workers]
-        spans = [*self._compute_spans(chosen), *self._message_spans(chosen)]
+        spans = self.spans(chosen)
         spans += self._link_spans(chosen) if links else ()
         rank = self.ranks.tolist()
         zero = min((span[3] for span in spans), default=0.0)
@@ -333,7 +340,11 @@ class FlowResult:
         title = name or self.plan.scheduler
         return Timeline(title, "predicted", self.iteration_s, tuple(made), members=members)
 
-    def _compute_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
+    def spans(self, columns: Sequence[int]) -> list[tuple[Any, ...]]:
+        """(column, lane, name, start, end, kind, and bytes of a message) of the last iteration, in seconds."""
+        return [*self._compute_spans(columns), *self._message_spans(columns)]
+
+    def _compute_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         k = self.iterations - 1
         for half, stream in (("forward", self.compute.forward), ("backward", self.compute.backward)):
             start, end = self.compute.op_times(half, k)
@@ -343,7 +354,7 @@ class FlowResult:
                     if start[w, at] < end[w, at]:
                         yield w, "compute", op.name, float(start[w, at]), float(end[w, at]), op.phase
 
-    def _message_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
+    def _message_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         way, labels = self.messages, self._labels()
         for w in workers:
             for i, message in enumerate(way.message):
@@ -351,7 +362,7 @@ class FlowResult:
                 if start < end:
                     yield w, "network", labels[message], start, end, "message", round(way.nbytes[i])
 
-    def _link_spans(self, workers: list[int]) -> Iterator[tuple[Any, ...]]:
+    def _link_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         transfers, labels = self.transfers, self._labels()
         if transfers is None:
             return

@@ -61,7 +61,7 @@ class Topology:
         self._hosts = size + servers
         self._host_s_per_byte = network.host_s_per_byte(size, servers)
         racks = network.racks
-        self._rack = np.concatenate([np.arange(size) * racks // network.workers, np.arange(servers) % racks])
+        self._rack = np.concatenate([network.rack_of_workers()[:size], np.arange(servers) % racks])
         self._rack_s_per_byte = network.s_per_byte * network.oversubscription * racks / network.workers
 
     @property

@@ -78,12 +78,17 @@ class Unrolled:
         self._launched: list[Ids] = []  # of all messages that workers send, in the order in which they are launched
         self._done: list[Ids] = []  # services that end when such a message is through
         self.iterations: list[Iteration] = []
+        self._begin: Ids = np.empty(0, np.int32)
 
-    def build(self) -> Unrolled:
-        """Add everything to the graph; returns itself."""
+    def build(self, begin: Ids | None = None) -> Unrolled:
+        """Add everything to the graph; returns itself. Iteration k waits for service `begin[k]`, if there is one."""
+        if begin is not None:
+            self._begin = begin
         if self.fabric.servers:
             released = np.broadcast_to(self.graph.add((1, 1)), (len(self.distributing), 1))
             for k in range(len(self.slowdown)):
+                released = self._held(k, released)
+                self._hold_workers(k)
                 received = self._distribute(k, released)
                 forward = self._compute(self.forward, k)
                 self._wait_for_reads(forward, received)
@@ -94,6 +99,7 @@ class Unrolled:
                 released = self._summed_for(summed)
         else:
             for k in range(len(self.slowdown)):
+                self._hold_workers(k)
                 backward = self._compute(self.backward, k)
                 launched = self._launch(backward)
                 summed = self._reduce(k, launched)
@@ -123,6 +129,19 @@ class Unrolled:
         """For each tensor, the place in the forward pass of its first reader, or the end."""
         at, never = self.forward.at, len(self.forward.ops)
         return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
+
+    def _held(self, k: int, services: Ids) -> Ids:
+        """What ends when `services` have ended and iteration k may begin."""
+        if k >= len(self._begin):
+            return services
+        return self.graph.join(np.stack(np.broadcast_arrays(services, self._begin[k]), axis=-1))
+
+    def _hold_workers(self, k: int) -> None:
+        """Let the workers wait until iteration k may begin."""
+        if self._last_op is not None:
+            self._last_op = self._held(k, self._last_op)
+        elif k < len(self._begin):
+            self._last_op = np.broadcast_to(self._begin[k], self.topology.size)
 
     def _compute(self, stream: Stream, k: int) -> Ids:
         """Add the segments of a stream, after what the workers ran before."""

@@ -1,0 +1,136 @@
+"""`legato simulate --share` as a user meets it."""
+
+import json
+
+import pytest
+from support.command import run
+
+import legato
+
+KEYS = ["job", "workers", "priority", "shift_s", "alone_s", "iteration_s", "slowdown", "shortest_s", "longest_s"]
+KEYS += ["iterations", "utilization", "intensity"]
+#: Two workers on the same two hosts; in a ring, 5 MB take 40 ms on 1 Gbit/s, after 20 ms of the backward pass.
+TWO = ("--share", "--fabric", "ring", "--hosts", "together", "--workers", 2, "--bandwidth", "1Gbit", "--latency", 0)
+
+
+def shared(capsys, *arguments):
+    status, out, err = run(capsys, "simulate", *arguments, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture
+def other(tmp_path):
+    path = tmp_path / "other.json"
+    ops = [legato.Op("f", "forward", 0.04), legato.Op("b", "backward", 0.02, (0,))]
+    legato.write(path, legato.Workload("other", tuple(ops), (legato.Tensor("w", 1_250_000, 1, (0,)),)))
+    return path
+
+
+def test_a_row_for_every_job(capsys, workload, other):
+    found = shared(capsys, workload, other, *TWO)
+    assert found["best_shift"] is None and [case["case"] for case in found["cases"]] == ["equal"]
+    (case,) = found["cases"]
+    assert [list(job) for job in case["jobs"]] == [KEYS, KEYS]
+    first, second = case["jobs"]
+    assert (first["job"], second["job"]) == ("toy", "other") and first["workers"] == second["workers"] == 2
+    assert first["alone_s"] == pytest.approx(0.07) and second["alone_s"] == pytest.approx(0.07)
+    for job in case["jobs"]:
+        assert job["slowdown"] == pytest.approx(job["iteration_s"] / job["alone_s"]) and job["slowdown"] >= 1
+        assert job["shortest_s"] <= job["iteration_s"] <= job["longest_s"]
+    assert first["intensity"] == pytest.approx(2 * 0.03 / 0.04)
+    begin, end = case["window_s"]
+    assert 0 < begin < end and first["iterations"] >= 20
+    assert case["slowdown"] == pytest.approx((first["slowdown"] + second["slowdown"]) / 2)
+
+
+def test_jobs_on_hosts_of_their_own_behind_a_switch_are_alone(capsys, workload):
+    options = ("--share", "--fabric", "ring,tree", "--workers", "3,2")
+    status, out, _ = run(capsys, "simulate", workload, workload, *options)
+    assert status == 0 and "2 jobs on 5 hosts, 10 Gbit/s, latency 30 us, packed" in out
+    assert out.count("1.000x") == 3 and "toy 1" in out and "toy 2" in out and "all, from" in out
+    found = shared(capsys, workload, workload, *options, "--racks", 2, "--oversubscription", 4, "--hosts", "spread")
+    assert found["cases"][0]["slowdown"] > 1
+
+
+def test_priorities_beside_equal_ones_and_those_of_intensity(capsys, workload, other):
+    found = shared(capsys, workload, other, *TWO, "--priority", "2,1", "--sharing", "fair")
+    cases = {case["case"]: case["jobs"] for case in found["cases"]}
+    assert list(cases) == ["equal", "given", "intensity"]
+    priorities = [[job["priority"] for job in jobs] for jobs in cases.values()]
+    assert priorities == [[0, 0], [2, 1], [1, 2]]  # the other one computes more and sends less
+    assert cases["given"][0]["slowdown"] == pytest.approx(1) and cases["intensity"][1]["slowdown"] == pytest.approx(1)
+    found = shared(capsys, workload, other, *TWO, "--priority", "intensity")
+    assert [case["case"] for case in found["cases"]] == ["equal", "intensity"]
+
+
+def test_the_best_shift(capsys, workload, other):
+    """10 of 70 ms fit into the 30 ms in which the other job computes."""
+    options = (*TWO, "--sharing", "fair", "--best-shift", "--iterations", 8)
+    found = shared(capsys, workload, other, *options)
+    equal, best = found["cases"]
+    assert best["case"] == "best shift" and best["slowdown"] == pytest.approx(1) and equal["slowdown"] > 1.05
+    assert [drift["off"] for drift in found["best_shift"]["drift"]] == [0.01, 0.05, 0.1]
+    assert [job["shift_s"] for job in best["jobs"]] == found["best_shift"]["shift_s"]
+    status, out, _ = run(capsys, "simulate", workload, other, *options)
+    assert status == 0 and "off by 5% of a period" in out and "worst phase" in out
+    given = f"0,{1e3 * best['jobs'][1]['shift_s']:.6f}ms"
+    again = shared(capsys, workload, other, *options[:-3], "--iterations", 8, "--shift", given)
+    assert again["cases"][0]["slowdown"] == pytest.approx(1)
+
+
+def test_a_pace(capsys, workload, other):
+    found = shared(capsys, workload, other, *TWO, "--pace", "80ms", "--shift", "0,45ms")
+    assert [job["iteration_s"] for job in found["cases"][0]["jobs"]] == pytest.approx([0.08, 0.08])
+
+
+def test_plans_and_schedulers_are_of_one_job_each(capsys, workload, other, tmp_path):
+    paths = []
+    for number, path in enumerate((workload, other)):
+        job = legato.read(path, legato.Workload)
+        whole = tuple(legato.Slice(t.name, 0, t.nbytes) for t in job.tensors)
+        paths.append(tmp_path / f"p{number}.json")
+        legato.write(paths[-1], legato.Plan("one", (legato.Message(whole),)))
+    given = shared(capsys, workload, other, *TWO, "--plan", ",".join(map(str, paths)))
+    planned = shared(capsys, workload, other, *TWO, "--scheduler", "single")
+    mixed = shared(capsys, workload, other, *TWO, "--scheduler", "single,plain")
+    assert given == planned and mixed["cases"][0]["jobs"] != shared(capsys, workload, other, *TWO)["cases"][0]["jobs"]
+
+
+def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
+    folder, report = tmp_path / "jobs", tmp_path / "r.html"
+    status, _, err = run(capsys, "simulate", workload, other, *TWO, "-o", folder)
+    assert status == 0 and "job-*.json" in err
+    found = [legato.read(folder / f"job-{number}.json", legato.Timeline) for number in (1, 2)]
+    assert [timeline.name for timeline in found] == ["toy", "other"]
+    assert all(timeline.spans for timeline in found)
+    assert run(capsys, "report", *sorted(folder.iterdir()), "-o", report)[0] == 0
+    assert "other" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--shift", "1ms"), "--shift: means nothing for one job (expected --share)"),
+        (("--hosts", "spread"), "--hosts: means nothing for one job"),
+        (("--best-shift",), "--best-shift: means nothing for one job"),
+        (("--workers", "2,3"), "--workers: 2 values for 1 job"),
+        (("--share",), "--fabric: 'all' (expected, with --share, one fabric"),
+        (("--share", "--fabric", "ring,tree,ring"), "--fabric: 3 values for 2 jobs"),
+        (("--share", "--fabric", "ring", "--workers", "2,x"), "--workers: 'x' is not a whole number"),
+        (("--share", "--fabric", "ring", "--workers", "0"), "workers: 0"),
+        (("--share", "--fabric", "ring", "--workers", "4,-1"), "workers: -1 (expected at least 1)"),
+        (("--share", "--fabric", "ring", "--workers", "1048576,8"), "workers: 1048584 (expected 1 to 1048576)"),
+        (("--share", "--fabric", "rinf"), "did you mean 'ring'"),
+        (("--share", "--fabric", "ring", "--shift", "1"), "'1' is not a time"),
+        (("--share", "--fabric", "ring", "--shift", "1ms", "--best-shift"), "--best-shift and --shift"),
+        (("--share", "--fabric", "ring", "--priority", "high"), "--priority: 'high' is not a whole number"),
+        (("--share", "--fabric", "ring", "--iterations", "2"), "iterations: 2 (expected 4 to 1000)"),
+        (("--share", "--fabric", "ring", "--fidelity", "collective"), "expected --fidelity flow"),
+        (("--share", "--fabric", "ring", "--disturb", "link:0:2:0"), "--share and --disturb"),
+        (("--share", "--fabric", "ring", "--workers", "5000"), "more than 30,000,000"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, workload, options, words):
+    status, out, err = run(capsys, "simulate", workload, workload, *options)
+    assert status == 2 and out == "" and words in err and len(err.strip().splitlines()) == 1, err
