@@ -25,7 +25,7 @@ from typing import Any
 
 from legato.core import files
 from legato.core.workload import Workload
-from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
+from legato.simulator.flow import FABRICS, Job, Network, SharedNetwork, fabric, simulate_flow
 from legato.simulator.flow.engine import run_services
 from legato.simulator.flow.run import compile_flow
 from legato.zoo import workload as model
@@ -57,6 +57,15 @@ def symmetric(name: str, workers: int) -> dict[str, Any]:
         events = events or result.num_events
     assert found[True][0] == found[False][0]
     return {"seconds": found[True][1], "without_symmetry_s": found[False][1], "events": events}
+
+
+def shared(jobs: int, workers: int) -> dict[str, Any]:
+    """Jobs on the same hosts, alone and beside each other."""
+    job, hosts = model(MODEL), tuple(range(workers))
+    start = time.perf_counter()
+    sharing = SharedNetwork([Job(name=str(j), workload=job, hosts=hosts) for j in range(jobs)], network(workers))
+    sharing.run()
+    return {"seconds": time.perf_counter() - start, "events": sharing.num_services}
 
 
 def hot_loop(name: str, workers: int, symmetry: bool = True) -> dict[str, Any]:
@@ -93,6 +102,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "ring, 16,384 workers": (partial(whole, "ring", 16384), "< 60 s, < 8 GB"),
     "parameter server, 16,384 workers": (partial(whole, "parameter-server", 16384), "< 60 s, < 8 GB"),
     "ring, 32 workers, with and without symmetry": (partial(symmetric, "ring", 32), "same answer"),
+    "2 jobs in rings on the same 24 hosts": (partial(shared, 2, 24), ""),
     "hot loop: parameter server, 32 workers": (partial(hot_loop, "parameter-server", 32), "> 10 M events/s"),
     "hot loop: ring, 32 workers": (partial(hot_loop, "ring", 32), "> 10 M events/s"),
     "hot loop: ring, 512 workers": (partial(hot_loop, "ring", 512), "> 10 M events/s"),

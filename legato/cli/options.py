@@ -184,7 +184,7 @@ Iterations = Annotated[
         help="Number of iterations to simulate.", show_default="1, or 3 where they differ; 30 where jobs share"
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the jitter.", rich_help_panel="Network")]
+Seed = Annotated[int, typer.Option(help="Seed of all that is drawn at random.", rich_help_panel="Network")]
 
 
 def fabric_options(

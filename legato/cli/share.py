@@ -206,7 +206,7 @@ def _phases(phases: Phases) -> dict[str, Any]:
     return {
         "shift_s": phases.shift_s,
         "drift": [{"off": share, "slowdown": _finite(slowdown)} for share, slowdown in phases.drift],
-        "longer_1%": None if phases.longer is None else _finite(phases.longer),
+        "longer_period": None if phases.longer is None else _finite(phases.longer),
         "mean_over_phases": _finite(phases.mean),
         "worst_phase": _finite(phases.worst),
         "phases": [{"shift_s": shift, "slowdown": _finite(slowdown)} for shift, slowdown in phases.phases],

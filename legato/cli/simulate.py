@@ -149,8 +149,7 @@ def simulate(
     pace: Annotated[
         str | None,
         typer.Option(
-            help="Least time from the beginning of an iteration to that of the next one, counted from the first: keeps "
-            "shifts up.",
+            help="Least time between the beginnings of a job's iterations, which keeps its shift up.",
             show_default="none",
             rich_help_panel="Jobs",
         ),

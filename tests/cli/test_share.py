@@ -128,7 +128,7 @@ def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
         (("--share", "--fabric", "ring", "--iterations", "2"), "iterations: 2 (expected 4 to 1000)"),
         (("--share", "--fabric", "ring", "--fidelity", "collective"), "expected --fidelity flow"),
         (("--share", "--fabric", "ring", "--disturb", "link:0:2:0"), "--share and --disturb"),
-        (("--share", "--fabric", "ring", "--workers", "5000"), "more than 30,000,000"),
+        (("--share", "--fabric", "ring", "--workers", "5000"), "more than 20,000,000"),
     ],
 )
 def test_wrong_input_is_one_line(capsys, workload, options, words):

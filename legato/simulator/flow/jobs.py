@@ -49,8 +49,8 @@ _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 1000
 #: Iterations of a job while the slowest one has its own.
 _MOST_OF_ONE = 20_000
 _MOST_JOBS = 64
-#: A service takes 64 bytes, is held twice, and has several edges.
-_MOST_SERVICES = 30_000_000
+#: A service takes 64 bytes, is held twice, and has several edges: 3 GB, with priorities 5 GB.
+_MOST_SERVICES = 20_000_000
 _LONGEST_S = 1e9
 #: A timeline is for looking at, and has no more workers of a job than these.
 _MOST_DRAWN = 32
@@ -212,7 +212,7 @@ class SharedNetwork:
     """Jobs on a network, as one graph, which can be run again with other shifts.
 
     Raises `InputError` on jobs that do not fit the network, `PlanError` on plans that do not fit their workloads or
-    wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 30 million services (a
+    wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 20 million services (a
     million where transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
     """
 
@@ -260,9 +260,9 @@ class SharedNetwork:
         """Raise `TooLargeError` if so many iterations of each job have too many services, as far as can be counted."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
-            workers = case.network.workers
+            workers, ops = case.network.workers, len(case.workloads[0].ops)
             services = replace(case, iterations=count).services(workers)
-            total += max(services, count * workers * len(case.plan.messages))
+            total += max(services, count * workers * len(case.plan.messages), workers * ops)
         self._graph().check_room(total)
 
     def _graph(self) -> Graph:
@@ -274,7 +274,7 @@ class SharedNetwork:
 
     @property
     def intensity(self) -> list[float]:
-        """The GPU intensity of each job (Crux, section 4): computation over communication of an iteration.
+        """The GPU intensity of each job (Crux, SIGCOMM 2024): computation over communication of an iteration.
 
         Computation is in seconds, of all workers together; communication is the time in which the job's busiest link
         is busy with it. Infinite for a job that does not communicate.
@@ -287,12 +287,13 @@ class SharedNetwork:
 
     @property
     def priority_by_intensity(self) -> list[int]:
-        """Priorities that let the jobs with the highest GPU intensity go first, as Crux does (section 4).
+        """Priorities that let the jobs with the highest GPU intensity go first, as Crux does.
 
-        1 is the lowest one; jobs with the same intensity have the same priority.
+        1 is the lowest one; jobs with the same intensity (to nine digits) have the same priority.
         """
-        levels = sorted(set(self.intensity))
-        return [levels.index(one) + 1 for one in self.intensity]
+        rounded = [float(f"{one:.9g}") for one in self.intensity]
+        levels = sorted(set(rounded))
+        return [levels.index(one) + 1 for one in rounded]
 
     def run(self, shift_s: Sequence[float] | None = None, priority: Sequence[int] | None = None) -> SharedTimes:
         """Simulate the jobs, with the shifts and the priorities given instead of their own."""

@@ -252,6 +252,8 @@ def test_intensity_is_computation_of_all_workers_over_communication():
     assert shared.intensity == pytest.approx([6 / 6, 16 / 2]) and shared.priority_by_intensity == [1, 2]
     alone = Job(name="c", workload=job(), hosts=(0,))
     assert SharedNetwork([alone, *shared.jobs], QUICK).priority_by_intensity == [3, 1, 2]
+    alike = [replace(shared.jobs[0], name=name, hosts=hosts) for name, hosts in (("a", (0, 1)), ("b", (3, 2)))]
+    assert SharedNetwork(alike, network(4)).priority_by_intensity == [1, 1]
 
 
 def test_timelines_are_of_one_moment_and_have_an_iteration_each():
@@ -347,6 +349,6 @@ def test_impossible_values_are_refused():
 
 def test_what_is_too_large_is_refused_before_it_is_simulated(monkeypatch):
     monkeypatch.setattr(SharedNetwork, "_run", None)
-    for sharing, workers, words in (("fifo", 1000, "30,000,000"), ("fair", 200, "1,000,000")):
+    for sharing, workers, words in (("fifo", 1000, "20,000,000"), ("fair", 200, "1,000,000")):
         with pytest.raises(TooLargeError, match=words):
             simulate_jobs([replace(A, hosts=tuple(range(workers)))], network(workers, sharing=sharing))
