@@ -116,6 +116,13 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     """Check the plan as far as that needs no simulation, and return its messages with their costs."""
     check_compute(compute)
     check_plan(plan, period.workload)
+    order, ops = plan.op_order or period.captured, period.workload.ops
+    backward_ends: list[int] = []  # what reads the old parameters until they are gathered
+    if plan.shard != "none" and compute == "one":
+        backward_ends = [op for op in order if ops[op].phase == "backward"][-1:]
+    elif plan.shard != "none":
+        followed = {dep for op in ops if op.phase == "backward" for dep in op.deps}
+        backward_ends = [op for op in period.workload.phase_ops("backward") if op not in followed]
     priced = []
     unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
     for message in plan.messages:
@@ -139,7 +146,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
         waits = [period.ready_op[t] for t in tensors]
         if plan.shard != "none" and message.kind == "all_gather":
-            waits = [op for t in tensors for op in period.updates[t]]
+            waits = [op for t in tensors for op in period.updates[t]] + backward_ends
             tensors = [t + len(period.ready_op) for t in tensors]
         priced.append(_Priced(tensors, waits, share * seconds, *_contended(cluster, nbytes, share)))
     return priced
@@ -285,9 +292,10 @@ class _Run:
         ops, tensors = period.workload.ops, period.workload.tensors
         late = next(op for op in self.messages[sent].waits if self.op_end[op] == _UNKNOWN)
         if self.plan.messages[sent].kind == "all_gather" and self.sharded:
-            own = (t - len(tensors) for t in self.messages[sent].tensors)
-            name = next(tensors[t].name for t in own if late in period.updates[t])
-            waits = f"messages[{sent}] waits for the update of {name!r} by op {late} ({ops[late].name!r})"
+            own = [t - len(tensors) for t in self.messages[sent].tensors]
+            names = [tensors[t].name for t in own if late in period.updates[t]]
+            what = f"the update of {names[0]!r} by op" if names else "the end of the backward pass, op"
+            waits = f"messages[{sent}] waits for {what} {late} ({ops[late].name!r})"
         else:
             name = next(tensors[t].name for t in self.messages[sent].tensors if period.ready_op[t] == late)
             waits = f"messages[{sent}] waits for {name!r} from op {late} ({ops[late].name!r})"

@@ -177,7 +177,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
             began = runner.iterations(warm + block)[warm - 1 :]
             measured[runner.name] += [after - before for before, after in itertools.pairwise(began)]
             advance(STAGES[2], k * len(runners) + i + 1, rounds * len(runners))
-    traces = {runner.name: runner.trace() for runner in runners if runner.name in task.traced}
+    traces = {r.name: r.trace() for r in runners if r.name.removesuffix(SHARDED) in task.traced}
     return Rehearsal(
         workload=workload,
         cluster=cluster,

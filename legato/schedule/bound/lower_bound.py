@@ -109,10 +109,10 @@ f for these costs,
 
     T >= f(release times of S) + d + f(tails of S).
 
-*Step.* Let all updates follow the whole backward pass on one stream, which takes b
-seconds, as they do where `optimizer.step()` makes them. Let every tensor of S have
-updates, and d be the least time that those of one of them take for one shard. No
-all-gather of S begins before b + d, so
+*Step.* Parameters are gathered when the whole backward pass has ended, which takes b
+seconds on one stream. If updates follow it, too, as they do where `optimizer.step()`
+makes them (`step_last`), let d be the least time that those of a tensor of S take for one
+shard; else, let d be 0. No all-gather of S begins before b + d, so
 
     T >= b + d + f(tails of S).
 
@@ -285,8 +285,8 @@ def _sharded(
     times, reads = heads_tails(plain, compute, order), Period.of(workload).reads
     updates = (op for op in workload.phase_ops("optimizer") if reads[op])
     found += [_update(op, tuple(sorted(reads[op])), whole, cluster, times) for op in updates]
-    if step_last and compute == "one":
-        found += _steps(whole, cluster, times)
+    if compute == "one":
+        found += _steps(whole, cluster, times, step_last)
     return max(found, key=lambda bound: bound.seconds)
 
 
@@ -303,14 +303,14 @@ def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Clus
     return Bound(seconds, Certificate("update", tensors, first, seconds - first - last, last, op=op))
 
 
-def _steps(workload: Workload, cluster: Cluster, times: HeadsTails) -> Iterator[Bound]:
+def _steps(workload: Workload, cluster: Cluster, times: HeadsTails, step_last: bool) -> Iterator[Bound]:
     """What sets of the tensors with the longest tails prove with the argument "step"."""
     ops, updates = workload.ops, Period.of(workload).updates
     backward_s = sum(ops[op].duration_s for op in workload.phase_ops("backward"))
-    by_tail = sorted((t for t, of in enumerate(updates) if of), key=times.tail_s.__getitem__, reverse=True)
+    by_tail = sorted(range(len(updates)), key=times.tail_s.__getitem__, reverse=True)
     for count in _counts(len(by_tail)):
         inward = by_tail[:count][::-1]
-        update_s = min(sum(ops[op].duration_s for op in updates[t]) for t in inward)
+        update_s = min(sum(ops[op].duration_s for op in updates[t]) for t in inward) if step_last else 0.0
         sizes = [workload.tensors[t].nbytes for t in inward]
         line = cheapest_line(cluster, sum(sizes))
         half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte / 2)

@@ -168,7 +168,7 @@ class _Arrangement:
                 self.groups_with[t].append(k)
         self.gather_waits = [len(tensors) for tensors in self.tensors]  # tensors still to be updated
         self.can_go = [max(period.release_s[t] for t in tensors) for tensors in self.tensors]
-        self.can_go += [0.0] * self.count
+        self.can_go += [period.backward_s] * self.count  # parameters are gathered when nothing reads the old ones
         self.forward_waits = [len(tensors) for tensors in period.reads]
         self.forward_since = [period.backward_s] * len(period.reads)
         self.coming = [(moment, k) for k, moment in enumerate(self.can_go[: self.count])]  # halves, by when they can go
