@@ -1,11 +1,13 @@
 """Peak memory of a training step on two ranks: DistributedDataParallel and legato, with gradient_as_bucket_view or not.
 
-    python benchmarks/memory.py [--layers 24] [--width 1024] [--mmap-threshold 1000000]
+    python benchmarks/memory.py [--layers 24] [--width 1024] [--mmap-threshold 1000000] [--shards]
 
 The model is a stack of linear layers with few activations, so that parameters,
 gradients, messages and optimizer state are nearly all there is: the worst case
 for a copy of the gradients. Every kind runs in processes of its own. Printed is
-how much the largest resident set of rank 0 lies above the one before the model.
+how much the largest resident set of rank 0 lies above the one before the model, in all
+steps and in the last one, how much it holds after that, and what of it are states.
+With `--shards`: DDP, DDP with ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import itertools
 import os
 import resource
 import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
 from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import DistributedModel, wrap_model
 from legato.pytorch.parameters import trained_parameters
 
 STEPS = 4
@@ -52,12 +56,21 @@ def cut(model: nn.Module) -> Plan:
 
 PLANS = {"per tensor": per_tensor, "merged": merged, "cut": cut, "no overlap": default_buckets}
 KINDS = [f"{name}{views}" for name in ("ddp", *PLANS) for views in ("", ", views")]
+SHARDS = ["ddp, views", "ddp+zero, views", "per tensor, views", "per tensor, optimizer", "per tensor, gradients"]
 
 
 def resident_bytes() -> int:
     """What this process holds in memory now."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """The most that this process has held since its peak was forgotten."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
 
 
 def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results) -> None:
@@ -67,12 +80,17 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
     before = resident_bytes()
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    name, _, views = kind.partition(", ")
-    if name == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bool(views))
+    name, _, option = kind.partition(", ")
+    views, shard = bool(option), option if option in ("optimizer", "gradients") else "none"
+    if name.startswith("ddp"):
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        if name == "ddp+zero":
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4
+            )
     else:
         plan = PLANS[name](model)
-        wrapped, optimizer = wrap_model(model, optimizer, plan, gradient_as_bucket_view=bool(views))
+        wrapped, optimizer = wrap_model(model, optimizer, plan, shard=shard, gradient_as_bucket_view=views)
     x = torch.randn(4, width)
 
     def step() -> None:
@@ -80,16 +98,25 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
         F.mse_loss(wrapped(x), x).backward()
         optimizer.step()
 
-    for _ in range(STEPS):
+    for i in range(STEPS):
+        if i == STEPS - 1:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         step()
+    last = peak_bytes()
     standing = sum(t.nbytes for t in model.parameters())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    results.put((rank, standing, peak - before))
+    if isinstance(wrapped, DistributedModel):
+        wrapped.flush()
+    optimizer.zero_grad()
+    states = getattr(optimizer, "optim", optimizer).state.values()
+    state = sum(v.nbytes for entries in states for v in entries.values())
+    results.put((rank, standing, max(peak, last) - before, last - before, resident_bytes() - before, state))
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(kind: str, layers: int, width: int) -> tuple[int, int]:
-    """Bytes of the parameters, and of all that training holds at most, on rank 0."""
+def measured(kind: str, layers: int, width: int) -> tuple[int, ...]:
+    """Bytes on rank 0: parameters, the most that training holds, in the last step, after it, and the states."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     with socket.socket() as s:
@@ -113,15 +140,18 @@ def main() -> None:
         type=int,
         help="bytes; glibc's own grows with what was freed, and leaves holes; a fixed one shows what is really held",
     )
+    parser.add_argument("--shards", action="store_true", help="sharded optimizers and gradients")
     options = parser.parse_args()
     if options.mmap_threshold is not None:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(options.mmap_threshold)
-    found = {kind: measured(kind, options.layers, options.width) for kind in KINDS}
-    parameters, reference = found["ddp, views"]
+    kinds = SHARDS if options.shards else KINDS
+    found = {kind: measured(kind, options.layers, options.width) for kind in kinds}
+    parameters, reference, *_ = found["ddp, views"]
     print(f"parameters: {parameters / 2**20:.0f} MiB")
-    for kind, (_, peak) in found.items():
+    for kind, (_, peak, last, end, state) in found.items():
         times, more = peak / parameters, peak / reference - 1
-        print(f"{kind:17} {peak / 2**20:8.1f} MiB   {times:.2f} times the parameters   {more:+.1%}")
+        last_step = f"last step {last / 2**20:.1f}, after it {end / 2**20:.1f}, states {state / 2**20:.1f}"
+        print(f"{kind:21} {peak / 2**20:8.1f} MiB   {times:.2f} times the parameters   {more:+6.1%}   {last_step}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
@@ -103,11 +103,13 @@ class Reducer:
         self.watchdog = watchdog
         self._checks = checks
         self._lends = gradient_as_bucket_view and plan.shard == "none"
+        self._spends_early = plan.shard == "gradients" or (gradient_as_bucket_view and plan.shard != "none")
         for i, message in enumerate(plan.messages):
             channel.check(message, f"messages[{i}]")
         number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         self.slots, self.buckets = make_buckets(plan, parameters, group.size(), lambda p: number.get(id(p), -1))
         self.shards: Shards | None = None
+        self._packed: list[Slot] = []  # whose gradients can leave their parameters
         self._outgoing = self.buckets  # those that go out in a backward pass
         if plan.shard != "none":
             whole = self.slots, self.buckets, optimizers, group, self._wait, self._launch
@@ -226,17 +228,20 @@ class Reducer:
     def _gradient_ready(self, slot: Slot, *_: Any) -> None:
         if not self.in_backward:
             return
+        if self._packed:
+            self._spend()
         if slot.early:
             slot.early = False
             if self._lends and not slot.to_pack:
                 slot.parameter.grad = slot.whole
-            self._spend([slot])
             slot.mark_sent()
             gate.install(slot, self.resolve)
-            return
-        slot.arrivals += 1
-        if not self.static_graph or slot.arrivals == slot.expected_arrivals:
-            self.mark_ready(slot)
+            if self._spends_early and not slot.to_pack:
+                self._packed.append(slot)
+        else:
+            slot.arrivals += 1
+            if not self.static_graph or slot.arrivals == slot.expected_arrivals:
+                self.mark_ready(slot)
 
     def begin_backward(self) -> None:
         self.settle()
@@ -266,6 +271,7 @@ class Reducer:
                 )
             if not slot.ready:
                 self.mark_ready(slot)
+        self._packed.clear()
         self._sparse.average(self.passes)
         self.in_backward = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
@@ -348,7 +354,17 @@ class Reducer:
                 for slot in arrived:
                     if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
-        self._spend(slot for slot in arrived if slot.has_grad and not slot.early)
+        if self._spends_early:
+            self._packed += [slot for slot in arrived if slot.has_grad and not slot.to_pack]
+
+    def _spend(self) -> None:
+        """Take gradients that were packed before, which autograd has let go of, unless somebody else has them."""
+        packed, self._packed = self._packed, []
+        for slot in packed:
+            with gate.invisible():
+                held = slot.early or gradient_is_held(slot.parameter)
+            if not held and self.shards is not None:
+                self.shards.spend(slot)
 
     def _round(self, part: BucketSlice, grad: Tensor) -> None:
         """Pack a gradient in the bucket's format: as torch's hooks do, or with what was rounded off before."""
@@ -360,15 +376,6 @@ class Reducer:
             exact += self._residuals[part]
         part.view.copy_(exact)
         self._residuals[part] = exact.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
-
-    def _spend(self, slots: Iterable[Slot]) -> None:
-        """Take gradients that are packed from their parameters, if gradients are sharded and nobody else has them."""
-        if self.shards is not None and self.shards.gradients:
-            for slot in slots:
-                with gate.invisible():
-                    held = bool(slot.to_pack) or gradient_is_held(slot.parameter)
-                if not held:
-                    self.shards.spend(slot)
 
     def _advance(self) -> None:
         """Launch buckets in the plan's order, up to the first one that lacks a gradient."""

@@ -154,3 +154,9 @@ def test_what_cannot_be_sharded_is_refused(two_ranks, what, line):
 def test_what_would_be_wrong_is_refused(two_ranks, case):
     for said in two_ranks.errors(training.sharded, "optimizer", case):
         assert "sharded" in said
+
+
+@pytest.mark.parametrize("model", ["Attention", "Partial"])
+def test_gradients_that_are_views_leave_their_parameters_when_they_are_packed(two_ranks, model):
+    case = training.lent, training.sharded, "optimizer", cases.equality, model, "adam", 0, model == "Partial"
+    assert two_ranks.run(*case) == [0.0, 0.0]
