@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
@@ -20,7 +20,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.check_sequences import check_sequences
-from legato.schedule.bound.lower_bound import Bound
+from legato.schedule.bound.lower_bound import Bound, Certificate
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
@@ -28,6 +28,8 @@ __all__ = ["verify_bound"]
 
 #: Every finite float is a multiple of 2**-1074, and half of one of 2**-1075.
 _SCALE = 2**1075
+#: Parts of the claimed time, in which "nested" counts, everything rounded down.
+_CLAIMED = 2**60
 
 
 def verify_bound(
@@ -81,6 +83,8 @@ def verify_bound(
         if compute != "one":
             raise InputError("certificate: case 'step' with unlimited streams (expected one)")
         proved = _step(every, cluster, walk, chosen, step_last)
+    elif case == "nested":
+        proved = _nested(workload, cluster, walk, bound.certificate, all_reduce_only)
     elif case == "sequences":
         proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:
@@ -177,6 +181,93 @@ def _between(
         begin = max(begin, _detour(workload, walk, shared, chosen, entire, after))
     own = entire.slope * sum(workload.tensors[t].nbytes for t in chosen)
     return (begin + entire.alpha + own + last * entire.total) / entire.unit
+
+
+def _nested(
+    workload: Workload, cluster: Cluster, walk: _Walk, certificate: Certificate, all_reduce_only: bool
+) -> Fraction:
+    """The claimed seconds, as `nested.py` defines them. Raises `InputError` if messages may take no longer.
+
+    Counts in parts of the claimed time, everything rounded down. Goes through the sets from
+    the innermost one, with the least number of messages for each pair of the sets at which
+    the range of messages began and ended.
+    """
+    sizes = certificate.sets
+    if not sizes or sizes[0] < 1 or sizes[-1] != len(certificate.tensors) or any(b <= a for a, b in pairwise(sizes)):
+        raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(certificate.tensors)})")
+    claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
+    everything = range(len(workload.tensors))
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)
+    sets = [certificate.tensors[:size] for size in sizes]
+    release, tail, forward = (
+        [min(map(of, tensors)) * entire.total for tensors in sets] for of in (walk.release, walk.tail, walk.forward)
+    )
+    work = [entire.slope * sum(workload.tensors[t].nbytes for t in tensors) for tensors in sets]
+    later = innermost = [[0] * len(sets)] * len(sets)
+    alone = [0] * len(sets)
+    updates = _Updates(workload, walk, entire)
+    if updates.shares:
+        released = _Carried(workload, cluster, {t: walk.release(t) for t in everything}, all_reduce_only, entire)
+        left = [entire.slope * entire.total - released.by(moment) for moment in release]
+        least = entire.slope * min(workload.tensors[t].nbytes for t in sets[0])
+        later, innermost = (
+            [[updates.least(of - done + whole, capped=True) for of in left] for done in work] for whole in (0, least)
+        )
+        first = updates.least(left[0], capped=True)
+        alone = [max(updates.least(done, capped=False), first) for done in work]
+
+    def parts(seconds: int) -> int:
+        return int(seconds * _CLAIMED // (claimed * entire.unit)) if claimed else 0
+
+    release, tail, forward, work, alone = ([*map(parts, of)] for of in (release, tail, forward, work, alone))
+    half, once = parts(entire.half), parts(entire.alpha - entire.half)
+    messages = {(0, 0): 1}
+    for t in range(len(sets)):
+        if t:
+            grown = messages.copy()
+            for (i, j), count in messages.items():
+                for ends, more in (((t, j), 1), ((i, t), 1), ((t, t), 2)):
+                    grown[ends] = min(grown.get(ends, count + more), count + more)
+            messages = grown
+        updated = [[*map(parts, of[t])] for of in (innermost, later)]
+        updated[0][0] = min(alone[t], half + updated[0][0])
+        messages = {
+            (i, j): count
+            for (i, j), count in messages.items()
+            if once + count * half + release[i] + work[t]
+            + max(tail[j], forward[j] + updated[j > 0][i]) <= _CLAIMED
+        }  # fmt: skip
+        if not messages:
+            return claimed
+    raise InputError(f"bound: messages with nested sets may take {float(claimed)} s")
+
+
+class _Updates:
+    """The least time of the updates of tensors that have some work, in the units of `entire`, rounded down."""
+
+    def __init__(self, workload: Workload, walk: _Walk, entire: _End) -> None:
+        shares: dict[int, int] = {}
+        for op, duration in enumerate(walk.duration):
+            if walk.phase[op] == "optimizer" and walk.compute_setting == "one":
+                tensors = [t for t, tensor in enumerate(workload.tensors) if op in tensor.readers]
+                total = sum(workload.tensors[t].nbytes for t in tensors)
+                for t in tensors:
+                    share = duration * entire.total * workload.tensors[t].nbytes // total
+                    shares[t] = shares.get(t, 0) + share
+        works = [entire.slope * tensor.nbytes for tensor in workload.tensors]
+        every = [(shares.get(t, 0), work) for t, work in enumerate(works)]
+        self.shares = sorted(every, key=lambda of: Fraction(*of)) if shares and entire.slope else []
+
+    def least(self, work: int, *, capped: bool) -> int:
+        """The least time for this much work; if `capped`, no tensor counts more than its work."""
+        least = 0
+        for seconds, of in self.shares:
+            if work <= 0:
+                break
+            counted = min(seconds, of) if capped else seconds
+            least += counted if of <= work else counted * work // of
+            work -= of
+        return least
 
 
 def _last(
@@ -347,6 +438,13 @@ class _Walk:
         updates = sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
         forward = [i for i in later if self.phase[i] == "forward"]
         return updates + (self.forward_from[min(forward)] if forward else 0)
+
+    def forward(self, t: int) -> int:
+        """The forward ops of the tail of a tensor."""
+        if self.compute_setting == "unlimited":
+            return 0
+        later = self.reached(list(self.workload.tensors[t].readers), self.after)
+        return self.tail(t) - sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
 
     def needs(self, t: int) -> set[int]:
         """The ops that the gradient of a tensor depends on, and the one that produces it."""

@@ -78,6 +78,9 @@ of each of the rest the smaller of d and w counts.
 *Last.* In any order of ops, what is not computed before the message that a tensor
 waits for needs a message of its own after it (`last_message.py`).
 
+*Nested.* Sets that lie inside each other are sent in stretches of time that do, too,
+each of a whole number of messages; what arrives last is updated last (`nested.py`).
+
 *Sequences.* Where messages are expensive, all sequences of them are followed at once,
 with the least time that each state needs (`sequences.py`).
 
@@ -151,6 +154,7 @@ from legato.schedule.basics.sharded import check_shard, with_sharded_updates, wi
 from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
+from legato.schedule.bound.nested import nested
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.published.merge_optimal import merge_neighbours
@@ -165,11 +169,15 @@ _TRIES = 6
 _BOTH = 4
 #: How many moments to try for "both", and how often to refine around the best one.
 _MOMENTS, _REFINEMENTS = 16, 3
+#: The most nested sets where the bound is not thorough.
+_FEW_SETS = 32
 #: More than the relative rounding error of thousands of float additions.
 _ROUNDING = 1e-9
 
 
-Case = Literal["compute", "processor", "release", "tail", "both", "between", "last", "sequences", "update", "step"]
+Case = Literal[
+    "compute", "processor", "release", "tail", "both", "between", "last", "nested", "sequences", "update", "step"
+]
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,8 +190,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. `op` is the optimizer op of "update". The times of updates are part of
-    `network_s`.
+    limits. With "nested", the first `sets[0]`, `sets[1]`, ... of its S are the sets. `op` is
+    the optimizer op of "update". The times of updates are part of `network_s`.
     """
 
     case: Case
@@ -193,6 +201,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after_s: float
     moment_s: float = 0.0
     levels: Levels = ((), ())
+    sets: tuple[int, ...] = ()
     op: int = -1
 
 
@@ -223,7 +232,8 @@ def lower_bound(
     `compute` and `shard`, and with an `op_order` that `order` allows. With `all_reduce_only`, it
     holds only for plans that send nothing but all-reduces, and is sharper; with `shard`
     and `step_last`, only for plans whose optimizer ops all follow the backward pass. Without
-    `thorough`, it leaves out "sequences", which takes longest to find. In any order,
+    `thorough`, it leaves out "sequences", which takes longest to find, and "nested" tries
+    fewer sets. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
@@ -254,13 +264,18 @@ def lower_bound(
     last = detours and last_message(times, nbytes, line, all_reduce_only, detours, beat_s=found.seconds)
     if last:
         found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
+    first, last_s = min(times.release_s), min(times.tail_s)
+    most = {} if thorough else {"most": _FEW_SETS}
+    chain = nested(workload, times, line, all_reduce_only, beat_s=found.seconds, one_stream=compute == "one", **most)
+    if chain is not None:
+        found = _certified("nested", chain.seconds, chain.tensors, first, last_s)
+        found = msgspec.structs.replace(found, certificate=msgspec.structs.replace(found.certificate, sets=chain.sets))
     if not thorough:
         return found
     ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
     relaxed = sequences(times, nbytes, line, all_reduce_only, ready, beat_s=found.seconds)
     if relaxed is None:
         return found
-    first, last_s = min(times.release_s), min(times.tail_s)
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
     return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
 

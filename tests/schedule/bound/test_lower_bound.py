@@ -61,11 +61,15 @@ def test_a_bound_by_hand():
     # Tensor a alone: ready at 7, 2 + 24 s on the network, 15.5 s after it: 48.5. With b, ready at 3 (12 s more, and
     # half an alpha more, as they cannot both go at 3), and 7 s after: 3 + 39 + 7.
     cluster = Cluster(2, {"c": LinearCost(2.0, 3.0)})
-    bound = lower_bound(DIAMOND, cluster, thorough=False)
-    assert bound == Bound(49.0, Certificate("release", (0, 1), 3.0, 39.0, 7.0))
-    assert verify_bound(bound, DIAMOND, cluster) == 49
+    both = Bound(49.0, Certificate("release", (0, 1), 3.0, 39.0, 7.0))
+    assert verify_bound(both, DIAMOND, cluster) == 49
     alone = Bound(48.5, Certificate("tail", (0,), 7.0, 26.0, 15.5))
     assert verify_bound(alone, DIAMOND, cluster) == Fraction(97, 2)
+    # Nested: two halves for a alone need 7 + 2 + 24 + 15.5; with b, one more before and one after them, from 3 on,
+    # 3 + 4 + 36 + 7; with c, no half begins earlier, and one more ends later: 3 + 5 + 42.
+    bound = lower_bound(DIAMOND, cluster, thorough=False)
+    assert bound.seconds == pytest.approx(50, rel=1e-6) and bound.certificate.sets == (1, 2, 3)
+    verify_bound(bound, DIAMOND, cluster)
 
 
 def test_computation_alone_is_a_bound():
