@@ -32,15 +32,19 @@ def arranged_search(
 ) -> Filled:
     """The best messages found in `rounds` changes, or until within `gap` of the bound, or the budget is spent.
 
-    It begins with messages of equal sizes, and with the sizes `first` if they add up to all bytes.
+    It begins with messages of equal sizes, and with the sizes `first` if they add up to all bytes, with and
+    without partitioning.
     """
     rng, total = random.Random(seed), sum(instance.nbytes)
     enough_s = instance.bound_s * (1 + gap)
-    starts: list[tuple[float, int, list[int], int, Filled]] = []
+    starts: list[tuple[float, int, list[int], int, int, Filled]] = []
+    # An update waits for the last byte of its gradient, so it may help not to partition.
+    ways = [instance] if instance.whole_below is not None else [instance, instance._replace(whole_below=total + 1)]
 
     def add(sizes: list[int], first_come: int) -> None:
-        filled = instance.fill(sizes, first_come)
-        starts.append((_takes(filled, instance, workload), len(starts), sizes, first_come, filled))
+        for way in range(len(ways)):
+            filled = ways[way].fill(sizes, first_come)
+            starts.append((_takes(filled, instance, workload), len(starts), sizes, first_come, way, filled))
 
     if sum(first) == total:
         add(list(first), 0)
@@ -50,14 +54,14 @@ def arranged_search(
                 sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
                 add([size for size in sizes if size], first_come)
     starts.sort()
-    best_s, _, _, _, best = starts[0]
-    for seconds, _, sizes, first_come, _ in starts[:_IMPROVED]:
-        for _ in range(rounds // _IMPROVED):
+    best_s, *_, best = starts[0]
+    for seconds, _, sizes, first_come, way, _ in starts[:_IMPROVED]:
+        for _ in range(rounds):
             if best_s <= enough_s or instance.budget.spent:
                 return best
             changed = change_sizes(sizes, rng) if rng.random() < _SIZES else sizes
             come = first_come if changed is not sizes else rng.randint(0, len(sizes))
-            filled = instance.fill(changed, come)
+            filled = ways[way].fill(changed, come)
             found_s = _takes(filled, instance, workload)
             if found_s <= seconds:
                 seconds, sizes, first_come = found_s, changed, come

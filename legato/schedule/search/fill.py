@@ -41,6 +41,7 @@ def fill(
     cost: Callable[[int], float],
     *,
     first_come: int = 0,
+    not_before_s: Sequence[float] = (),
     whole_below: int | None = None,
 ) -> Filled:
     """Fill messages of these sizes, which change only by the alignment of partitions.
@@ -48,7 +49,8 @@ def fill(
     `sizes` (the bytes of the messages, in order) add up to those of all tensors.
     `release_s`, `tail_s` and `nbytes` are by tensor; `cost` gives the seconds of a
     message from its bytes. The first `first_come` messages take what became ready
-    first instead, which completes more tensors early, at the cost of some lateness.
+    first instead, which completes more tensors early, at the cost of some lateness. A
+    message may wait until a moment of `not_before_s` for what becomes ready by then.
 
     With `whole_below`, every tensor lies in one piece of memory in the end
     (`legato.core.layout`). Tensors of fewer bytes are not partitioned, so a message ends
@@ -65,6 +67,8 @@ def fill(
             urgent = [(-tail_s[t], t) for _, t in urgent]
             heapq.heapify(urgent)
         asked += size
+        if not_before_s:
+            out.now = max(out.now, not_before_s[k])
         while arriving and (arrived < asked or release_s[arriving[-1]] <= out.now):
             t = arriving.pop()
             arrived += nbytes[t]

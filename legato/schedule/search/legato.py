@@ -11,14 +11,16 @@ for what the other one has fixed:
 - for sizes of messages, the best contents (`fill.py`: of what is ready, what is needed
   first).
 
-The turns start from several orders: ready order, Jackson's preemptive order (PACE's), and
-messages of equal sizes (P3's). Then single messages are merged, divided and shifted at
-random and filled again, until the iteration is within `gap` of the proven lower bound or
-the budget is spent (`local_search.py`). A worker has to put a tensor together whose pieces
-are scattered over messages. Where this is known to take time, everything is done first
-without partitioning, then with partitions that leave every tensor in one piece of memory.
-Every message takes the collective and the depth that are cheapest for its size. Of models
-with thousands of tensors, the search sends blocks of neighbours (`blocks.py`).
+First come the messages that the bound of nested sets asks for, which are the best ones for
+chains of layers (`nested_messages.py`). The turns start from several orders: ready order,
+Jackson's preemptive order (PACE's), and messages of equal sizes (P3's). Then single
+messages are merged, divided and shifted at random and filled again, until the iteration is
+within `gap` of the proven lower bound or the budget is spent (`local_search.py`). A worker
+has to put a tensor together whose pieces are scattered over messages. Where this is known
+to take time, everything is done first without partitioning, then with partitions that leave
+every tensor in one piece of memory. Every message takes the collective and the depth that
+are cheapest for its size. Of models with thousands of tensors, the search sends blocks of
+neighbours (`blocks.py`).
 
 Where messages and computation share a machine (`Cluster.contention`), all this is done
 twice, with the costs of messages beside computation and of messages alone, and the
@@ -43,7 +45,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -75,6 +77,7 @@ from legato.schedule.search.budget import Budget
 from legato.schedule.search.fill import Filled
 from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
+from legato.schedule.search.nested_messages import nested_messages
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.schedule.search.sharded_search import ShardedPeriod, groups_of, sharded_search
@@ -170,8 +173,11 @@ def legato(
                 blocks = Blocks(workload, ready, tails)
                 times = blocks.release_s, blocks.tail_s, blocks.nbytes
                 instance = Instance(*times, collectives, bound_s, budget, whole_below)
-                best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
-                fastest.consider(_plans(best, instance, blocks, ready, workload, cluster, order))
+                nested = nested_messages(instance)
+                fastest.consider(_plans(nested, instance, blocks, ready, workload, cluster, order))
+                if fastest.seconds > bound_s * (1 + gap):
+                    best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
+                    fastest.consider(_plans(best, instance, blocks, ready, workload, cluster, order))
     if large:
         for name in published:
             for scheduler in _contenders(cluster):
@@ -281,9 +287,9 @@ def _arrange(fastest: _Fastest, instance: Instance, gap: float, rounds: int, see
         order = fastest.plan.op_order if moves_updates_only(fastest.plan, workload) else captured
         ready, tails = times_in_order(workload, order)
         instance, blocks = instance._replace(release_s=ready, tail_s=tails), Blocks(workload, ready, tails)
-        best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
-        plans = list(_plans(best, instance, blocks, ready, workload, cluster, ()))
-        fastest.consider([*plans, msgspec.structs.replace(plans[0], op_order=order)])
+        for search in (nested_messages, partial(local_search, gap=gap, rounds=rounds, seed=seed)):
+            plans = list(_plans(search(instance), instance, blocks, ready, workload, cluster, ()))
+            fastest.consider([*plans, msgspec.structs.replace(plans[0], op_order=order)])
         if fastest.seconds >= before:
             break
     own = heads_tails(workload, "one", "captured").tail_s

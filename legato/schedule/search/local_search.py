@@ -87,7 +87,7 @@ class Instance(NamedTuple):
         self.budget.spend(_FILL_S * (len(self.nbytes) + len(filled.messages)))
         return filled
 
-    def fill(self, sizes: Sequence[int], first_come: int = 0) -> Filled:
+    def fill(self, sizes: Sequence[int], first_come: int = 0, not_before_s: Sequence[float] = ()) -> Filled:
         self.budget.spend(_FILL_S * (len(self.nbytes) + len(sizes)))
         return fill(
             sizes,
@@ -96,6 +96,7 @@ class Instance(NamedTuple):
             self.nbytes,
             self.cost,
             first_come=first_come,
+            not_before_s=not_before_s,
             whole_below=self.whole_below,
         )
 

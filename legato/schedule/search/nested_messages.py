@@ -1,0 +1,106 @@
+"""The messages that the bound "nested" asks for: where it is exact, they are the best ones.
+
+`bound/nested.py` finds, for a time T, at which release times and at which latest arrivals
+(T less a tail) messages should begin and end. Here T is the least one for which it finds
+any. A message then fills the time from one of these moments to the next with what is ready
+and needed first. It begins no earlier, even if the network is free, since it waits for what
+has just become ready. For a chain of layers and one collective, this is the optimum for
+given tails.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from legato.schedule.basics.joined import ALIGNMENT
+from legato.schedule.bound.nested import Chain, NestedSets
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.fill import Filled
+from legato.schedule.search.local_search import Instance
+
+__all__ = ["nested_messages"]
+
+#: The most sets of a chain.
+_SETS = 128
+#: The relative precision of the least time.
+_EXACT = 2e-4
+#: What it costs to try a time, for each set, and for each of its pairs of ends.
+_PER_SET_S, _PER_PAIR_S = 1.2e-5, 2.5e-9
+
+
+def nested_messages(instance: Instance) -> Filled:
+    """The messages that the bound asks for; each takes the collective that is cheapest for its size."""
+    whole = instance.fill([sum(instance.nbytes)])
+    seconds, moments = whole.seconds, list[float]()
+    for line in instance.collectives.costs:
+        chain = Chain(instance.release_s, instance.tail_s, instance.nbytes, line, all_reduce_only=True)
+        order = chain.orders()[0]
+        sets = chain.sets(order, chain.sizes(order, _SETS), strict=True)
+        found_s = _least_s(sets, instance.bound_s, seconds, instance.budget)
+        if found_s < seconds:
+            seconds, moments = found_s, _moments(sets, found_s)
+    if not moments:
+        return whole
+    sizes, not_before_s = zip(*_sizes(moments, instance), strict=True)
+    return min(whole, instance.fill(sizes, not_before_s=not_before_s), key=lambda filled: filled.seconds)
+
+
+def _least_s(sets: NestedSets, low_s: float, high_s: float, budget: Budget) -> float:
+    """The least time between these two for which messages are found, or `high_s`."""
+    trial = high_s * (1 - _EXACT)  # first try whether there is anything better
+    while low_s < trial and not budget.spent:
+        budget.spend(len(sets.work_s) * (_PER_SET_S + _PER_PAIR_S * len(sets.work_s) ** 2))
+        if sets.fits(trial):
+            high_s = trial
+        else:
+            low_s = trial
+        if high_s - low_s <= _EXACT * high_s:
+            break
+        trial = (low_s + high_s) / 2
+    return high_s
+
+
+def _moments(sets: NestedSets, seconds: float) -> list[float]:
+    """The moments at which messages begin, and at last the moment at which the last one ends."""
+    tables = [paid.copy() for paid in sets.messages(seconds)]
+    i, j = divmod(int(tables[-1].argmin()), len(tables))
+    begins, ends = {float(sets.release_s[i])}, {seconds - float(sets.tail_s[j])}
+    for t in range(len(tables) - 1, 0, -1):
+        inside = tables[t - 1]
+        if i == t and j == t:
+            i, j = divmod(int(inside.argmin()), t)
+        elif i == t:
+            i = int(inside[:, j].argmin())
+        elif j == t:
+            j = int(inside[i].argmin())
+        begins.add(float(sets.release_s[i]))
+        ends.add(seconds - float(sets.tail_s[j]))
+    return [*sorted(begins), *sorted(ends)]
+
+
+def _sizes(moments: Sequence[float], instance: Instance) -> list[tuple[int, float]]:
+    """The bytes of messages from each moment to the next, and that moment: what is ready, and there is time for.
+
+    The last one takes the rest.
+    """
+    release_s, nbytes, costs = instance.release_s, instance.nbytes, instance.collectives.costs
+    by_release = sorted(range(len(nbytes)), key=release_s.__getitem__)
+    ready, total = np.cumsum([nbytes[t] for t in by_release]), sum(nbytes)
+    times = np.array([release_s[t] for t in by_release])
+    sizes: list[tuple[int, float]] = []
+    sent = 0
+    for begin, end in itertools.pairwise(moments):
+        count = int(np.searchsorted(times, begin, side="right"))
+        there = int(ready[count - 1]) - sent if count else 0
+        beta = [cost.beta_s_per_byte for cost in costs]
+        room = max((end - begin - cost.alpha_s) / b if b else total for cost, b in zip(costs, beta, strict=True))
+        size = min(there, -(-int(room) // ALIGNMENT) * ALIGNMENT)
+        if size > 0:
+            sizes.append((size, begin))
+            sent += size
+    if not sizes:
+        return [(total, 0.0)]
+    return [*sizes[:-1], (sizes[-1][0] + total - sent, sizes[-1][1])]
