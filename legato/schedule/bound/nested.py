@@ -48,7 +48,8 @@ short. Units: seconds and bytes.
 If tails rise as release times do, all messages are all-reduces of one collective, and there
 are no updates, the inequalities are not only necessary: messages from each of the chosen r to
 the next, and from each of the chosen T - q to the next, each filled with what is ready and
-needed first, take T seconds (`search/nested_messages.py`). Then the bound is the optimum.
+needed first, take T seconds (`search/nested_messages.py`). Then the bound is
+the optimum, up to its precision, unless there are more than `_SETS` sets.
 """
 
 from __future__ import annotations
