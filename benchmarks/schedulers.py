@@ -57,11 +57,11 @@ def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
             start = time.perf_counter()
             plan = schedule(name, job, cluster, **({"any_order": kind == "simulated"} if kind else {}))
             if kind:
-                order, all_reduce_only = kind_of(plan, job)
-                bound = lower_bound(job, cluster, order=order, all_reduce_only=all_reduce_only).seconds
+                of = kind_of(plan, job)
+                bound = lower_bound(job, cluster, **of._asdict()).seconds
                 took = iteration_time(job, plan, cluster)
                 found[kind] = {
-                    "bound_s": bound, "gap": took / bound - 1, "order": order, "seconds": took,
+                    "bound_s": bound, "gap": took / bound - 1, "order": of.order, "seconds": took,
                     "plan_s": time.perf_counter() - start,
                 }  # fmt: skip
             else:

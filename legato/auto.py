@@ -312,7 +312,7 @@ def _undisturbed(workload: Workload, plan: Plan, cluster: Cluster) -> Workload:
     backward_s = sum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
     if contention is None or not backward_s:
         return workload
-    taken_s = sum(contention.overhead.cost(message.nbytes) for message in plan.messages[:-1])
+    taken_s = sum(contention.overhead.cost(message.wire_nbytes) for message in plan.messages[:-1])
     taken_s += contention.pack_s_per_byte * workload.nbytes
     left = max(0.5, 1 - taken_s / backward_s)
     ops = (

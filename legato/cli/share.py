@@ -120,6 +120,7 @@ def _jobs(
 ) -> list[Job]:
     from legato.simulator.flow import Job, place
     from legato.simulator.flow.fabrics import check_options, fitting
+    from legato.simulator.flow.run import check_flow_plan
 
     count, titles = len(workloads), [one.name for one in workloads]
     names = one_each("fabric", given.fabric, count, str, "")
@@ -136,6 +137,8 @@ def _jobs(
     for j, workload in enumerate(workloads):
         name = f"{workload.name} {j + 1}" if titles.count(workload.name) > 1 else workload.name
         plan = files.read(path, Plan) if (path := plans[j]) else None
+        if plan is not None:
+            check_flow_plan(plan)
         job = Job(
             name=name,
             workload=workload,

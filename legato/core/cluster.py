@@ -104,6 +104,11 @@ def _sum(a: LinearCost, b: LinearCost) -> LinearCost:
     return LinearCost(a.alpha_s + b.alpha_s, a.beta_s_per_byte + b.beta_s_per_byte, floor)
 
 
+def _halved(cost: LinearCost) -> LinearCost:
+    """The cost of half of the bytes."""
+    return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s)
+
+
 def _tree(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
     return 2 * latency * math.log2(n), (2 * byte + reduce) * math.log2(n)
 
@@ -305,6 +310,23 @@ class Cluster(
             collectives={name: _sum(cost, delay) for name, cost in self.collectives.items()},
             depths={name: {d: _sum(cost, delay) for d, cost in of.items()} for name, of in self.depths.items()},
             contention=None,
+        )
+
+    def in_wire_format(self) -> Cluster:
+        """Return the cluster on which a message as it is costs what it does here in a wire format: half its bytes.
+
+        Packing and unpacking cost the same, since they handle all elements.
+        """
+        beside = self.contention
+        if beside is not None:
+            beside = msgspec.structs.replace(beside, delay=_halved(beside.delay), overhead=_halved(beside.overhead))
+        return msgspec.structs.replace(
+            self,
+            collectives={name: _halved(cost) for name, cost in self.collectives.items()},
+            depths={name: {d: _halved(cost) for d, cost in of.items()} for name, of in self.depths.items()},
+            bandwidth_bps=None if self.bandwidth_bps is None else 2 * self.bandwidth_bps,
+            reduce_s_per_byte=self.reduce_s_per_byte / 2,
+            contention=beside,
         )
 
     def least_costs(self) -> list[LinearCost]:

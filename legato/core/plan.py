@@ -79,8 +79,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False)
 
     @property
     def wire_nbytes(self) -> int:
-        """The bytes that travel: half of them in a `wire` format, which has two bytes for four."""
-        return self.nbytes if self.wire is None else self.nbytes // 2
+        """The bytes that travel: half of them, rounded up, in a `wire` format, which has two bytes for four."""
+        return self.nbytes if self.wire is None else -(-self.nbytes // 2)
 
     @property
     def tensors(self) -> list[str]:
@@ -135,6 +135,13 @@ class Plan(
         if self.shard not in SHARDS:
             raise unknown_name("shard", self.shard, SHARDS)
 
+    @property
+    def rounded(self) -> float:
+        """The fraction of the gradients' bytes that travel in a wire format."""
+        carried = [(message.nbytes, message.wire) for message in self.messages if message.kind in _AGGREGATE]
+        total = sum(nbytes for nbytes, _ in carried)
+        return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
+
     def __str__(self) -> str:
         """The schedule, one line per message."""
         return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])
@@ -185,6 +192,8 @@ class Plan(
     def _title(self) -> str:
         nbytes = sum(message.nbytes for message in self.messages if message.kind in _AGGREGATE)
         size = f"{count(len(self.messages), 'message')}, {format_bytes(nbytes)} of gradients"
+        formats = sorted({message.wire for message in self.messages if message.wire is not None})
+        size += f" ({self.rounded:.1%} of them in {' and '.join(formats)})" if formats else ""
         overlap = "with forward overlap" if self.forward_overlap else "forward ops wait for the last message"
         title = f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"

@@ -15,8 +15,9 @@ Without forward overlap, optimizer and forward ops wait until the last message
 of the plan has arrived and is unpacked (earlier messages are unpacked while
 later ones are sent). With forward overlap, gradients are read from the buffers
 in which they arrived. Only partitioned tensors that are not contiguous in memory
-(`legato.core.layout`) are copied: the worker's stream gathers each of them just
-before the first op that reads it.
+(`legato.core.layout`), and tensors that travel in a wire format, are copied: the
+worker's stream gathers each of them just before the first op that reads it. A
+message in a wire format has half of its bytes.
 
 [Note: contention] Where a processor both computes and sends (`Cluster.contention`),
 time goes by in stretches in which the stream runs one op, or none, and the network
@@ -220,7 +221,7 @@ class _Run:
             return {}
         place = {op: k for k, op in enumerate(self.order)}
         gather_s: dict[int, float] = {}
-        for name in scattered_tensors(self.plan.messages, {t.name: t.nbytes for t in tensors}, cluster.workers):
+        for name in self._copied({t.name: t.nbytes for t in tensors}, cluster.workers):
             tensor = tensors[self.period.tensor_id[name]]
             readers = tensor.readers
             if self.sharded:
@@ -229,6 +230,13 @@ class _Run:
                 first = min(readers, key=place.__getitem__)
                 gather_s[first] = gather_s.get(first, 0.0) + tensor.nbytes * cluster.unpack_s_per_byte
         return gather_s
+
+    def _copied(self, sizes: dict[str, int], workers: int) -> list[str]:
+        """The tensors whose gradients cannot be read where they arrive."""
+        rounded = [message for message in self.plan.messages if message.wire is not None]
+        names = [name for message in rounded for name in message.tensors]
+        exact = [message for message in self.plan.messages if message.wire is None] if rounded else self.plan.messages
+        return list(dict.fromkeys([*names, *scattered_tensors(exact, sizes, workers)]))
 
     @property
     def iteration_s(self) -> float:

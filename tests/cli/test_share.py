@@ -97,6 +97,16 @@ def test_plans_and_schedulers_are_of_one_job_each(capsys, workload, other, tmp_p
     assert given == planned and mixed["cases"][0]["jobs"] != shared(capsys, workload, other, *TWO)["cases"][0]["jobs"]
 
 
+def test_a_plan_that_means_something_at_collective_fidelity_only(capsys, workload, tmp_path):
+    plan = tmp_path / "p.json"
+    job = legato.read(workload, legato.Workload)
+    whole = tuple(legato.Slice(t.name, 0, t.nbytes) for t in job.tensors)
+    legato.write(plan, legato.Plan("one", (legato.Message(whole, wire="bf16"),)))
+    options = ("--share", "--fabric", "ring", "--workers", 2, "--plan", plan)
+    status, out, err = run(capsys, "simulate", workload, workload, *options)
+    assert status == 2 and out == "" and "wire: a plan with wire formats at flow fidelity" in err
+
+
 def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
     folder, report = tmp_path / "jobs", tmp_path / "r.html"
     status, _, err = run(capsys, "simulate", workload, other, *TWO, "-o", folder)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from legato.core.cluster import COLLECTIVES, Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import decode, encode
+from legato.simulator.pipelining import message_s
 
 FREE = {"c": LinearCost(0.0, 0.0)}
 
@@ -218,6 +219,28 @@ def test_a_cluster_as_text():
     assert str(Cluster.derive(1, 1e9, 5e-5, servers=2)).startswith(
         "1 worker, 2 servers, 1 Gbit/s per link, latency 50 us\n"
     )
+
+
+def test_a_cluster_for_messages_in_a_wire_format():
+    """Every message costs what half of its bytes do, in chunks as well; packing costs the same."""
+    cluster = Cluster.derive(6, 1e9, 5e-5, reduce_s_per_byte=1e-9)
+    measured = Cluster(
+        2,
+        {"c": LinearCost(2.0, 1.0, 4.0)},
+        depths={"c": {4: LinearCost(8.0, 0.5)}},
+        unpack_s_per_byte=0.25,
+        contention=Contention(LinearCost(1.0, 0.5), LinearCost(0.25, 0.125), 0.5),
+    )
+    for given_cluster in (cluster, measured):
+        light = given_cluster.in_wire_format()
+        for name in given_cluster.collectives:
+            for depth in (1, 4):
+                for nbytes in (0, 4, 1000, 10**9):
+                    assert message_s(light, name, depth, nbytes) == message_s(given_cluster, name, depth, nbytes / 2)
+        assert light.unpack_s_per_byte == given_cluster.unpack_s_per_byte
+        for cost, halved in zip(given_cluster.least_costs(), light.least_costs(), strict=True):
+            assert halved.cost(1000) == pytest.approx(cost.cost(500), rel=1e-12)
+    assert light.contention == Contention(LinearCost(1.0, 0.25), LinearCost(0.25, 0.0625), 0.5)
 
 
 def test_a_cluster_on_which_messages_and_computation_contend():

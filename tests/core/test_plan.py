@@ -239,6 +239,25 @@ def test_a_sharded_plan_says_what_waits_for_what():
     ]
 
 
+def test_a_plan_says_what_is_rounded():
+    """x travels in bf16, a quarter of y in fp16; an all_gather carries no further gradients."""
+    y0, y1 = Slice("y", 0, 1), Slice("y", 1, 4)
+    messages = (
+        Message((X,), wire="bf16"),
+        Message((y0,), "reduce_scatter", wire="fp16"),
+        Message((y1,)),
+        Message((y0,), "all_gather", wire="fp16"),
+    )
+    rounded = Plan("p", messages)
+    assert rounded.rounded == 9 / 12 and Plan("p", (Message((X,)),)).rounded == 0
+    assert [message.wire_nbytes for message in messages] == [4, 1, 3, 1]
+    assert str(rounded).split("\n")[:3] == [
+        "p: 4 messages, 12 B of gradients (75.0% of them in bf16 and fp16), forward ops wait for the last message",
+        "#  size  kind                   tensors",
+        "0   8 B  all_reduce (bf16)      x",
+    ]
+
+
 def test_a_long_plan_is_shown_whole_and_a_long_message_by_its_ends():
     name = "a" * 30 + "\n" + "b" * 30
     slices = [Slice(f"t{i}", 0, 4) for i in range(20)]

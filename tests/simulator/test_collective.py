@@ -1,5 +1,7 @@
 """The one pass of the simulator: by hand, and against an event loop that knows nothing of it."""
 
+import math
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -183,7 +185,10 @@ def event_loop(workload, plan, cluster, compute):
     shards = plan.shard != "none"
     duration = [op.duration_s / (cluster.workers if shards and op.phase == "optimizer" else 1) for op in workload.ops]
     gather = [0.0] * len(ops)
-    for name in scattered_tensors(plan.messages, {t.name: t.nbytes for t in workload.tensors}, cluster.workers):
+    sizes = {t.name: t.nbytes for t in workload.tensors}
+    exact, light = ([m for m in plan.messages if (m.wire is None) == plain] for plain in (True, False))
+    copied = {piece.tensor for m in light for piece in m.slices}
+    for name in copied | set(scattered_tensors(exact, sizes, cluster.workers)):
         readers = {i for i in names[name].readers if not shards or ops[i].phase == "forward"}
         if readers:
             first = next(i for i in (order if compute == "one" else _by_phase(workload)) if i in readers)
@@ -233,7 +238,8 @@ def event_loop(workload, plan, cluster, compute):
             parameters = shards and message.kind == "all_gather"
             if all(map(updated, carried)) if parameters else all(t.ready_after in done_ops for t in carried):
                 message_start[m], started = now, True
-                seconds = cluster.cost(message.collective).cost(message.nbytes) / halves[message.kind]
+                travelling = math.ceil(message.nbytes / (1 if message.wire is None else 2))
+                seconds = cluster.cost(message.collective).cost(travelling) / halves[message.kind]
                 running.append((now + seconds, "message", m))
         if not started and not running:
             return None
@@ -248,6 +254,9 @@ def event_loop(workload, plan, cluster, compute):
 @given(st.data(), workloads(), clusters(), st.sampled_from(["one", "unlimited"]), st.booleans())
 def test_agrees_with_an_event_loop(data, workload, cluster, compute, reorder):
     plan = data.draw(plans(workload, cluster, op_order=op_orders(workload) if reorder else None))
+    if data.draw(st.booleans()):
+        formats = st.sampled_from([None, "bf16", "fp16"])
+        plan = replace(plan, messages=tuple(replace(m, wire=data.draw(formats)) for m in plan.messages))
     # Backward first never waits for itself.
     agrees_with_the_event_loop(data, workload, plan, cluster, compute, may_wait=reorder and compute == "one")
 
@@ -283,7 +292,7 @@ def agrees_with_the_event_loop(data, workload, plan, cluster, compute, may_wait=
     assert [start for _, start, _ in network_spans] == [
         message_start[m]
         for m, message in enumerate(plan.messages)
-        if cluster.cost(message.collective).cost(message.nbytes)
+        if cluster.cost(message.collective).cost(message.wire_nbytes)
     ]
 
 

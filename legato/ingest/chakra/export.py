@@ -32,11 +32,13 @@ def export_chakra(workload: Workload, plan: Plan, timeline: Timeline) -> bytes:
     do not add up; the attribute `duration_s` has the exact duration. Raises
     `PlanError` when the plan or the timeline does not fit the workload, and
     `InputError` for a plan with parameter servers, whose transfers are not
-    collectives, or with shards.
+    collectives, with shards, or with messages in a wire format.
     """
     check_plan(plan, workload)
     if plan.shard != "none":
         raise InputError(f"a plan with shard {plan.shard!r} cannot be written as Chakra (expected one without shards)")
+    if any(message.wire is not None for message in plan.messages):
+        raise InputError("a plan with messages in a wire format cannot be written as Chakra (expected exact ones)")
     compute, network = _spans(workload, plan, timeline)
     order = plan.op_order or workload.iteration_order()
     first_message = len(workload.ops)

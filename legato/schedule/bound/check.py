@@ -42,6 +42,7 @@ def verify_bound(
     all_reduce_only: bool = False,
     shard: Shard = "none",
     step_last: bool = False,
+    wire: bool = False,
 ) -> Fraction:
     """The exact seconds that the certificate proves, under the settings given to `lower_bound`.
 
@@ -54,6 +55,8 @@ def verify_bound(
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
+    if wire:
+        cluster = cluster.in_wire_format()
     if shard != "none":
         if all_reduce_only:
             raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")

@@ -125,6 +125,12 @@ f(release times of S) - b at least. All all-gathers of S come after b as well, s
 
     T >= max(b, f(release times of S)) + alpha/2 + beta/2 * B + min q(S).
 
+*Wire formats.* A message of b bytes costs what its collective takes for b bytes or, in a
+wire format, for half of them, rounded up: no less than alpha + beta/2 * b, and its
+overhead no less than that with half the slope. All of these arguments use costs and
+overheads only from below. So with all slopes halved (`Cluster.in_wire_format`) they hold
+for all plans, whichever of their messages are in a format.
+
 "Release" and "tail" are at least min r + (alpha + beta * B) + min q, the value of Jackson's
 preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
 one alpha added, and more where S cannot go in one message. And no schedule is
@@ -224,6 +230,7 @@ def lower_bound(
     all_reduce_only: bool = False,
     shard: Shard = "none",
     step_last: bool = False,
+    wire: bool = False,
     thorough: bool = True,
 ) -> Bound:
     """The largest of the bounds above over the sets tried.
@@ -231,13 +238,16 @@ def lower_bound(
     It holds for every plan that `legato.simulator.collective` accepts under the same
     `compute` and `shard`, and with an `op_order` that `order` allows. With `all_reduce_only`, it
     holds only for plans that send nothing but all-reduces, and is sharper; with `shard`
-    and `step_last`, only for plans whose optimizer ops all follow the backward pass. Without
+    and `step_last`, only for plans whose optimizer ops all follow the backward pass. It holds for
+    plans with messages in a wire format (`Message.wire`) only with `wire`. Without
     `thorough`, it leaves out "sequences", which takes longest to find, and "nested" tries
     fewer sets. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
+    if wire:
+        cluster = cluster.in_wire_format()
     if shard != "none":
         if all_reduce_only:
             raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
@@ -461,10 +471,12 @@ class PlanKind(NamedTuple):
     all_reduce_only: bool
     shard: Shard = "none"
     step_last: bool = False
+    wire: bool = False
 
 
 def kind_of(plan: Plan, workload: Workload) -> PlanKind:
-    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, what it shards, and where it steps.
+    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, what it shards, where it steps, and
+    whether it has messages in a wire format.
 
     `step_last`: it shards something, and its optimizer ops follow the backward pass.
     """
@@ -475,4 +487,5 @@ def kind_of(plan: Plan, workload: Workload) -> PlanKind:
     kept = ops == backward + workload.phase_ops("forward")
     all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
     step_last = plan.shard != "none" and "optimizer" not in phases[: len(backward)]
-    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard, step_last)
+    wire = any(message.wire is not None for message in plan.messages)
+    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard, step_last, wire)

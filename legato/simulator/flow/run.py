@@ -18,7 +18,7 @@ from legato.simulator.flow.network import Network
 from legato.simulator.flow.result import FlowResult
 from legato.simulator.flow.unroll import Unrolled
 
-__all__ = ["check_flow", "check_iterations", "compile_flow", "plain_plan", "simulate_flow"]
+__all__ = ["check_flow", "check_flow_plan", "check_iterations", "compile_flow", "plain_plan", "simulate_flow"]
 
 _MOST_ITERATIONS = 1000
 
@@ -102,6 +102,16 @@ def compile_flow(
     return case.build(case.topology(symmetry=symmetry))
 
 
+def check_flow_plan(plan: Plan) -> None:
+    """Raise `InputError` on a plan that has a meaning at collective fidelity only: with shards or wire formats."""
+    if plan.shard != "none":
+        raise InputError(
+            f"shard: {plan.shard!r} at flow fidelity (expected a plan without shards: --fidelity collective)"
+        )
+    if any(message.wire is not None for message in plan.messages):
+        raise InputError("wire: a plan with wire formats at flow fidelity (expected none: --fidelity collective)")
+
+
 def check_iterations(iterations: int) -> None:
     """Raise `InputError` on a number of iterations that cannot be simulated."""
     if not 1 <= iterations <= _MOST_ITERATIONS:
@@ -119,10 +129,7 @@ def _case(
     job, found = workloads[0], fabric_named(fabric) if isinstance(fabric, str) else fabric
     plan = plain_plan(job, found) if plan is None else plan
     check_plan(plan, job)
-    if plan.shard != "none":
-        raise InputError(
-            f"shard: {plan.shard!r} at flow fidelity (expected a plan without shards: --fidelity collective)"
-        )
+    check_flow_plan(plan)
     check_numbers(network.disturbances, {"server": found.servers})
     alike = network.uniform and all(other is job or other == job for other in workloads)
     if iterations is None:

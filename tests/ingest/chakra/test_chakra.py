@@ -118,6 +118,15 @@ def test_a_sharded_plan_is_refused():
         export_chakra(job, plan, simulate(job, plan, CLUSTER))
 
 
+def test_a_plan_with_wire_formats_is_refused():
+    job = legato.Workload(
+        "w", (legato.Op("f", "forward", 1e-3), legato.Op("b", "backward", 1e-3)), (legato.Tensor("t", 8, 1, (0,)),)
+    )
+    plan = Plan("p", (Message((Slice("t", 0, 8),), wire="fp16"),))
+    with pytest.raises(InputError, match="a plan with messages in a wire format cannot be written as Chakra"):
+        export_chakra(job, plan, simulate(job, plan, CLUSTER))
+
+
 def iteration(**all_reduce):
     """A usual iteration, forward first: two layers, an all-reduce of the lower one's gradient, an update."""
     size = {"comm_type": 0, "comm_size": 4000} | all_reduce

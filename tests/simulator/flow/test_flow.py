@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import Cluster
@@ -221,6 +222,14 @@ def test_a_sharded_plan_is_refused():
     job = chain(layers=2)
     plan = sharded(plain_plan(job, "ring"), job, "optimizer")
     with pytest.raises(InputError, match=r"shard: 'optimizer' at flow fidelity \(expected a plan without shards"):
+        simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
+
+
+def test_a_plan_with_wire_formats_is_refused():
+    job = chain(layers=2)
+    plan = plain_plan(job, "ring")
+    plan = replace(plan, messages=(*plan.messages[:-1], replace(plan.messages[-1], wire="bf16")))
+    with pytest.raises(InputError, match=r"wire: a plan with wire formats at flow fidelity \(expected none"):
         simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
 
 
