@@ -16,10 +16,14 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import with_node_order
 from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
+from legato.schedule.search.budget import Budget
 from legato.schedule.search.legato import legato
+from legato.schedule.search.rounding import Rounding, check_rounding, rounded
 
 __all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "schedule", "scheduler_names"]
 
+#: The work, and the most seconds, that the choice of messages to be rounded takes for a published scheduler.
+_ROUNDING, _ROUNDING_LIMIT_S = 1.0, 20.0
 #: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
 
@@ -29,27 +33,38 @@ def scheduler_names(cluster: Cluster) -> list[str]:
     return list(SERVER_SCHEDULERS if cluster.servers else SCHEDULERS)
 
 
-def schedule(name: str, workload: Workload, cluster: Cluster, *, shard: Shard = "none", **options: Any) -> Plan:
+def schedule(
+    name: str, workload: Workload, cluster: Cluster, *, shard: Shard = "none", wire: Rounding = "none", **options: Any
+) -> Plan:
     """Plan with the scheduler of this name; `options` are passed to it.
 
     With `shard`, the plan shards the optimizer or also the gradients: `legato` searches for
     such a plan, and those of the published schedulers are turned into such ones (`sharded`).
+    With `wire`, gradients travel in bf16 or fp16: with `"bf16"` the fewest bytes that make
+    the iteration as fast as possible (`rounded`), with `"all-bf16"` all of them.
     Where computation and messages share a machine (`Cluster.contention`), a published
     scheduler plans with what messages cost beside computation; `legato` knows more.
     Raises `InputError`, with the nearest names, on a scheduler or an option that does
-    not exist, and whatever the scheduler itself raises.
+    not exist, on a `wire` with shards, parameter servers or gradients that are not float32,
+    and whatever the scheduler itself raises.
     """
     every = SCHEDULERS | SERVER_SCHEDULERS
     if name not in every:
         raise unknown_name("scheduler", name, every)
     check_shard(shard)
-    known = [option for option in list(inspect.signature(every[name]).parameters)[2:] if option != "shard"]
+    check_rounding(wire, workload, servers=name in SERVER_SCHEDULERS, shard=shard)
+    own = list(inspect.signature(every[name]).parameters)[2:]
+    known = [option for option in own if option not in ("shard", "wire")]
     for option in options:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
     if name == "legato":
-        return with_node_order(legato(workload, cluster, shard=shard, **options), workload)
-    plan = every[name](workload, cluster if cluster.contention is None else cluster.while_computing(), **options)
-    if cluster.contention is not None:
+        return with_node_order(legato(workload, cluster, shard=shard, wire=wire, **options), workload)
+    costs = cluster.while_computing()
+    plan = every[name](workload, costs, **options)
+    if wire != "none":
+        plans = plan, every[name](workload, costs.in_wire_format(), **options)
+        plan = rounded(plans, workload, cluster, wire, Budget(_ROUNDING, _ROUNDING_LIMIT_S))
+    if costs is not cluster or wire != "none":
         plan = msgspec.structs.replace(plan, cluster_id=identity(cluster))
     return with_node_order(sharded(plan, workload, shard), workload)

@@ -19,6 +19,7 @@ from legato.schedule.basics.heads_tails import check_size
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, PlanKind, kind_of, lower_bound
 from legato.schedule.published.ddp import bucket_caps
+from legato.schedule.search.rounding import Rounding, check_rounding
 from legato.simulator.collective import iteration_time, simulate
 
 __all__ = [
@@ -42,8 +43,9 @@ MOST_BUCKET_BYTES = 2**30
 class Candidate(msgspec.Struct, frozen=True):
     """One scheduler's plan, its predicted timeline, and how long planning took (seconds).
 
-    `bound` holds for all plans of the same kind: in the captured order of ops or
-    in any order, with all-reduces only or also with their halves, with the same shard. `runnable` says
+    `bound` holds for all plans of the same `kind`: in the captured order of ops or in any
+    order, with all-reduces only or also with their halves, with the same shard, with
+    messages in wire formats or without. `runnable` says
     whether the PyTorch runtime carries the plan out as predicted (`is_runnable`);
     plans for parameter servers are carried out by theirs.
     """
@@ -53,6 +55,7 @@ class Candidate(msgspec.Struct, frozen=True):
     bound: Bound
     plan_s: float
     runnable: bool
+    kind: PlanKind
 
     @property
     def iteration_s(self) -> float:
@@ -64,12 +67,14 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.iteration_s / self.bound.seconds - 1 if self.bound.seconds > 0 else 0.0
 
     def row(self) -> dict[str, Any]:
-        """One row of `legato plan --json`."""
+        """One row of `legato plan --json`; where messages may be rounded, with the fraction of bytes that are."""
+        rounded = {"rounded": self.plan.rounded} if self.kind.wire else {}
         return {
             "scheduler": self.plan.scheduler,
             "iteration_s": self.iteration_s,
             "lower_bound_s": self.bound.seconds,
             "gap": self.gap,
+            **rounded,
             "overlap": self.timeline.overlap,
             "utilization": self.timeline.utilization,
             "num_messages": len(self.plan.messages),
@@ -88,6 +93,7 @@ def compare(
     any_order: bool = False,
     max_message_bytes: int | None = None,
     shard: Shard = "none",
+    wire: Rounding = "none",
     progress: Callable[[int, int], object] | None = None,
     left_out: Callable[[str, TooLargeError], object] | None = None,
 ) -> list[Candidate]:
@@ -96,15 +102,16 @@ def compare(
     With `any_order`, `legato` plans for all orders of computation, as if none had to be run.
     No message with more than one tensor has more than `max_message_bytes`; schedulers that
     partition keep every message within it. With `shard`, all plans shard the optimizer, or
-    also the gradients.
+    also the gradients. With `wire`, gradients may travel in a wire format (`schedule`).
     Calls `progress(done, total)` after each one. Where no names are given, a scheduler
     for which the workload is too large is left out, and `left_out(name, error)` is called.
-    Raises `InputError` as `schedule` does, or on a limit of messages or shards for parameter
-    servers, and `TooLargeError` on more ops than bounds can have.
+    Raises `InputError` as `schedule` does, or on a limit of messages, shards or a wire format for
+    parameter servers, and `TooLargeError` on more ops than bounds can have.
     """
     check_size(workload)
     if shard != "none" and cluster.servers:
         raise InputError(f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)")
+    check_rounding(wire, workload, servers=cluster.servers > 0, shard=shard)
     if max_message_bytes is not None and cluster.servers:
         raise InputError("max_message_bytes: given with parameter servers, whose messages have one tensor each")
     chosen = list(names)
@@ -117,7 +124,7 @@ def compare(
             options: dict[str, Any] = {"any_order": True} if any_order and name == "legato" else {}
             if max_message_bytes is not None:
                 options["max_message_bytes"] = max_message_bytes
-            plan = schedule(name, workload, cluster, shard=shard, collective=collective, **options)
+            plan = schedule(name, workload, cluster, shard=shard, wire=wire, collective=collective, **options)
         except TooLargeError as error:
             if chosen or (name == names[-1] and not found):
                 raise
@@ -125,13 +132,13 @@ def compare(
                 left_out(name, error)
             continue
         plan_s = time.perf_counter() - start
-        kind = kind_of(plan, workload)
+        kind = kind_of(plan, workload)._replace(wire=wire != "none")
         if kind not in bounds:
             bounds[kind] = lower_bound(workload, cluster, compute=compute, **kind._asdict())
         bound = bounds[kind]
         timeline = simulate(workload, plan, cluster, compute=compute, lower_bound_s=bound.seconds)
         runnable = name in SERVER_SCHEDULERS or is_runnable(plan, workload)
-        found.append(Candidate(plan, timeline, bound, plan_s, runnable))
+        found.append(Candidate(plan, timeline, bound, plan_s, runnable, kind))
         if progress:
             progress(i + 1, len(names))
     return found
@@ -151,7 +158,7 @@ def check_bounds(
     each bound. Raises `InputError` when a certificate proves less than its bound
     claims.
     """
-    bounds = {kind_of(candidate.plan, workload): candidate.bound for candidate in candidates}
+    bounds = {candidate.kind: candidate.bound for candidate in candidates}
     for i, (kind, bound) in enumerate(bounds.items()):
         verify_bound(bound, workload, cluster, compute=compute, **kind._asdict())
         if progress:
@@ -161,13 +168,16 @@ def check_bounds(
 def best(candidates: Sequence[Candidate]) -> Candidate:
     """DDP's own plan if it is within half a per cent of the fastest, else the plan with the fewest messages that is.
 
-    The model leaves out what a message costs the host. In a tie `single` has the
-    fewest messages, but loses most where the network is slower than predicted, so
-    DDP's plan comes before it. If any candidates are runnable, only those count.
+    Of plans that round different fractions of the bytes, only those count that round least,
+    to within half a per cent. The model leaves out what a message costs the host. In a tie
+    `single` has the fewest messages, but loses most where the network is slower than
+    predicted, so DDP's plan comes before it. If any candidates are runnable, only those count.
     """
     candidates = [candidate for candidate in candidates if candidate.runnable] or candidates
     fastest = min(candidate.iteration_s for candidate in candidates)
     as_fast = [candidate for candidate in candidates if candidate.iteration_s <= fastest * (1 + SAME)]
+    least = min(candidate.plan.rounded for candidate in as_fast)
+    as_fast = [candidate for candidate in as_fast if candidate.plan.rounded <= least + SAME]
     return min(as_fast, key=_simplicity)
 
 

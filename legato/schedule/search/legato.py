@@ -30,7 +30,9 @@ All this is for the captured order of computation. Where the order is free, it i
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
 messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
 a compiled model, and where plans need not be run. Sharded plans have a search of their own
-(`sharded_search.py`), which starts from all of this. The plans of all other schedulers are
+(`sharded_search.py`), which starts from all of this. Where messages may travel in a wire
+format, all is done for what exact and for what rounded ones cost, and then as few as
+possible are rounded (`rounding.py`). The plans of all other schedulers are
 candidates too, so none of them is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
 comes first, then the search, then the others, as long as the best plan is not within `gap`
 of the bound. So none of them is faster by more than `gap`.
@@ -53,7 +55,7 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import TooLargeError
 from legato.core.files import identity
-from legato.core.plan import Message, Plan, Shard
+from legato.core.plan import Message, Plan, Shard, Slice
 from legato.core.workload import Op, Workload
 from legato.schedule.basics.compose import (
     check_partitions,
@@ -80,6 +82,7 @@ from legato.schedule.search.local_search import CheapestCollective, Instance, lo
 from legato.schedule.search.nested_messages import nested_messages
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
+from legato.schedule.search.rounding import MOST_SHARED, Rounding, check_rounding, exact_shares, rounded
 from legato.schedule.search.sharded_search import ShardedPeriod, groups_of, sharded_search
 from legato.simulator.collective import iteration_time
 from legato.simulator.period import Period
@@ -97,6 +100,14 @@ _ANNEALING_SHARE = 0.8
 #: Of a search for sharded plans: the part of the budget for unsharded ones, from how many plans to start, and how many
 #: changes to try for every round. They cost less.
 _UNSHARDED, _STARTS, _CHANGES = 0.25, 5, 8
+#: Which tensors are exact first, by release time, tail and bytes, and by how much plans for them should be faster than
+#: necessary, as messages have startup times; and the part of the work for each of these plans.
+_FIRST_EXACT: tuple[Callable[[float, float, int], float], ...] = (
+    lambda release_s, tail_s, nbytes: tail_s,
+    lambda release_s, tail_s, nbytes: -release_s,
+    lambda release_s, tail_s, nbytes: -nbytes,
+)
+_SLACKS, _REGROUPED = (0.0, 0.01, 0.03), 0.1
 #: The most turns of messages and updates.
 _TURNS = 3
 #: These merge neighbours in ready order and do not overlap with the forward pass. merge-optimal is the best of these.
@@ -118,6 +129,7 @@ def legato(
     any_order: bool = False,
     max_message_bytes: int | None = None,
     shard: Shard = "none",
+    wire: Rounding = "none",
 ) -> Plan:
     """The best plan found within `rounds` changes or a budget of `work`, or until within `gap` of the bound.
 
@@ -128,12 +140,19 @@ def legato(
     simulated: those that reorder more than the nodes of compiled graphs, or that gather
     other messages than they scattered. No message has more than `max_message_bytes`;
     tensors are partitioned where that is necessary. With `shard`, it is the best plan that
-    shards the optimizer or also the gradients. Raises `InputError` on a collective the
-    cluster lacks, a limit below 16 bytes or an unknown `shard`, and `TooLargeError` where
-    the limit makes too many messages.
+    shards the optimizer or also the gradients. With `wire`, as few bytes as possible travel
+    in a wire format, or all; then `work` and `limit_s` count four times: for exact messages, for
+    rounded ones, for some of both, and for the choice between them. Raises `InputError` on a collective the
+    cluster lacks, a limit below 16 bytes, or an unknown or impossible `shard` or `wire`,
+    and `TooLargeError` where the limit makes too many messages.
     """
     check_shard(shard)
+    check_rounding(wire, workload, shard=shard)
     options: dict[str, Any]
+    if wire != "none":
+        options = {"collective": collective, "gap": gap, "rounds": rounds, "seed": seed}
+        options |= {"any_order": any_order, "max_message_bytes": max_message_bytes}
+        return _in_wire_format(workload, cluster, wire, work, limit_s, **options)
     most = message_limit(max_message_bytes)
     check_partitions(workload, "max_message_bytes", most)
     if cluster.contention is not None:
@@ -252,6 +271,85 @@ def _sharded(
             fastest.consider(sharded(plan, workload, shard) for plan in published)
     _warn_if_cut(budget, limit_s)
     return msgspec.structs.replace(fastest.plan, scheduler="legato")
+
+
+def _in_wire_format(
+    workload: Workload, cluster: Cluster, wire: Rounding, work: float, limit_s: float, **options: Any
+) -> Plan:
+    """The best plan whose messages may be rounded, from plans for what exact and what rounded messages cost."""
+    collective, most_bytes = options["collective"], options["max_message_bytes"]
+    costs, plans = cluster.while_computing(), []
+    for changed in (_unchanged, Cluster.in_wire_format):
+        plans.append(legato(workload, changed(cluster), work=work, limit_s=limit_s, **options))
+        if len(workload.tensors) <= MOST_BLOCKS:
+            name = collective or cluster.default_collective
+            found = _published(workload, changed(costs), name, most_bytes, PUBLISHED)
+            plans += [plan for plan in found if options["any_order"] or is_runnable(plan, workload)]
+    most = message_limit(most_bytes)
+    plans = [msgspec.structs.replace(plan, messages=tuple(divided(plan.messages, most))) for plan in plans]
+    names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
+    collectives = _collectives(costs, names)
+
+    def fit(message: Message) -> Message:
+        nbytes = message.wire_nbytes
+        name, depth = _way(collectives, costs, nbytes)
+        if message_s(costs, name, depth, nbytes) >= message_s(costs, message.collective, message.depth, nbytes):
+            return message
+        return msgspec.structs.replace(message, collective=name, depth=depth)
+
+    def regroup(seconds: float) -> Iterator[Plan]:
+        for plan in _regrouped(
+            workload, cluster, seconds, work=work * _REGROUPED, limit_s=limit_s * _REGROUPED, **options
+        ):
+            yield msgspec.structs.replace(plan, messages=tuple(divided(plan.messages, most)))
+
+    budget = Budget(work, limit_s)
+    plan = rounded(plans, workload, cluster, wire, budget, fit=fit, regroup=regroup, divide=True)
+    _warn_if_cut(budget, limit_s)
+    return msgspec.structs.replace(
+        plan, scheduler="legato", workload_id=identity(workload), cluster_id=identity(cluster)
+    )
+
+
+def _regrouped(workload: Workload, cluster: Cluster, seconds: float, **options: Any) -> Iterator[Plan]:
+    """Plans for messages of tensors that are all exact, or all rounded, for iterations of so many seconds.
+
+    Which are exact is what would be possible in this time, or somewhat less, without startup times.
+    """
+    if len(workload.tensors) > MOST_SHARED:
+        return
+    tried = set()
+    for order, slack in itertools.product(_FIRST_EXACT, _SLACKS):
+        shares = exact_shares(workload, cluster, seconds * (1 - slack), order)
+        light = tuple(share < 1 for share in shares)
+        if light in tried or not any(light) or all(light):
+            continue
+        tried.add(light)
+        tensors = (
+            msgspec.structs.replace(tensor, nbytes=tensor.nbytes // 2) if half else tensor
+            for tensor, half in zip(workload.tensors, light, strict=True)
+        )
+        plan = legato(msgspec.structs.replace(workload, tensors=tuple(tensors)), cluster, **options)
+        names = {tensor.name for tensor, half in zip(workload.tensors, light, strict=True) if half}
+        yield msgspec.structs.replace(plan, messages=tuple(_by_format(plan.messages, names)))
+
+
+def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Message]:
+    """The messages of a workload in which tensors that will be rounded have half of their bytes, as those of the whole.
+
+    A message of both kinds becomes two. Which format it is does not matter here.
+    """
+    for message in messages:
+        light = [Slice(s.tensor, 2 * s.start, 2 * s.stop) for s in message.slices if s.tensor in rounded]
+        exact = [s for s in message.slices if s.tensor not in rounded]
+        if light:
+            yield msgspec.structs.replace(message, slices=tuple(light), wire="bf16")
+        if exact:
+            yield msgspec.structs.replace(message, slices=tuple(exact))
+
+
+def _unchanged(cluster: Cluster) -> Cluster:
+    return cluster
 
 
 def _half_s(collectives: CheapestCollective, cluster: Cluster) -> Callable[[int], float]:

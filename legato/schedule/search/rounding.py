@@ -1,0 +1,383 @@
+"""Which messages travel in a wire format: the fewest bytes that make the iteration as fast as it can be made.
+
+Idea: a format of two bytes for four halves what a message costs, and rounds its gradients. Most
+messages are hidden behind computation and need not be faster. So the fastest of some plans with
+everything rounded shows what can be reached, and messages become exact again as long as the
+iteration stays within `TOLERANCE` of it. torch's compression hooks, which round everything, are
+the case `all-bf16` and `all-fp16`.
+
+Messages that mix what must be rounded with what need not be are in the way of that. Without
+startup times, and with preemption, it is known which tensors can be exact in a given time
+(`exact_shares`); `legato` plans messages for some such choices, too.
+
+The messages of a plan that can be exact together are found by depth-first branch and bound, from
+three greedy choices: the first to be sent first, the largest first, and the last first. A
+message that fails once is not tried again with more exact ones, which is right as long as exact
+messages make nothing faster. Where packing or contention make rounding itself cost time, this is a
+heuristic; the plan that is returned is simulated in any case. For messages that stay rounded, the
+part of each that could be a message of its own, as it is, is found by bisection.
+
+The two halves of an all-reduce have one format. Messages that gather other slices than were
+scattered are all exact or all rounded.
+
+Source: ours. Units: seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError, unknown_name
+from legato.core.plan import Message, Plan, Slice, Wire
+from legato.core.workload import Workload
+from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.basics.joined import ALIGNMENT
+from legato.schedule.bound.lower_bound import cheapest_line
+from legato.schedule.search.budget import Budget
+from legato.simulator.collective import iteration_time
+
+__all__ = [
+    "MOST_SHARED",
+    "ROUNDINGS",
+    "TOLERANCE",
+    "Rounding",
+    "check_rounding",
+    "exact_shares",
+    "least_rounded",
+    "rounded",
+]
+
+#: Which gradients travel in a wire format: none, those for which it saves time, or all.
+Rounding = Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"]
+ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16", "all-bf16", "all-fp16")
+#: How much longer than possible an iteration may take for the sake of fewer rounded bytes.
+TOLERANCE = 1e-3
+#: For how many tensors `exact_shares` and `least_rounded` are worth their time, which grows with the cube.
+MOST_SHARED = 512
+#: A message is divided if at least this fraction of all bytes becomes exact.
+_WORTH = 0.01
+
+#: What simulating an iteration costs for each op, message and slice, and the share of the budget for branch and bound.
+_EVENT_S, _BRANCHING = 1e-6, 0.6
+#: The bytes of an element that can be rounded.
+_ELEMENT = 4
+
+
+def check_rounding(rounding: str, workload: Workload, *, servers: bool = False, shard: str = "none") -> None:
+    """Raise `InputError` unless the gradients of the workload can travel as `rounding` says."""
+    if rounding not in ROUNDINGS:
+        raise unknown_name("wire", rounding, ROUNDINGS)
+    if rounding == "none":
+        return
+    if servers:
+        raise InputError(f"wire: {rounding!r} with parameter servers (expected none)")
+    if shard != "none":
+        raise InputError(f"wire: {rounding!r} with shard {shard!r} (expected one or the other)")
+    for tensor in workload.tensors:
+        if tensor.nbytes % _ELEMENT:
+            raise InputError(
+                f"wire: {rounding!r}, but tensor {tensor.name!r} has {tensor.nbytes} bytes "
+                f"(expected float32 elements, of {_ELEMENT} bytes each)"
+            )
+
+
+def rounded(
+    plans: Iterable[Plan],
+    workload: Workload,
+    cluster: Cluster,
+    rounding: Rounding,
+    budget: Budget,
+    *,
+    fit: Callable[[Message], Message] | None = None,
+    regroup: Callable[[float], Iterable[Plan]] | None = None,
+    divide: bool = False,
+) -> Plan:
+    """One of these plans, with as few bytes in a wire format as possible.
+
+    Its iteration takes at most `TOLERANCE` longer than that of the fastest of these plans
+    with everything exact or everything rounded. Of plans with equally many rounded bytes
+    it is the fastest, and the first of equally fast ones. `fit` gives a message the
+    collective and depth for the bytes that travel; `regroup` gives more plans for the
+    seconds that an iteration may take; with `divide`, all-reduces may be divided. Of a plan
+    with some messages in a format, the others are made exact first. With a `rounding` of
+    all messages, it is the fastest plan with all rounded.
+    """
+    wire = cast(Wire, rounding.removeprefix("all-"))
+
+    def formats_of(plans: Iterable[Plan]) -> list[_Formats]:
+        different = {(plan.messages, plan.op_order, plan.forward_overlap): plan for plan in plans}
+        return [_Formats(plan, workload, cluster, wire, fit or _as_it_is) for plan in different.values()]
+
+    found = formats_of(plans)
+    if rounding != wire:
+        return min((formats.plan(frozenset()) for formats in found), key=lambda p: iteration_time(workload, p, cluster))
+    starts = [formats.fastest(budget) for formats in found]
+    limit_s = min(seconds for _, seconds in starts) * (1 + TOLERANCE)
+    if regroup is not None and not any(
+        start == formats.every for formats, (start, _) in zip(found, starts, strict=True)
+    ):
+        more = formats_of(regroup(limit_s))
+        starts += [formats.fastest(budget) for formats in more]
+        found += more
+        limit_s = min(seconds for _, seconds in starts) * (1 + TOLERANCE)
+    within = [(formats, start) for formats, (start, seconds) in zip(found, starts, strict=True) if seconds <= limit_s]
+    best: tuple[float, float] | None = None
+    for k, (formats, start) in enumerate(within):
+        part = budget.part(1 / (len(within) - k))
+        plan = formats.plan(_exact(formats, start, limit_s, part))
+        if divide:
+            plan = _divided(plan, workload, cluster, limit_s, fit or _as_it_is, part)
+        value = plan.rounded, iteration_time(workload, plan, cluster)
+        if best is None or value < best:
+            best, chosen = value, plan
+        if not value[0]:
+            break
+    return chosen
+
+
+def exact_shares(
+    workload: Workload, cluster: Cluster, limit_s: float, order: Callable[[float, float, int], float]
+) -> list[float]:
+    """For each tensor, the share of its bytes that is exact if as many bytes are as possible, without startup times.
+
+    On a network that may be preempted, all tensors arrive in time for an iteration of
+    `limit_s` if, for all x and y, those with release times of x at least and tails of y at
+    least need no more than limit_s - x - y (Horn, 1974). The amounts that can be exact then
+    form a polymatroid: whatever the order in which tensors get as much as there is room for,
+    the sum is the greatest. `order(release_s, tail_s, nbytes)` gives their places.
+    """
+    times, slope = heads_tails(workload, "one", "captured"), cheapest_line(cluster, workload.nbytes).beta_s_per_byte
+    half_s = np.array([tensor.nbytes for tensor in workload.tensors]) * slope / 2
+    heads, head = np.unique(times.release_s, return_inverse=True)
+    tails, tail = np.unique(times.tail_s, return_inverse=True)
+    needed = np.zeros((len(heads), len(tails)))
+    np.add.at(needed, (head, tail), half_s)  # with everything rounded
+    needed = needed[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1]
+    room = limit_s - heads[:, None] - tails - needed
+    shares = [0.0] * len(half_s)
+    keys = [order(times.release_s[t], times.tail_s[t], tensor.nbytes) for t, tensor in enumerate(workload.tensors)]
+    for t in sorted(range(len(shares)), key=keys.__getitem__):
+        inside = room[: head[t] + 1, : tail[t] + 1]
+        taken = min(half_s[t], max(0.0, inside.min()))
+        inside -= taken
+        shares[t] = taken / half_s[t] if half_s[t] else 1.0
+    return shares
+
+
+def least_rounded(workload: Workload, cluster: Cluster, seconds: float) -> float:
+    """A fraction of the bytes that every plan rounds at least whose iteration takes no more than this.
+
+    It holds for plans that keep backward and forward ops in the captured order, on one
+    stream: every message of such a plan is sent between the release times and the tails of
+    its tensors, and takes at least the time of its bytes.
+    """
+    shares = exact_shares(workload, cluster, seconds, lambda release_s, tail_s, nbytes: tail_s)
+    exact = sum(share * tensor.nbytes for share, tensor in zip(shares, workload.tensors, strict=True))
+    return max(0.0, 1 - exact / workload.nbytes)
+
+
+def _as_it_is(message: Message) -> Message:
+    return message
+
+
+class _Formats:
+    """A plan, of which each unit (a message, or the halves of one) is exact or rounded."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workload: Workload,
+        cluster: Cluster,
+        wire: Wire,
+        fit: Callable[[Message], Message],
+    ) -> None:
+        self._plan, self.workload, self.cluster = plan, workload, cluster
+        self.units = _units(plan.messages)
+        self.nbytes = [
+            sum(plan.messages[i].nbytes for i in unit if plan.messages[i].kind != "all_gather") for unit in self.units
+        ]
+        self.every = frozenset(range(len(self.units)))
+        self.meant = [
+            u for u, unit in enumerate(self.units) if all(plan.messages[i].wire is None for i in unit)
+        ]  # to be exact
+        unit_of = {i: u for u, unit in enumerate(self.units) for i in unit}
+        self._unit_of = [unit_of[i] for i in range(len(plan.messages))]
+        self._exact = [fit(msgspec.structs.replace(message, wire=None)) for message in plan.messages]
+        self._rounded = [fit(msgspec.structs.replace(message, wire=wire)) for message in plan.messages]
+        self._events = _events(plan, workload)
+
+    def plan(self, exact: frozenset[int]) -> Plan:
+        """The plan in which these units are exact."""
+        forms = zip(self._exact, self._rounded, self._unit_of, strict=True)
+        messages = tuple(as_is if unit in exact else light for as_is, light, unit in forms)
+        return msgspec.structs.replace(self._plan, messages=messages)
+
+    def seconds(self, exact: frozenset[int], budget: Budget) -> float:
+        budget.spend(_EVENT_S * self._events)
+        return iteration_time(self.workload, self.plan(exact), self.cluster)
+
+    def bytes_of(self, units: Iterable[int]) -> int:
+        return sum(self.nbytes[u] for u in units)
+
+    def fastest(self, budget: Budget) -> tuple[frozenset[int], float]:
+        """The exact units of the fastest choice of formats, and its seconds."""
+        nothing: frozenset[int] = frozenset()
+        exact, seconds = min(
+            ((e, self.seconds(e, budget)) for e in (self.every, nothing)), key=lambda choice: choice[1]
+        )
+        if exact or not (self.cluster.unpack_s_per_byte or self.cluster.contention):
+            return exact, seconds
+        for unit in sorted(self.every, key=self.nbytes.__getitem__, reverse=True):
+            if budget.spent:
+                break
+            if (with_unit := self.seconds(exact | {unit}, budget)) <= seconds:
+                exact, seconds = exact | {unit}, with_unit
+        return exact, seconds
+
+
+def _events(plan: Plan, workload: Workload) -> int:
+    return len(workload.ops) + sum(1 + len(message.slices) for message in plan.messages)
+
+
+def _units(messages: Sequence[Message]) -> list[tuple[int, ...]]:
+    """The indices of messages that have one format: a whole message, or its two halves, if each has another."""
+    halves: dict[frozenset[Slice], list[int]] = {}
+    for i, message in enumerate(messages):
+        if message.kind != "all_reduce":
+            halves.setdefault(frozenset(message.slices), []).append(i)
+    paired = list(map(tuple, halves.values()))
+    if any(len(pair) != 2 for pair in paired):
+        paired = [tuple(i for pair in paired for i in pair)]
+    return sorted([*paired, *((i,) for i, message in enumerate(messages) if message.kind == "all_reduce")])
+
+
+def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Budget) -> frozenset[int]:
+    """The units that can be exact, of the most bytes that were found; those of `start` are."""
+    left = sorted(formats.every - start)
+    by_size = sorted(left, key=formats.nbytes.__getitem__, reverse=True)
+    meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)
+    choices = [_greedy(formats, meant, [u for u in left if u not in meant], limit_s, budget)]
+    choices += [_greedy(formats, start, order, limit_s, budget) for order in (left, by_size, left[::-1])]
+    best = max(choices, key=formats.bytes_of)
+    most = formats.bytes_of(best)
+    part = budget.part(_BRANCHING)
+    stack = [(start, by_size, False)]
+    while stack:
+        exact, left, possible = stack.pop()
+        if not possible:
+            candidates, left = left, []
+            for unit in candidates:
+                if part.spent:
+                    return best
+                if formats.seconds(exact | {unit}, part) <= limit_s:
+                    left.append(unit)
+        if formats.bytes_of(exact) + formats.bytes_of(left) <= most:
+            continue
+        if not left:
+            best, most = exact, formats.bytes_of(exact)
+            continue
+        stack.append((exact, left[1:], True))
+        stack.append((exact | {left[0]}, left[1:], False))
+    return best
+
+
+def _greedy(
+    formats: _Formats, exact: frozenset[int], order: Sequence[int], limit_s: float, budget: Budget
+) -> frozenset[int]:
+    """The units that are exact after one was made exact after the other in this order, wherever the time allows it."""
+    stack = [order]
+    while stack and not budget.spent:
+        units = stack.pop()
+        more = exact.union(units)
+        if formats.seconds(more, budget) <= limit_s:
+            exact = more
+        elif len(units) > 1:
+            stack += [units[len(units) // 2 :], units[: len(units) // 2]]
+    return exact
+
+
+class _Cut(NamedTuple):
+    """Message i of a plan as two: its first or last `nbytes` bytes, or up to ALIGNMENT less, are an exact one."""
+
+    i: int
+    nbytes: int
+    at_end: bool
+
+    def of(self, plan: Plan, fit: Callable[[Message], Message]) -> Plan:
+        message = plan.messages[self.i]
+        at = message.nbytes - self.nbytes if self.at_end else self.nbytes
+        parts = list(_parts(message.slices, at, up=self.at_end))
+        wires = (message.wire, None) if self.at_end else (None, message.wire)
+        two = [
+            fit(msgspec.structs.replace(message, slices=part, wire=wire))
+            for part, wire in zip(parts, wires, strict=True)
+        ]
+        return msgspec.structs.replace(plan, messages=(*plan.messages[: self.i], *two, *plan.messages[self.i + 1 :]))
+
+
+def _parts(slices: tuple[Slice, ...], at: int, *, up: bool) -> Iterator[tuple[Slice, ...]]:
+    """The slices before byte `at` of a message and those after it; tensors are cut where they may be, near there."""
+    starts = list(accumulate((piece.nbytes for piece in slices), initial=0))
+    k = bisect_right(starts, at) - 1
+    piece, inside = slices[k], at - starts[k]
+    inside = (-(-inside // ALIGNMENT) if up else inside // ALIGNMENT) * ALIGNMENT
+    first = [Slice(piece.tensor, piece.start, piece.start + inside)] if 0 < inside < piece.nbytes else []
+    second = [Slice(piece.tensor, piece.start + inside, piece.stop)] if 0 < inside < piece.nbytes else []
+    if inside >= piece.nbytes:
+        first = [piece]
+    elif not inside:
+        second = [piece]
+    yield (*slices[:k], *first)
+    yield (*second, *slices[k + 1 :])
+
+
+def _divided(
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    limit_s: float,
+    fit: Callable[[Message], Message],
+    budget: Budget,
+) -> Plan:
+    """The plan with rounded all-reduces divided, the largest first, where that makes part of them exact."""
+    least = max(ALIGNMENT, int(_WORTH * workload.nbytes))
+    slices = [
+        message.slices
+        for message in sorted(plan.messages, key=lambda message: message.nbytes, reverse=True)
+        if message.wire is not None and message.kind == "all_reduce"
+    ]
+
+    def allowed(cut: _Cut) -> bool:
+        budget.spend(_EVENT_S * _events(plan, workload))
+        return iteration_time(workload, cut.of(plan, fit), cluster) <= limit_s
+
+    for own in slices:
+        if budget.spent:
+            break
+        i = next(i for i, message in enumerate(plan.messages) if message.slices == own)
+        most = (plan.messages[i].nbytes - 1) // ALIGNMENT
+        cuts = [_longest(i, least // ALIGNMENT, most, at_end, allowed) for at_end in (False, True)]
+        longest = max(cuts, key=lambda cut: cut.nbytes)
+        if longest.nbytes:
+            plan = longest.of(plan, fit)
+    return plan
+
+
+def _longest(i: int, least: int, most: int, at_end: bool, allowed: Callable[[_Cut], bool]) -> _Cut:
+    """The allowed cut with the longest exact part, from `least` to `most` times ALIGNMENT bytes; none has 0 bytes."""
+    if least > most or not allowed(_Cut(i, least * ALIGNMENT, at_end)):
+        return _Cut(i, 0, at_end)
+    while least < most:
+        middle = -(-(least + most) // 2)
+        if allowed(_Cut(i, middle * ALIGNMENT, at_end)):
+            least = middle
+        else:
+            most = middle - 1
+    return _Cut(i, least * ALIGNMENT, at_end)
