@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,8 +46,9 @@ from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import compare, contestants
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from legato.schedule.search.rounding import Rounding
 
-__all__ = ["distribute"]
+__all__ = ["default_buckets", "distribute", "in_wire"]
 
 WARMUP_STEPS = 2
 RECORDED_STEPS = 5
@@ -63,6 +65,8 @@ def distribute(
     plan: Plan | str | os.PathLike[str] = "auto",
     *,
     shard: Shard = "none",
+    wire: Rounding = "none",
+    error_feedback: bool = False,
     process_group: Any = None,
     replan: str | None = None,
     debug: bool | str | None = None,
@@ -83,6 +87,10 @@ def distribute(
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
             only a part of the gradients as well (ZeRO-2). See docs/sharding.md. With `plan="auto"`, states are whole
             until there is a plan. A plan that is sharded needs no `shard`.
+        wire: `"bf16"` or `"fp16"` to let gradients travel in that format, as many as the planner finds necessary;
+            `"all-bf16"` or `"all-fp16"` to let all of them, as torch's compression hooks do. See docs/wire.md. A plan
+            that has messages in such a format needs no `wire`.
+        error_feedback: whether to add to a gradient what rounding to such a format took from the one before.
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
@@ -107,11 +115,16 @@ def distribute(
     automatic = plan == "auto"
     if shard != "none":
         check_shardable(optimizer)
+    if automatic:
+        plan = default_buckets(model)
+    elif not isinstance(plan, Plan):
+        plan = files.read(Path(plan), Plan)
     wrapped, optimizer = wrap_model(
         model,
         optimizer,
-        default_buckets(model) if automatic else plan,
+        plan if automatic else in_wire(plan, wire),
         shard="none" if automatic else shard,
+        error_feedback=error_feedback,
         process_group=process_group,
         debug=debug,
         flight_dir=flight_dir,
@@ -119,13 +132,35 @@ def distribute(
     )
     if automatic:
         parameters = trained_parameters(wrapped.module)
-        _Observer(wrapped, optimizer, shard_plan(wrapped.plan, shard, parameters), shard).attach()
+        fallback = shard_plan(wrapped.plan, shard, parameters)
+        fallback = in_wire(fallback, wire) if wire.startswith("all-") else fallback
+        _Observer(wrapped, optimizer, fallback, shard, wire).attach()
     if replan:
-        _replan(wrapped, optimizer)
+        _replan(wrapped, optimizer, wire)
     return wrapped, optimizer
 
 
-def _replan(model: DistributedModel, optimizer: Any) -> None:
+def in_wire(plan: Plan, wire: Rounding) -> Plan:
+    """The plan with what `wire` asks for: `all-...` rounds all messages, another format only what the plan says.
+
+    Raises `InputError` where the plan has no message in that format, or one in another.
+    """
+    if wire == "none":
+        return plan
+    formats = {message.wire for message in plan.messages} - {None}
+    wanted = wire.removeprefix("all-")
+    if wire == wanted and formats != {wire}:
+        raise InputError(f"wire: {wire!r} with a plan that does not use it (expected one of legato plan --wire {wire})")
+    return (
+        plan
+        if wire == wanted
+        else msgspec.structs.replace(
+            plan, messages=tuple(msgspec.structs.replace(message, wire=wanted) for message in plan.messages)
+        )
+    )
+
+
+def _replan(model: DistributedModel, optimizer: Any, wire: Rounding) -> None:
     """Make a new plan whenever the pace changes."""
 
     def start_again(change: str) -> None:
@@ -133,7 +168,7 @@ def _replan(model: DistributedModel, optimizer: Any) -> None:
             _log.warning("since the first passes under the plan %s, %s; replanning", model.plan.scheduler, change)
         before = model.plan
         model.adopt(default_buckets(model.module))
-        _Observer(model, optimizer, before, before.shard).attach()
+        _Observer(model, optimizer, before, before.shard, wire).attach()
 
     model.on_drift = start_again
 
@@ -162,11 +197,11 @@ class _Observer:
     If recording or planning fails, the plan is `fallback`. All plans that compete shard the same.
     """
 
-    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan, shard: Shard) -> None:
+    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan, shard: Shard, wire: Rounding) -> None:
         self._model = model
         self._optimizer = optimizer
         self._fallback = fallback
-        self._shard = shard
+        self._shard, self._wire = shard, wire
         self._done = 0
         self._steps: list[RecordedStep] = []
         self._untraced: list[PhaseTimes] = []
@@ -269,7 +304,7 @@ class _Observer:
         """The plans to try, the simplest first; the fallback alone if planning fails."""
         try:
             workload = _undisturbed(self._workload(), self._model.plan, cluster)
-            candidates = compare(workload, cluster, shard=self._shard)
+            candidates = compare(workload, cluster, shard=self._shard, wire=self._wire)
             if self._model.hooked:
                 candidates = [c for c in candidates if can_be_hooked(c.plan)]
             return [c.plan for c in contestants(candidates)] or [self._fallback]

@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import legato
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import wrap_model
+from support.automatic import DECIDED, short_tournaments
 from support.matrix_rows import STEPS, Dense, adam
 from support.training import MODELS, distance, random_plan, train
 
@@ -108,3 +110,14 @@ def hooked():
     plan = in_wire(Plan("x", tuple(Message((Slice(n, 0, p.nbytes),)) for n, p in model.named_parameters())), "bf16")
     wrapped, _ = wrap_model(model, adam(model.parameters()), plan)
     wrapped.register_comm_hook(None, _hook("fp16"))
+
+
+def distributed(wire, given):
+    """Wire formats of the messages under `distribute(wire=)`, with a plan that was given or one of its own."""
+    torch.manual_seed(7)
+    model = Dense()
+    plan = in_wire(random_plan(model, 5), *given) if given else "auto"
+    wrapped, optimizer = legato.distribute(model, adam(model.parameters()), plan, wire=wire, error_feedback=True)
+    with short_tournaments():
+        train(wrapped, optimizer, DECIDED if plan == "auto" else 2)
+    return sorted({message.wire or "" for message in wrapped.plan.messages})

@@ -37,3 +37,17 @@ def test_error_feedback_loses_no_more_than_one_rounding(two_ranks):
 def test_a_communication_hook_is_refused(two_ranks):
     for said in two_ranks.errors(matrix_wire.hooked):
         assert "sends halves, parts of tensors, or rounded ones, which a hook cannot" in said
+
+
+def test_distribute_takes_a_wire_format(two_ranks):
+    assert two_ranks.run(matrix_wire.distributed, "all-fp16", ("bf16",)) == [["fp16"]] * 2
+    assert two_ranks.run(matrix_wire.distributed, "bf16", ("bf16",)) == [["bf16"]] * 2
+    assert two_ranks.run(matrix_wire.distributed, "none", ("bf16",)) == [["bf16"]] * 2
+    assert two_ranks.run(matrix_wire.distributed, "all-bf16", ()) == [["bf16"]] * 2
+    for formats in two_ranks.run(matrix_wire.distributed, "bf16", ()):
+        assert set(formats) <= {"", "bf16"}
+    for said in two_ranks.errors(matrix_wire.distributed, "bf16", (None,)):
+        assert (
+            "InputError: wire: 'bf16' with a plan that does not use it (expected one of legato plan --wire bf16)"
+            in said
+        )
