@@ -42,6 +42,7 @@ __all__ = [
     "Servers",
     "Shard",
     "Sharing",
+    "Wire",
     "Workers",
     "check_installed",
     "disturbances_of",
@@ -107,6 +108,13 @@ Shard = Annotated[
     typer.Option(
         help="What each worker keeps only its own part of: the optimizer's states (ZeRO-1), or the gradients as well "
         "(ZeRO-2)."
+    ),
+]
+Wire = Annotated[
+    Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],
+    typer.Option(
+        help="Let float32 gradients travel in a format of two bytes: the fewest that make the iteration as fast as "
+        "possible, or all of them, as torch's compression hooks do."
     ),
 ]
 Fidelity = Annotated[

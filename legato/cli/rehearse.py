@@ -16,6 +16,7 @@ from legato.cli.options import (
     Json,
     Servers,
     Shard,
+    Wire,
     check_installed,
     split,
 )
@@ -78,6 +79,7 @@ def rehearse(
     ratio: Ratio = None,
     compiled: Compiled = False,
     shard: Shard = "none",
+    wire: Wire = "none",
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -85,7 +87,8 @@ def rehearse(
 
     Every worker and server gets a host of its own, a network namespace, which takes no root; all of them are removed
     at the end. DDP is always measured too; with parameter servers, which try orders of pulls, the order random is.
-    With --shard, plans are measured with and without it, and so is DDP with torch's ZeroRedundancyOptimizer.
+    With --shard or --wire, plans are measured with and without it, and so is DDP with torch's ZeroRedundancyOptimizer,
+    or with torch's hook that compresses.
 
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
@@ -97,14 +100,14 @@ def rehearse(
     bandwidth_bps = parse_bandwidth(bandwidth)
     link = format_bandwidth(bandwidth_bps)
     if servers or agents:
-        if shard != "none":
-            raise InputError("--shard: not with parameter servers, which keep the optimizer's states themselves")
+        if (shard, wire) != ("none", "none"):
+            raise InputError("--shard and --wire: not with parameter servers")
         where = f"{workers} workers and {servers or 0} servers, {link}"
         _rehearse_servers(
             workload, workers, bandwidth_bps, where, servers or 0, agents, scheduler, iterations, ratio, output, json
         )
         return
-    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output, shard)
+    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output, shard, wire)
     with stages(STAGES) as advance:
         found = run(task, workers, bandwidth_bps, advance)
     tell(found, f"{workers} workers, {link}", output, json)
@@ -118,6 +121,7 @@ def verify(
     ratio: Ratio = None,
     compiled: Compiled = False,
     shard: Shard = "none",
+    wire: Wire = "none",
     output: Timelines = None,
     json: Json = False,
 ) -> None:
@@ -138,7 +142,7 @@ def verify(
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.trial import rehearse_here
 
-    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output, shard)
+    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output, shard, wire)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
@@ -230,6 +234,7 @@ def _task(
     cluster: Path | None,
     output: Path | None,
     shard: Shard,
+    wire: Wire,
 ) -> Task:
     from legato.testbed.rehearsal import Task, select
 
@@ -244,6 +249,7 @@ def _task(
         traced=() if output is None else names,
         compiled=compiled,
         shard=shard,
+        wire=wire,
     )
 
 

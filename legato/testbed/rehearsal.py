@@ -24,10 +24,13 @@ from legato.core.plan import SHARDS, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS
+from legato.schedule.search.rounding import Rounding, check_rounding
 from legato.testbed.launch import Advance, run_workers
 
 __all__ = [
     "BUCKETS",
+    "HOOKED",
+    "ROUNDED",
     "SHARDED",
     "STAGES",
     "ZERO",
@@ -44,6 +47,8 @@ __all__ = [
 BUCKETS = "ddp+merge-optimal"
 #: Stock DDP with torch's ZeroRedundancyOptimizer, and what is added to the name of a plan that is sharded.
 ZERO, SHARDED = "ddp+zero", " sharded"
+#: Stock DDP with torch's hook that compresses, and what is added to the name of a plan that rounds some gradients.
+HOOKED, ROUNDED = "ddp+hook", " rounded"
 #: The stages that are reported as progress, in order.
 STAGES = ("calibrate", "plan", "rehearse")
 #: The schedulers that `all` stands for, in the order in which they are tried.
@@ -63,7 +68,8 @@ class Task(msgspec.Struct, frozen=True):
     plans run in compiled models, and may have orders of computation of their own;
     DDP's models are not compiled: DDP has each gradient when its op ends, and no later.
     With a `shard`, plans are also tried sharded, beside DDP with torch's
-    ZeroRedundancyOptimizer, which is not predicted.
+    ZeroRedundancyOptimizer, which is not predicted; with a `wire` format, with as
+    many gradients in it as the planner chooses, beside DDP with torch's hook.
     """
 
     workload: Workload
@@ -74,12 +80,14 @@ class Task(msgspec.Struct, frozen=True):
     traced: tuple[str, ...] = ()
     compiled: bool = False
     shard: Shard = "none"
+    wire: Rounding = "none"
 
     def __post_init__(self) -> None:
         if self.shard not in SHARDS:
             raise unknown_name("shard", self.shard, SHARDS)
-        if self.shard != "none" and self.compiled:
-            raise InputError("shard: not with compiled models")
+        check_rounding(self.wire, self.workload, shard=self.shard)
+        if self.compiled and (self.shard, self.wire) != ("none", "none"):
+            raise InputError("compiled: not with shards or a wire format")
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)
@@ -102,7 +110,8 @@ def check_task(workload: Workload, schedulers: Sequence[str], iterations: int, r
 class Trial(msgspec.Struct, frozen=True):
     """One plan: the seconds of every timed iteration, and the prediction, if there is one.
 
-    `measured` is the timeline of one iteration, if the plan was traced.
+    `measured` is the timeline of one iteration, if the plan was traced; `rounded`
+    the fraction of the gradients' bytes that travel in a wire format, if the task has one.
     """
 
     scheduler: str
@@ -111,6 +120,7 @@ class Trial(msgspec.Struct, frozen=True):
     lower_bound_s: float
     num_messages: int
     measured: Timeline | None = None
+    rounded: float | None = None
 
     @property
     def median_s(self) -> float:
@@ -142,6 +152,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
                 "speedup_over_ddp": None if ddp is None else ddp / t.median_s,
                 "lower_bound_s": t.lower_bound_s,
                 "num_messages": t.num_messages,
+                **({} if t.rounded is None else {"rounded": t.rounded}),
             }
             for t in self.trials
         ]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,11 +35,12 @@ from legato.pytorch.runtime.model import DistributedModel, wrap_model
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
+from legato.schedule.search.rounding import Rounding
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 from legato.testbed.graphs import CompiledModel, with_nodes
 from legato.testbed.launch import Advance
 from legato.testbed.rank import rehearse_task
-from legato.testbed.rehearsal import BUCKETS, SHARDED, STAGES, ZERO, Rehearsal, Task, Trial
+from legato.testbed.rehearsal import BUCKETS, HOOKED, ROUNDED, SHARDED, STAGES, ZERO, Rehearsal, Task, Trial
 from legato.zoo import scale_compute
 
 __all__ = ["rehearse_here"]
@@ -46,6 +48,7 @@ __all__ = ["rehearse_here"]
 _BLOCK = 5  # the most iterations that are timed together
 _WARM = 2  # iterations before each block, which are not timed
 _WARM_GRAPHS = 4  # the same with compiled models, whose graphs are not cut at once
+_HOOKS: dict[Any, Any] = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 _TRACED = 3  # iterations that are traced; the median one is kept
 
 
@@ -124,6 +127,24 @@ class _Zero(_Ddp):
         return ZeroRedundancyOptimizer(model.parameters(), kind, parameters_as_bucket_view=True)
 
 
+class _Hooked(_Ddp):
+    """`DistributedDataParallel` with torch's hook that sends gradients in a format of two bytes."""
+
+    def __init__(self, name: str, shared: EmulatedModel, plan: Plan) -> None:
+        super().__init__(name, shared, None)
+        self.compress = _HOOKS[plan.messages[0].wire]
+
+    def _loop(self) -> _Loop:
+        def hook(state: object, bucket: Any) -> Any:
+            return self.compress(state, bucket)  # under another name: DDP takes that of bf16 over NCCL only
+
+        distributed: Any = dist
+        hook.__annotations__ = {"state": object, "bucket": distributed.GradBucket}  # which torch checks
+        loop = super()._loop()
+        loop.wrapped.register_comm_hook(None, hook)
+        return loop
+
+
 class _Planned:
     """A plan in legato's runtime; all plans share one wrapped model, which adopts a plan when its turn comes."""
 
@@ -177,7 +198,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
             began = runner.iterations(warm + block)[warm - 1 :]
             measured[runner.name] += [after - before for before, after in itertools.pairwise(began)]
             advance(STAGES[2], k * len(runners) + i + 1, rounds * len(runners))
-    traces = {r.name: r.trace() for r in runners if r.name.removesuffix(SHARDED) in task.traced}
+    traces = {r.name: r.trace() for r in runners if _plain(r.name) in task.traced}
     return Rehearsal(
         workload=workload,
         cluster=cluster,
@@ -190,6 +211,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
                 lower_bound_s=p.lower_bound_s,
                 num_messages=len(p.plan.messages),
                 measured=_typical(p.name, traces.get(p.name, [])),
+                rounded=None if task.wire == "none" else p.plan.rounded,
             )
             for p in predictions
         ),
@@ -215,6 +237,14 @@ def _plan(workload: Workload, cluster: Cluster, task: Task, advance: Advance) ->
             planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
             for c in compare(workload, cluster, planned, shard=task.shard) if planned else ():
                 predictions.append(_Prediction(c.plan.scheduler + SHARDED, c.plan, c.timeline, c.bound.seconds))
+        if task.wire != "none":
+            planned = [name for name in task.schedulers if name not in ("ddp", BUCKETS)]
+            everything: Rounding = "all-bf16" if task.wire.endswith("bf16") else "all-fp16"
+            (hooked,) = compare(workload, cluster, ["ddp"], wire=everything)
+            others = compare(workload, cluster, planned, wire=task.wire) if planned else []
+            predictions.append(_Prediction(HOOKED, hooked.plan, hooked.timeline, hooked.bound.seconds))
+            for c in others:
+                predictions.append(_Prediction(c.plan.scheduler + ROUNDED, c.plan, c.timeline, c.bound.seconds))
         content = msgspec.json.encode(predictions)
     return msgspec.json.decode(broadcast_bytes(content, dist.group.WORLD), type=list[_Prediction])
 
@@ -225,6 +255,9 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction], compiled: b
     runners: list[_Runner] = []
     planned: _Loop | None = None
     for p in predictions:
+        if p.name == HOOKED:
+            runners.append(_Hooked(p.name, first, p.plan))
+            continue
         if p.name == ZERO:
             runners.append(_Zero(p.name, first, None))
             continue
@@ -235,6 +268,10 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction], compiled: b
             planned = _Loop(first, *wrap_model(first, EmulatedOptimizer(first), p.plan))
         runners.append(_Planned(p.name, p.plan, planned))
     return runners
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix(SHARDED).removesuffix(ROUNDED)
 
 
 def _typical(name: str, timelines: list[Timeline]) -> Timeline | None:
