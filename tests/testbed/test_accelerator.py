@@ -105,6 +105,22 @@ def test_an_update_takes_its_time_when_the_last_of_its_parameters_is_stepped():
     assert took == [0.0, 128.0, 32.0 + 64.0]
 
 
+def test_updates_of_shards_take_their_share_of_the_time():
+    model = EmulatedModel(WORKLOAD, clock=DeviceClock())
+    whole = EmulatedOptimizer(model)
+    flats = []
+    for parameter in model.parameters():
+        size = parameter.numel()
+        for start, stop in ((0, size // 3), (size // 3, size)):
+            flat = torch.nn.Parameter(parameter.detach()[start:stop])
+            flat.shard_of, flat.grad = parameter, torch.ones_like(flat)
+            flats.append(flat)
+    whole.param_groups[0]["params"] = flats
+    before = model.clock.now
+    whole.step()
+    assert model.clock.now - before == pytest.approx(128.0 + 32.0 + 64.0)
+
+
 def test_another_order_of_ops():
     model = EmulatedModel(WORKLOAD, clock=DeviceClock())
     model.follow((4, 2, 3, 5, 6, 0, 7, 1))

@@ -90,6 +90,26 @@ def test_a_cluster_verified_under_torchrun(chain):
     assert [row["scheduler"] for row in json.loads(done.stdout)] == ["ddp", "p3", "legato"]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("option", "value", "names"),
+    [
+        ("--shard", "gradients", ["ddp", "legato", "ddp+zero", "legato sharded"]),
+        ("--wire", "bf16", ["ddp", "legato", "ddp+hook", "legato rounded"]),
+    ],
+)
+def test_the_rivals_of_shards_and_of_wire_formats(chain, option, value, names):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [sys.executable, "-m", "legato.cli", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
+    done = run([*torchrun, *command, "--scheduler", "legato", option, value, "--json"])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["scheduler"] for row in rows] == names
+    assert [row["predicted_s"] is None for row in rows] == [name == "ddp+zero" for name in names]
+    rounded = [row.get("rounded") for row in rows]
+    assert rounded[:3] == ([0.0, 0.0, 1.0] if option == "--wire" else [None] * 3)
+
+
 def test_ddp_is_always_measured_and_first():
     assert select(["legato"]) == ("ddp", "legato")
     assert select(["fifo", "ddp", "fifo"]) == ("ddp", "fifo")
@@ -105,6 +125,8 @@ def test_ddp_is_always_measured_and_first():
         ("iterations", 0, "expected at least 1"),
         ("ratio", 0.0, "expected 1e-6 to 1e6"),
         ("ratio", float("nan"), "expected 1e-6 to 1e6"),
+        ("shard", "all", "unknown shard 'all'"),
+        ("wire", "fp8", "unknown wire 'fp8'"),
     ],
 )
 def test_tasks_that_make_no_sense(field, value, said):
@@ -147,6 +169,9 @@ def test_what_a_rehearsal_says_of_its_predictions_and_of_itself(capsys, found, s
 @pytest.mark.parametrize(
     "arguments, said",
     [
+        (["rehearse", "W", "--compiled", "--shard", "optimizer"], "compiled: not with shards or a wire format"),
+        (["rehearse", "W", "--servers", "1", "--wire", "bf16"], "--shard and --wire: not with parameter servers"),
+        (["rehearse", "W", "--shard", "optimizer", "--wire", "bf16"], "wire"),
         (["rehearse", "nowhere.json"], "nowhere.json"),
         (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
         (["rehearse", "W", "--bandwidth", "fast"], "fast"),
