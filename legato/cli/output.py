@@ -40,6 +40,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "speedup_over_random": ("measured\nover random", lambda v: f"{v:.2f}x"),
     "iterations_per_s": ("measured\nper second", lambda v: f"{v:.2f}"),
     "gap": ("above bound", format_gap),
+    "rounded": ("rounded", lambda v: f"{v:.1%}"),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
     "utilization": ("utilization", lambda v: f"{v:.1%}"),
     "straggler": ("straggler", lambda v: f"{v:.1%}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from legato.cli.options import (
     Reduce,
     Servers,
     Shard,
+    Wire,
     Workers,
     machines_of,
     split,
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from legato.core.plan import Plan
     from legato.schedule.compare import Candidate
 
-_WHY_NOT_THE_FASTEST = " (of the runnable plans within 0.5% of the fastest: DDP's, or else that of the fewest messages)"
+_WHY_NOT_THE_FASTEST = (
+    " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else that of the fewest messages)"
+)
 
 
 def plan(
@@ -66,6 +69,7 @@ def plan(
         ),
     ] = None,
     shard: Shard = "none",
+    wire: Wire = "none",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -103,6 +107,7 @@ def plan(
             any_order=any_order,
             max_message_bytes=most,
             shard=shard,
+            wire=wire,
             progress=advance,
             left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
         )
@@ -122,17 +127,23 @@ def plan(
         return
     bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
     setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
+    setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
     print_rows(f"{job.name} on {setting}; no plan can be faster than {bound}{proved}", rows)
     _note_simulated(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
     if most is not None:
         _note_larger(found, job, most)
-    if shard == "none":
+    if wire != "none":
+        _note_rounding(chosen, job, machines.cluster, collective, compute, any_order, most)
+    elif shard == "none":
         _note_stock_ddp(found, chosen, job, machines.cluster, collective, compute)
     else:
         _note_memory(shard, job, machines.cluster.workers)
     if output is not None:
-        why = "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST
+        least = "" if wire == "none" else " that round least"
+        why = (
+            "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST.format(least)
+        )
         note(f"{chosen.plan.scheduler}{why} -> {output}")
 
 
@@ -162,6 +173,37 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
     note(
         f"each worker saves {saved} for each state that the optimizer keeps (Adam keeps two) if gradients have 4 bytes "
         f"an element, twice as much if they have 2{gradients}"
+    )
+
+
+def _note_rounding(
+    chosen: Candidate,
+    job: Workload,
+    cluster: Cluster,
+    collective: str | None,
+    compute: Literal["one", "unlimited"],
+    any_order: bool,
+    most: int | None,
+) -> None:
+    """Say what the chosen plan wins over the exact one of its scheduler, and what it rounds for that."""
+    from legato.schedule.basics.compose import has_free_order
+    from legato.schedule.compare import compare
+    from legato.schedule.search.rounding import MOST_SHARED, least_rounded
+
+    plan, seconds = chosen.plan, chosen.iteration_s
+    options: dict[str, Any] = {"collective": collective, "compute": compute, "any_order": any_order}
+    (exact,) = compare(job, cluster, [plan.scheduler], max_message_bytes=most, **options)
+    if not plan.rounded:
+        note(f"{plan.scheduler} rounds nothing: its exact plan is predicted to be as fast ({format_seconds(seconds)})")
+        return
+    least = ""
+    captured = compute == "one" and not (any_order or has_free_order(job))
+    if captured and len(job.tensors) <= MOST_SHARED:
+        least = f" (no plan as fast rounds less than {least_rounded(job, cluster, seconds):.1%})"
+    faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"
+    note(
+        f"{plan.scheduler} rounds {plan.rounded:.1%} of the bytes{least}: predicted {format_seconds(seconds)} instead "
+        f"of {format_seconds(exact.iteration_s)} with exact gradients, {faster}"
     )
 
 

@@ -22,7 +22,8 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     no plan can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
     time that planning took, and `measured_s` the iteration time of a real run;
     both are None if unknown. A plan that is not `runnable` can only be simulated.
-    Raises `InputError` if a number is not finite or a time is negative.
+    `rounded` is the fraction of the gradients' bytes that travel in a wire format.
+    Raises `InputError` if a number is not finite, a time is negative, or a fraction is not from 0 to 1.
     """
 
     scheduler: str
@@ -35,6 +36,7 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     plan_s: float | None
     measured_s: float | None = None
     runnable: bool = True
+    rounded: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("iteration_s", "lower_bound_s", "plan_s", "measured_s"):
@@ -44,6 +46,8 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         for field in ("gap", "overlap", "utilization"):
             if not math.isfinite(getattr(self, field)):
                 raise InputError(f"{field}: {getattr(self, field)} (expected a finite number)")
+        if not 0 <= self.rounded <= 1:
+            raise InputError(f"rounded: {self.rounded} (expected a fraction, 0 to 1)")
 
 
 class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

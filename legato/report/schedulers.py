@@ -28,6 +28,7 @@ _HELP = {
     "predicted over DDP": "DDP's predicted iteration time over the predicted one of this plan.",
     "measured over DDP": "DDP's measured iteration time over the measured one of this plan.",
     "predicted above bound": "How far the predicted iteration time is above a lower bound that no plan can beat.",
+    "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
     "overlap": "The overlap coefficient (N + C − T) / min(N, C), with N seconds of communication and C seconds of "
     "computation in an iteration of T seconds: 100% when the shorter of the two is hidden behind the other one, below "
     "0% when the device also waits for its host.",
@@ -44,6 +45,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     `gap` is that of the predicted time. `overlap` and `utilization` are those of the predicted iteration or, without
     one, of the measured one. `exposed` holds the share of exposed communication, by kind of iteration.
+    `rounded` is that of the bytes in a wire format, where any plan of the table has some.
     """
 
     scheduler: str
@@ -56,6 +58,7 @@ class Entry(msgspec.Struct, frozen=True):
     num_messages: int | None = None
     plan_s: float | None = None
     exposed: dict[Kind, float] = {}
+    rounded: float | None = None
 
     def seconds(self, kind: Kind) -> float | None:
         """The iteration time of this kind."""
@@ -68,6 +71,7 @@ def entries(model: ModelReport) -> list[Entry]:
     if not model.rows:
         names = dict.fromkeys(t.name for t in model.timelines)
         return [_of_timelines([t for t in model.timelines if t.name == name]) for name in names]
+    rounds = any(row.rounded for row in model.rows)
     return [
         Entry(
             row.scheduler,
@@ -80,6 +84,7 @@ def entries(model: ModelReport) -> list[Entry]:
             row.num_messages,
             row.plan_s,
             _exposed([t for t in model.timelines if t.name == row.scheduler]),
+            row.rounded if rounds else None,
         )
         for row in model.rows
     ]
@@ -116,10 +121,15 @@ def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:
 
 
 def best_of(table: Sequence[Entry]) -> Entry:
-    """The entry that is taken: of those within half a per cent of the fastest, DDP, else the fewest messages."""
+    """The entry that is taken: of those within half a per cent of the fastest, DDP, else the fewest messages.
+
+    Of those that round different shares of the bytes, only those count that round least, to within half a per cent.
+    """
     kind, seen = _comparable(table)
     fastest = min(e.seconds(kind) or 0.0 for e in seen)
     as_fast = [e for e in seen if (e.seconds(kind) or 0.0) <= fastest * (1 + _SAME)]
+    least = min(e.rounded or 0.0 for e in as_fast)
+    as_fast = [e for e in as_fast if (e.rounded or 0.0) <= least + _SAME]
     return min(as_fast, key=lambda e: (e.scheduler != "ddp", e.num_messages or 0, e.seconds(kind) or 0.0))
 
 
@@ -184,6 +194,7 @@ def scheduler_table(table: Sequence[Entry]) -> dict[str, Any]:
         ("scheduler", [table_cell(e.scheduler, e.scheduler) for e in table]),
         *_time_columns(table),
         ("predicted above bound", [table_cell(percent(e.gap), e.gap) for e in table]),
+        ("rounded", [table_cell(percent(e.rounded), e.rounded) for e in table]),
         (f"{basis} overlap", [_of_basis(e, basis, _overlap(e.overlap), e.overlap) for e in table]),
         (f"{basis} utilization", [_of_basis(e, basis, percent(e.utilization), e.utilization) for e in table]),
         (

@@ -145,6 +145,30 @@ def test_sharded_plans(capsys, workload, tmp_path):
     assert "shard: 'optimizer' with parameter servers (expected none" in error
 
 
+def test_gradients_in_a_wire_format(capsys, tmp_path):
+    """24 MB behind a backward op of 30 ms and 8 MB at the end: at 8 Gbit/s, two workers, a byte takes a nanosecond."""
+    ops = (legato.Op("f", "forward", 0.01), legato.Op("b1", "backward", 0.001), legato.Op("b0", "backward", 0.03))
+    tensors = (legato.Tensor("late", 24_000_000, 1, (0,)), legato.Tensor("first", 8_000_000, 2, (0,)))
+    job, plan = tmp_path / "w.json", tmp_path / "p.json"
+    legato.write(job, legato.Workload("toy", ops, tensors))
+    options = ["--workers", 2, "--bandwidth", "8Gbit", "--latency", 0, "--collective", "ring"]
+    given = [*options, "--scheduler", "ddp,fifo,legato"]
+    status, out, err = run(capsys, "plan", job, *given, "--wire", "bf16", "--check-bound", "-o", plan)
+    assert status == 0 and "gradients in bf16; no plan can be faster than" in " ".join(out.split())
+    assert "rounded" in out and "stock DDP" not in err
+    said = "ddp rounds 25.0% of the bytes (no plan as fast rounds less than 25.0%)"
+    assert said in err and "predicted 45 ms instead of 49 ms with exact gradients, 1.09x as fast" in err
+    written = legato.read(plan, legato.Plan)
+    assert written.rounded == 0.25 and {m.wire for m in written.messages} == {None, "bf16"}
+    rows = json.loads(run(capsys, "plan", job, *given, "--wire", "all-fp16", "--json")[1])
+    assert [row["rounded"] for row in rows] == [1.0] * 3
+    fast = [*options, "--scheduler", "legato", "--wire", "fp16", "--bandwidth", "800Gbit"]
+    assert "legato rounds nothing: its exact plan is predicted to be as fast" in run(capsys, "plan", job, *fast)[2]
+    assert "wire: 'bf16' with parameter servers" in fails(capsys, "plan", job, "--wire", "bf16", "--servers", 1)
+    assert "wire: 'bf16' with shard 'optimizer'" in fails(capsys, "plan", job, "--wire", "bf16", "--shard", "optimizer")
+    assert "'bf17' is not one of" in fails(capsys, "plan", job, "--wire", "bf17")
+
+
 def test_plan_writes_plan_and_timeline(capsys, workload, tmp_path):
     plan, timeline = tmp_path / "p.json", tmp_path / "t.json"
     status, out, _ = run(capsys, "plan", workload, "-o", plan, "--timeline", timeline)

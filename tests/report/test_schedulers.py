@@ -7,7 +7,7 @@ from support.report_samples import CLUSTER, cnn, model, row, run, timelines
 from legato.core.errors import InputError
 from legato.core.units import format_seconds
 from legato.report.model import ModelReport, Report, SchedulerRow
-from legato.report.schedulers import Entry, bound_sentence, entries, headline, overview, scheduler_table
+from legato.report.schedulers import Entry, best_of, bound_sentence, entries, headline, overview, scheduler_table
 from legato.report.sections import section
 from legato.report.tables import in_one_unit, percent
 
@@ -157,6 +157,22 @@ def test_timelines_alone_make_a_table():
     assert only.predicted_s is None and only.measured_s == real.iteration_s and only.lower_bound_s is None
 
 
+def test_of_plans_that_are_as_fast_the_one_that_rounds_least_is_taken():
+    table = [
+        entry("ddp", 1.0, num_messages=2, rounded=0.9),
+        entry("legato", 1.001, num_messages=9, rounded=0.2),
+        entry("pace", 2.0, num_messages=9, rounded=0.0),
+    ]
+    assert best_of(table).scheduler == "legato" and columns(scheduler_table(table))["rounded"] == [
+        "90.0%",
+        "20.0%",
+        "0.0%",
+    ]
+    rows = tuple(SchedulerRow(name, 1.0, 1.0, 0.0, 0.5, 1.0, 3, 0.1, rounded=r) for name, r in (("a", 0.5), ("b", 0.0)))
+    assert [e.rounded for e in entries(ModelReport("x", rows=rows))] == [0.5, 0.0]
+    assert [e.rounded for e in entries(ModelReport("x", rows=rows[1:]))] == [None]
+
+
 def test_numbers_to_compare_stand_in_one_unit():
     assert in_one_unit([1.371, 1.2346, None]) == ["1,371 ms", "1,235 ms", ""]
     assert in_one_unit([0.0123456, 0.001]) == ["12.35 ms", "1.00 ms"]
@@ -167,7 +183,14 @@ def test_numbers_to_compare_stand_in_one_unit():
 
 @pytest.mark.parametrize(
     "change",
-    [{"iteration_s": -1.0}, {"lower_bound_s": float("nan")}, {"gap": float("inf")}, {"measured_s": float("inf")}],
+    [
+        {"iteration_s": -1.0},
+        {"lower_bound_s": float("nan")},
+        {"gap": float("inf")},
+        {"measured_s": float("inf")},
+        {"rounded": 1.5},
+        {"rounded": float("nan")},
+    ],
 )
 def test_a_row_needs_real_numbers(change):
     good = {"scheduler": "x", "iteration_s": 1.0, "lower_bound_s": 1.0, "gap": 0.0, "overlap": 0.5, "utilization": 1.0}

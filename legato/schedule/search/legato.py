@@ -82,7 +82,7 @@ from legato.schedule.search.local_search import CheapestCollective, Instance, lo
 from legato.schedule.search.nested_messages import nested_messages
 from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
-from legato.schedule.search.rounding import MOST_SHARED, Rounding, check_rounding, exact_shares, rounded
+from legato.schedule.search.rounding import MOST_SHARED, TOLERANCE, Rounding, check_rounding, exact_shares, rounded
 from legato.schedule.search.sharded_search import ShardedPeriod, groups_of, sharded_search
 from legato.simulator.collective import iteration_time
 from legato.simulator.period import Period
@@ -288,12 +288,14 @@ def _in_wire_format(
     most = message_limit(most_bytes)
     plans = [msgspec.structs.replace(plan, messages=tuple(divided(plan.messages, most))) for plan in plans]
     names = tuple(cluster.collectives) if collective is None else (resolve_collective(cluster, collective),)
-    collectives = _collectives(costs, names)
+    collectives = _collectives(cluster, names)
 
     def fit(message: Message) -> Message:
+        if cluster.contention is not None:  # what is cheapest on the network may take more from computation
+            return message
         nbytes = message.wire_nbytes
-        name, depth = _way(collectives, costs, nbytes)
-        if message_s(costs, name, depth, nbytes) >= message_s(costs, message.collective, message.depth, nbytes):
+        name, depth = _way(collectives, cluster, nbytes)
+        if message_s(cluster, name, depth, nbytes) >= message_s(cluster, message.collective, message.depth, nbytes):
             return message
         return msgspec.structs.replace(message, collective=name, depth=depth)
 
@@ -319,6 +321,7 @@ def _regrouped(workload: Workload, cluster: Cluster, seconds: float, **options: 
     if len(workload.tensors) > MOST_SHARED:
         return
     tried = set()
+    options["gap"] = min(options["gap"], TOLERANCE / 2)
     for order, slack in itertools.product(_FIRST_EXACT, _SLACKS):
         shares = exact_shares(workload, cluster, seconds * (1 - slack), order)
         light = tuple(share < 1 for share in shares)
