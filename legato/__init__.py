@@ -111,7 +111,7 @@ def simulate(
 
     With a `fabric` (a name from `legato.simulator.flow.FABRICS`, or a `Fabric`), every transfer on every link is
     simulated, on the network that `Network.of` makes of the cluster; workers have one stream. `legato.simulator.flow`
-    can do more: racks, slow workers and links, jitter.
+    can do more: other topologies, hosts with several GPUs, slow workers and links, jitter.
 
     Raises `PlanError` on a plan that does not fit the workload or waits for itself, and `InputError` on an unknown
     fabric or setting.
@@ -126,7 +126,7 @@ def simulate(
     from legato.simulator.flow.fabrics import fitting
 
     if isinstance(fabric, str):
-        fabric = fitting(fabric, {"servers": cluster.servers} if cluster.servers else {}, cluster.workers)
+        fabric = fitting(fabric, {"servers": cluster.servers} if cluster.servers else {})
     return simulate_flow(workload, plan, fabric, Network.of(cluster), keep_transfers=False).timeline()
 
 

@@ -94,8 +94,7 @@ def test_plan_predict_and_prove():
 def test_simulate_on_a_fabric(fabric):
     planned = legato.plan(JOB, CLUSTER, "single")
     network = Network(workers=4, bandwidth_bps=1e9, latency_s=1e-5)
-    usual = legato.simulator.flow.fabric("hierarchical", group=4) if fabric == "hierarchical" else fabric
-    expected = simulate_flow(JOB, planned, usual, network)
+    expected = simulate_flow(JOB, planned, fabric, network)
     timeline = legato.simulate(JOB, planned, CLUSTER, fabric=fabric)
     assert timeline.iteration_s == expected.iteration_s and timeline.spans
     with pytest.raises(legato.InputError, match="compute"):

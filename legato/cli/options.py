@@ -20,28 +20,33 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Aggregation",
+    "Balance",
     "Bandwidth",
     "Barrier",
     "ClusterFile",
     "Collective",
     "Compute",
+    "CoreOversubscription",
     "Distribution",
     "Fidelity",
-    "Group",
+    "GpusPerCard",
     "InFlight",
     "Interrupted",
     "Iterations",
     "Json",
     "Latency",
+    "LocalBandwidth",
     "Machines",
     "MessageBytes",
     "Placement",
+    "Ports",
     "Reduce",
     "Seed",
     "ServerBandwidth",
     "Servers",
     "Shard",
     "Sharing",
+    "Topology",
     "Wire",
     "Workers",
     "check_installed",
@@ -60,8 +65,10 @@ LATENCY_HELP = "Latency from one worker to another, such as 30us."
 SERVERS_HELP = "Number of parameter servers."
 SCHEDULER_HELP = "Names of schedulers, separated by commas, or all."
 FABRIC_HELP = "Names of fabrics, separated by commas, or all."
-RACKS_HELP = "Number of racks that hold the workers."
-OVERSUBSCRIPTION_HELP = "Oversubscription of the racks' uplinks; 4 means 4:1."
+GPUS_PER_HOST_HELP = "Number of workers (GPUs) in each host; they are numbered host by host."
+RACKS_HELP = "Number of racks that hold the hosts, with a leaf switch each."
+SPINES_HELP = "Number of spine switches above the leaves; with 0, transfers between rails go through the hosts."
+OVERSUBSCRIPTION_HELP = "Oversubscription of the links from a leaf to the spines; 4 means 4:1."
 JITTER_HELP = "Jitter of computation: sigma of a lognormal factor."
 SLOW_HELP = "Slowdown factor of the last worker's computation."
 SLOW_LINK_HELP = "Slowdown factor of the last worker's link."
@@ -135,6 +142,45 @@ Sharing = Annotated[
         rich_help_panel="Network",
     ),
 ]
+LocalBandwidth = Annotated[
+    str,
+    typer.Option(
+        help="Bandwidth of a GPU's link inside its host, to each of the other GPUs.", rich_help_panel="Network"
+    ),
+]
+GpusPerCard = Annotated[
+    int, typer.Option(help="Number of GPUs of a host that share a network card.", rich_help_panel="Network")
+]
+Topology = Annotated[
+    Literal["leaf-spine", "fat-tree", "rails"],
+    typer.Option(
+        help="How switches connect the hosts: racks below spines (one rack is one switch), a fat tree, or rails "
+        "(card i of every host is on leaf i).",
+        rich_help_panel="Network",
+    ),
+]
+Ports = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of ports of each switch of a fat tree.",
+        show_default="the fewest that have room",
+        rich_help_panel="Network",
+    ),
+]
+CoreOversubscription = Annotated[
+    float,
+    typer.Option(
+        help="Oversubscription of the links from a pod of a fat tree to the cores; 2 means 2:1.",
+        rich_help_panel="Network",
+    ),
+]
+Balance = Annotated[
+    Literal["ecmp", "spray"],
+    typer.Option(
+        help="How flows use the paths between leaves: each has one, chosen by a hash, or its packets take all equally.",
+        rich_help_panel="Network",
+    ),
+]
 Placement = Annotated[
     Literal["round-robin", "equal"] | None,
     typer.Option(
@@ -178,21 +224,18 @@ InFlight = Annotated[
     int | None,
     typer.Option(help="Number of all-reduces at once.", show_default="all that are ready", rich_help_panel="Fabric"),
 ]
-Group = Annotated[
-    int | None,
-    typer.Option(
-        help="Workers per host in the hierarchical fabric.",
-        show_default="8, or a divisor of the workers",
-        rich_help_panel="Fabric",
-    ),
-]
 Iterations = Annotated[
     int | None,
     typer.Option(
         help="Number of iterations to simulate.", show_default="1, or 3 where they differ; 30 where jobs share"
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of all that is drawn at random.", rich_help_panel="Network")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Seed of all that is drawn at random, and of the paths that ECMP chooses.", rich_help_panel="Network"
+    ),
+]
 
 
 def fabric_options(
@@ -203,7 +246,6 @@ def fabric_options(
     aggregation: str | None,
     message_bytes: str | None,
     in_flight: int | None,
-    group: int | None,
 ) -> dict[str, Any]:
     """The fabric's options that were given."""
     given = {
@@ -213,7 +255,6 @@ def fabric_options(
         "aggregation": aggregation,
         "message_bytes": None if message_bytes is None else parse_bytes(message_bytes),
         "in_flight": in_flight,
-        "group": group,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -236,13 +277,14 @@ class Machines(NamedTuple):
         measured = (
             "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
         )
-        return f"{self._prefix}{self._workers}, {self._link(network.bandwidth_bps, network.latency_s)}{measured}"
+        link = f"{self._link(network.bandwidth_bps, network.latency_s)}{measured}"
+        return f"{self._prefix}{', '.join([self._workers, link, *_beyond_one_switch(network)])}"
 
     def describe_shared(self, network: Network) -> str:
         """The network that jobs share in words, for the title of a table."""
-        racks = f" in {network.racks} racks" if network.racks > 1 else ""
+        hosts = _count(network.workers // network.gpus_per_host, "host")
         link = self._link(network.bandwidth_bps, network.latency_s)
-        return f"{self._prefix}{_count(network.workers, 'host')}{racks}, {link}"
+        return f"{self._prefix}{', '.join([hosts, link, *_beyond_one_switch(network)])}"
 
     @property
     def _prefix(self) -> str:
@@ -257,6 +299,24 @@ class Machines(NamedTuple):
         reduce_s = self.cluster.reduce_s_per_byte * 2**20
         reduction = f", reduction {format_seconds(reduce_s)} per MiB" if reduce_s else ""
         return f"{format_bandwidth(bandwidth_bps or 0)}, latency {format_seconds(latency_s or 0)}{reduction}"
+
+
+def _beyond_one_switch(network: Network) -> list[str]:
+    """What sets the network apart from hosts with one GPU each behind one switch, in words."""
+    words = []
+    if network.gpus_per_host > 1:
+        cards = network.gpus_per_host // network.gpus_per_card
+        inside = format_bandwidth(network.local_bandwidth_bps)
+        words.append(f"{network.gpus_per_host} GPUs ({inside}) and {_count(cards, 'card')} a host")
+    if network.switches.one:
+        return words
+    named = _count(network.racks, "rack") if network.topology == "leaf-spine" else network.topology
+    words.append(f"{named} ({network.switches.num_ports} ports)" if network.topology == "fat-tree" else named)
+    if network.topology != "fat-tree":
+        words.append(_count(network.spines, "spine"))
+    ratios = [ratio for ratio in (network.oversubscription, network.core_oversubscription) if ratio != 1]
+    words += [f"{ratio:g}:1" for ratio in ratios]
+    return [*words, network.balance] if network.switches.has_choice else words
 
 
 def _count(number: int, noun: str) -> str:

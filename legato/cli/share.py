@@ -127,8 +127,8 @@ def _jobs(
     if "all" in names:
         raise InputError("--fabric: 'all' (expected, with --share, one fabric for all jobs, or one each)")
     check_options(names, fabric_options)
-    fabrics = [fitting(name, fabric_options, own) for name, own in zip(names, workers, strict=True)]
-    hosts = place(workers, given.placement, network, group=[getattr(fabric, "group", 1) for fabric in fabrics])
+    fabrics = [fitting(name, fabric_options) for name in names]
+    hosts = place(workers, given.placement, network)
     schedulers = one_each("scheduler", given.scheduler, count, str, "plain")
     plans: list[str | None] = [*one_each("plan", given.plan, count, str, "")]
     shift_s = one_each("shift", given.shift, count, parse_seconds, 0.0)

@@ -14,31 +14,38 @@ import typer
 
 from legato.cli.options import (
     FABRIC_HELP,
+    GPUS_PER_HOST_HELP,
     JITTER_HELP,
     OVERSUBSCRIPTION_HELP,
     RACKS_HELP,
     SLOW_HELP,
     SLOW_LINK_HELP,
+    SPINES_HELP,
     WORKERS,
     WORKERS_HELP,
     Aggregation,
+    Balance,
     Bandwidth,
     Barrier,
     ClusterFile,
+    CoreOversubscription,
     Distribution,
     Fidelity,
-    Group,
+    GpusPerCard,
     InFlight,
     Iterations,
     Json,
     Latency,
+    LocalBandwidth,
     MessageBytes,
     Placement,
+    Ports,
     Reduce,
     Seed,
     ServerBandwidth,
     Servers,
     Sharing,
+    Topology,
     disturbances_of,
     fabric_options,
     machines_of,
@@ -83,8 +90,16 @@ def simulate(
     latency: Latency = None,
     reduce: Reduce = None,
     server_bandwidth: ServerBandwidth = None,
+    gpus_per_host: Annotated[int, typer.Option(help=GPUS_PER_HOST_HELP, rich_help_panel="Network")] = 1,
+    gpus_per_card: GpusPerCard = 1,
+    local_bandwidth: LocalBandwidth = "100Gbit",
+    topology: Topology = "leaf-spine",
     racks: Annotated[int, typer.Option(help=RACKS_HELP, rich_help_panel="Network")] = 1,
+    spines: Annotated[int, typer.Option(help=SPINES_HELP, rich_help_panel="Network")] = 1,
+    ports: Ports = None,
     oversubscription: Annotated[float, typer.Option(help=OVERSUBSCRIPTION_HELP, rich_help_panel="Network")] = 1.0,
+    core_oversubscription: CoreOversubscription = 1.0,
+    balance: Balance = "ecmp",
     sharing: Sharing = "fifo",
     jitter: Annotated[float, typer.Option(help=JITTER_HELP, rich_help_panel="Network")] = 0.0,
     slow: Annotated[float, typer.Option(help=SLOW_HELP, rich_help_panel="Network")] = 1.0,
@@ -94,8 +109,9 @@ def simulate(
         str | None,
         typer.Option(
             metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
-            help="Make a link, server, uplink or compute (a worker's computation) slower for a while, such as "
-            "link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until the end.",
+            help="Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) "
+            "slower for a while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until "
+            "the end.",
             rich_help_panel="Network",
         ),
     ] = None,
@@ -105,7 +121,6 @@ def simulate(
     aggregation: Aggregation = None,
     message_bytes: MessageBytes = None,
     in_flight: InFlight = None,
-    group: Group = None,
     iterations: Iterations = None,
     scheduler: Annotated[
         str | None,
@@ -205,16 +220,25 @@ def simulate(
         each = [count if one is None else one for one in counts]
         if min(each) < 1:
             raise InputError(f"workers: {min(each)} (expected at least 1)")
-        count = num_hosts(each, given.placement)
+        in_a_host = max(1, gpus_per_host)  # less is refused by the network
+        count = in_a_host * num_hosts(each, given.placement, in_a_host)
     elif len(jobs) not in (1, count):
         raise InputError(f"{len(jobs)} workloads for {count} workers (expected one, or one each)")
     network = replace(
         plain,
         workers=count,
+        gpus_per_host=gpus_per_host,
+        gpus_per_card=gpus_per_card,
+        local_bandwidth_bps=parse_bandwidth(local_bandwidth),
+        topology=topology,
         racks=racks,
+        spines=spines,
+        ports=ports,
         oversubscription=oversubscription,
+        core_oversubscription=core_oversubscription,
+        balance=balance,
         compute_scale=last_worker("slow", slow, count),
-        link_scale=last_worker("slow_link", slow_link, count),
+        link_scale=last_worker("slow_link", slow_link, count, gpus_per_card),
         server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
         sharing=sharing,
         jitter=jitter,
@@ -228,7 +252,6 @@ def simulate(
         aggregation=aggregation,
         message_bytes=message_bytes,
         in_flight=in_flight,
-        group=group,
     )
     if fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
         raise InputError(f"{min(unseen)}: means nothing at collective fidelity (expected --fidelity flow)")
@@ -277,7 +300,7 @@ def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str,
     check_options(chosen, options)
     if cluster.servers:
         options = options | {"servers": cluster.servers}
-    return {name: fitting(name, options, cluster.workers) for name in chosen}
+    return {name: fitting(name, options) for name in chosen}
 
 
 def _planner(
@@ -358,7 +381,7 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
         if network.disturbances:
             quiet = replace(network, disturbances=())
             quiet_s = simulate_flow(job, plan, fabric, quiet, iterations=1, keep_transfers=False).iteration_s
-            lost_s = network.lost_s(result.iteration_s)
+            lost_s = network.lost_s(result.iteration_s, fabric.host_shape(network))
             propagated = (result.iteration_s - quiet_s) / lost_s if lost_s > 0 else None
             disturbed = {"undisturbed_s": quiet_s, "lost_s": lost_s, "propagated": propagated}
         return lambda: result.timeline(drawn, name), {

@@ -67,7 +67,9 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     servers: int
     bandwidth_bps: float
     latency_s: float
+    gpus_per_host: int = 1
     racks: int = 1
+    spines: int = 1
     oversubscription: float = 1.0
     slow: float = 1.0
     slow_link: float = 1.0

@@ -21,7 +21,9 @@ _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", lambda value: f"{value:,}"),
     "bandwidth_bps": ("link bandwidth", lambda value: format_bandwidth(value).removesuffix("/s")),
     "latency_s": ("latency", format_seconds),
+    "gpus_per_host": ("GPUs per host", str),
     "racks": ("racks", str),
+    "spines": ("spines", str),
     "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),
     "slow": ("slowdown of the last worker", lambda value: f"{value:g}×"),
     "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}×"),
@@ -93,7 +95,9 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
         ("servers", lambda r: r.servers or None, lambda r: str(r.servers or "")),
         ("link", lambda r: r.bandwidth_bps, lambda r: format_bandwidth(r.bandwidth_bps)),
         ("latency", lambda r: r.latency_s, lambda r: format_seconds(r.latency_s)),
+        ("GPUs per host", lambda r: r.gpus_per_host, lambda r: str(r.gpus_per_host)),
         ("racks", lambda r: r.racks, lambda r: str(r.racks)),
+        ("spines", lambda r: r.spines, lambda r: str(r.spines)),
         ("oversubscription", lambda r: r.oversubscription, lambda r: f"{r.oversubscription:g}:1"),
         ("slow worker", lambda r: r.slow, lambda r: factor(r.slow)),
         ("slow link", lambda r: r.slow_link, lambda r: factor(r.slow_link)),
@@ -286,7 +290,11 @@ def _described(name: str, value: Any) -> str:
     text = _AXES[name][1](value)
     if name == "bandwidth_bps":
         return text
-    return f"{text} {_AXES[name][0]}" if name in ("workers", "racks") else f"{_AXES[name][0]} {text}"
+    return (
+        f"{text} {_AXES[name][0]}"
+        if name in ("workers", "gpus_per_host", "racks", "spines")
+        else f"{_AXES[name][0]} {text}"
+    )
 
 
 def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def run_cell(cell: Cell, workload: Workload) -> Outcome:
 
 
 def fabric_of(cell: Cell) -> Fabric:
-    """Return the cell's fabric, with the cell's number of servers, or with a number of hosts that its workers fill."""
+    """Return the cell's fabric, with the cell's number of servers."""
     servers = {"servers": cell.servers} if cell.servers else {}
-    return fitting(cell.fabric, dict(cell.options) | servers, cell.workers)
+    return fitting(cell.fabric, dict(cell.options) | servers)
 
 
 def _plan(cell: Cell, workload: Workload) -> Plan:

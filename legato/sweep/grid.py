@@ -18,6 +18,7 @@ from legato.simulator.flow import FABRICS, Network
 from legato.simulator.flow.fabrics import check_options, fitting
 from legato.simulator.flow.network import Sharing, last_worker
 from legato.simulator.flow.run import check_iterations
+from legato.simulator.flow.switches import Balance, TopologyName
 
 __all__ = ["MACHINE_AXES", "PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
 
@@ -44,8 +45,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     bandwidth_bps: float
     latency_s: float
+    gpus_per_host: int
+    gpus_per_card: int
+    local_bandwidth_bps: float
+    topology: TopologyName
     racks: int
+    spines: int
+    ports: int | None
     oversubscription: float
+    core_oversubscription: float
+    balance: Balance
     slow: float
     slow_link: float
     jitter: float
@@ -74,9 +83,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             workers=self.workers,
             bandwidth_bps=self.bandwidth_bps,
             latency_s=self.latency_s,
+            gpus_per_host=self.gpus_per_host,
+            gpus_per_card=self.gpus_per_card,
+            local_bandwidth_bps=self.local_bandwidth_bps,
+            topology=self.topology,
             racks=self.racks,
+            spines=self.spines,
+            ports=self.ports,
             oversubscription=self.oversubscription,
-            link_scale=last_worker("slow_link", self.slow_link, self.workers),
+            core_oversubscription=self.core_oversubscription,
+            balance=self.balance,
+            link_scale=last_worker("slow_link", self.slow_link, self.workers, self.gpus_per_card),
             server_bandwidth_bps=self.server_bandwidth_bps,
             sharing=self.sharing,
             reduce_s_per_byte=self.reduce_s_per_byte,
@@ -92,7 +109,9 @@ MACHINE_AXES = {
     "slow_link": "slow_links",
     "slow": "slows",
     "oversubscription": "oversubscriptions",
+    "spines": "spines",
     "racks": "racks",
+    "gpus_per_host": "gpus_per_host",
     "servers": "servers",
     "latency_s": "latencies_s",
     "bandwidth_bps": "bandwidths_bps",
@@ -127,8 +146,16 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[int, ...] = (1,)
     bandwidths_bps: tuple[float, ...] = (10e9,)
     latencies_s: tuple[float, ...] = (0.0,)
+    gpus_per_host: tuple[int, ...] = (1,)
+    gpus_per_card: int = 1
+    local_bandwidth_bps: float = 100e9
+    topology: TopologyName = "leaf-spine"
     racks: tuple[int, ...] = (1,)
+    spines: tuple[int, ...] = (1,)
+    ports: int | None = None
     oversubscriptions: tuple[float, ...] = (1.0,)
+    core_oversubscription: float = 1.0
+    balance: Balance = "ecmp"
     slows: tuple[float, ...] = (1.0,)
     slow_links: tuple[float, ...] = (1.0,)
     jitters: tuple[float, ...] = (0.0,)
@@ -161,7 +188,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             check_iterations(self.iterations)
         check_options(self.fabrics, self.options)
         for name in self.fabrics:
-            fitting(name, self.options, self.workers[0])
+            fitting(name, self.options)
         for machines in self._machines(has_servers=True):
             network = self._cell("", "", "", machines).network
             if self.fidelity == "collective" and not (network.plain and not self.options):
@@ -203,6 +230,12 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             fabric=fabric,
             scheduler=scheduler,
             fidelity=self.fidelity,
+            gpus_per_card=self.gpus_per_card,
+            local_bandwidth_bps=self.local_bandwidth_bps,
+            topology=self.topology,
+            ports=self.ports,
+            core_oversubscription=self.core_oversubscription,
+            balance=self.balance,
             server_bandwidth_bps=self.server_bandwidth_bps,
             reduce_s_per_byte=self.reduce_s_per_byte,
             sharing=self.sharing,

@@ -349,7 +349,18 @@ def test_an_option_that_several_verbs_have_is_the_same_in_all():
     """Name, help and default; verbs that start real workers on this machine have fewer of them and slower links."""
     verbs = {name: {p.name: p for p in verb.params} for name, verb in get_command(app).commands.items()}
     shared = ("workers", "servers", "bandwidth", "latency", "reduce", "collective", "cluster", "fidelity", "sharing")
-    for option in (*shared, "server_bandwidth", "placement", "group", "seed", "racks", "slow", "jitter"):
+    for option in (
+        *shared,
+        "server_bandwidth",
+        "placement",
+        "seed",
+        "racks",
+        "spines",
+        "topology",
+        "balance",
+        "slow",
+        "jitter",
+    ):
         having = {name: options[option] for name, options in verbs.items() if option in options and name != "trace"}
         if option == "cluster":
             del having["import"]  # which writes one

@@ -53,6 +53,35 @@ def test_jobs_on_hosts_of_their_own_behind_a_switch_are_alone(capsys, workload):
     assert found["cases"][0]["slowdown"] > 1
 
 
+LAYOUTS = {
+    "ecmp": ("--racks", 2, "--spines", 2, "--oversubscription", 2, "--hosts", "spread"),
+    "fat tree": ("--topology", "fat-tree", "--hosts", "random"),
+    "rails": ("--topology", "rails", "--gpus-per-host", 4, "--spines", 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_networks_above_one_switch(capsys, workload, layout):
+    """The title says which. Jobs meet above the leaves, so not on rails without spines."""
+    options = ("--fabric", "shuffle", "--workers", 8, "--bandwidth", "1Gbit", *LAYOUTS[layout])
+    status, out, err = run(capsys, "simulate", workload, workload, "--share", *options)
+    words = {
+        "ecmp": "16 hosts, 1 Gbit/s, latency 30 us, 2 racks, 2 spines, 2:1, ecmp, spread",
+        "fat tree": "16 hosts, 1 Gbit/s, latency 30 us, fat-tree (4 ports), ecmp, random",
+        "rails": "4 hosts, 1 Gbit/s, latency 30 us, 4 GPUs (100 Gbit/s) and 4 cards a host, rails, 0 spines, packed",
+    }
+    assert status == 0 and f"2 jobs on {words[layout]}" in " ".join(out.split()), (out, err)
+    (case,) = shared(capsys, workload, workload, "--share", *options)["cases"]
+    assert (case["slowdown"] == 1.0) == (layout == "rails")  # hosts and their cards are of one job each
+
+
+def test_hosts_that_are_not_full_are_there(capsys, workload):
+    """Three jobs of three workers are on three hosts of four GPUs."""
+    options = ("--share", "--fabric", "ring", "--workers", 3, "--gpus-per-host", 4)
+    status, out, _ = run(capsys, "simulate", workload, workload, workload, *options)
+    assert status == 0 and "3 jobs on 3 hosts" in out
+
+
 def test_priorities_beside_equal_ones_and_those_of_intensity(capsys, workload, other):
     found = shared(capsys, workload, other, *TWO, "--priority", "2,1", "--sharing", "fair")
     cases = {case["case"]: case["jobs"] for case in found["cases"]}
@@ -139,6 +168,13 @@ def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
         (("--share", "--fabric", "ring", "--fidelity", "collective"), "expected --fidelity flow"),
         (("--share", "--fabric", "ring", "--disturb", "link:0:2:0"), "--share and --disturb"),
         (("--share", "--fabric", "ring", "--workers", "5000"), "more than 20,000,000"),
+        (("--share", "--fabric", "hierarchical"), "hierarchical on a shared network (expected gpus_per_host above 1)"),
+        (
+            ("--share", "--fabric", "hierarchical", "--workers", 6, "--gpus-per-host", 4),
+            "hierarchical on parts of hosts",
+        ),
+        (("--share", "--fabric", "ring", "--gpus-per-host", 0), "gpus_per_host: 0"),
+        (("--share", "--fabric", "ring", "--topology", "rails"), "rails for hosts of 1 on one card"),
     ],
 )
 def test_wrong_input_is_one_line(capsys, workload, options, words):

@@ -70,7 +70,7 @@ def test_what_failed_is_said(capsys, workload):
         (("--oversubscription", "0"), "oversubscription: 0"),
         (("--jitter", "inf"), "jitter: inf"),
         (("--sharing", "unfair"), "sharing"),
-        (("--group", "2"), "group: ring has no such option"),
+        (("--placement", "equal"), "placement: ring has no such option"),
         (("--iterations", "0"), "iterations: 0"),
         (("--server-bandwidth", "0"), "not a bandwidth"),
         (("--fidelity", "collective", "--racks", "2"), "identical hosts"),

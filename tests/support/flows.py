@@ -30,6 +30,11 @@ def network(workers, **options):
     return Network(workers=workers, bandwidth_bps=1e9, latency_s=ALPHA, **options)
 
 
+def hosts_of(gpus, name="hierarchical"):
+    """Options of a network: hosts of so many GPUs on one network card, for the hierarchical fabric."""
+    return {"gpus_per_host": gpus, "gpus_per_card": gpus} if name == "hierarchical" else {}
+
+
 CLOSED_FORMS = {
     "ring": lambda n: COMPUTE + 2 * (n - 1) * (ALPHA + M / n),
     "ring-whole": lambda n: COMPUTE + 2 * (n - 1) * (ALPHA + M),

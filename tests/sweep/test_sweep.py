@@ -318,7 +318,11 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"slow_links": (0.0,)}, "slow_link: 0"),
         ({"oversubscriptions": (0.5,)}, "oversubscription: 0.5"),
         ({"sharing": "unfair"}, "sharing"),
-        ({"options": {"group": 2}}, "no such option"),
+        ({"options": {"in_flyght": 2}}, "no such option"),
+        ({"gpus_per_host": (3,)}, "gpus_per_host: 3"),
+        ({"topology": "rails"}, "several cards a host"),
+        ({"spines": (1, 2)}, "spines: 2 above one rack"),
+        ({"gpus_per_host": (2,), "fidelity": "collective"}, "identical hosts"),
         ({"options": {"placement": "random"}}, "placement"),
         ({"workers": tuple(range(1, 10**5)), "bandwidths_bps": tuple(map(float, range(1, 100)))}, "cells"),
     ],
@@ -339,3 +343,26 @@ def test_files_hold_the_rows(tmp_path):
     assert read == [{key: "" if value is None else str(value) for key, value in row.items()} for row in built]
     assert journal_of(tmp_path / "s.csv").name == "s.csv.cells.jsonl"
     assert json.loads(msgspec.json.encode(rows)) == built
+
+
+def test_switches_and_hosts_of_all_kinds_are_what_the_simulator_says():
+    axes = {"gpus_per_host": (2, 4), "racks": (2,), "spines": (1, 3), "oversubscriptions": (1.0, 2.0)}
+    fixed = {"gpus_per_card": 2, "local_bandwidth_bps": 50e9, "seed": 5}
+    rows = sweep(Grid(workloads=(JOB,), fabrics=("shuffle", "hierarchical"), workers=(8,), **axes, **fixed), jobs=1)
+    assert len(rows) == 2 * 2**3
+    for row in rows:
+        network = Network(
+            workers=8,
+            bandwidth_bps=10e9,
+            gpus_per_host=row.gpus_per_host,
+            gpus_per_card=2,
+            local_bandwidth_bps=50e9,
+            racks=2,
+            spines=row.spines,
+            oversubscription=row.oversubscription,
+            seed=5,
+        )
+        assert row.iteration_s == simulate_flow(JOB, None, row.fabric, network).iteration_s
+    (tree,) = sweep(Grid(workloads=(JOB,), workers=(16,), topology="fat-tree", core_oversubscription=2.0), jobs=1)
+    network = Network(workers=16, bandwidth_bps=10e9, topology="fat-tree", core_oversubscription=2.0)
+    assert tree.iteration_s == simulate_flow(JOB, None, "ring", network).iteration_s

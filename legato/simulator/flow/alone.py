@@ -32,7 +32,7 @@ class Alone(Topology):
     """The links of one worker, and the trips on them."""
 
     def __init__(self, graph: Graph, network: Network) -> None:
-        super().__init__(graph, network, size=1, servers=0, local_bandwidth_bps=1.0)
+        super().__init__(graph, network, size=1, servers=0)
         self._numbers: list[tuple[Ids, int, int, int]] = []  # trips, their laps, and what each sends and receives
 
     def send(
@@ -44,7 +44,6 @@ class Alone(Topology):
         *,
         key: ArrayLike,
         adds: bool = False,
-        local: bool = False,
     ) -> Ids:
         after = list(after)
         nbytes, key, *_ = np.broadcast_arrays(nbytes, key, source, target, *after)
@@ -59,9 +58,8 @@ class Alone(Topology):
         steps: int,
         *,
         key: ArrayLike,
-        source: Hosts | None = None,
         adds: bool = False,
-        local: bool = False,
+        local: bool | None = None,
     ) -> Ids:
         """Send in rounds; returns [fragment, 1, 1]: services that end when the bytes of the last round have arrived."""
         if not steps:
@@ -89,7 +87,7 @@ class Alone(Topology):
         received: int = 1,
     ) -> Ids:
         reduce_s = self.network.reduce_s_per_byte * nbytes if adds else 0.0
-        work_s = nbytes * self._host_s_per_byte[0]
+        work_s = nbytes * self._s_per_byte[0]
         trips = self.graph.add(
             nbytes.shape, link=0, work_s=work_s, delay_s=reduce_s, key=key, tag=self._tags(nbytes.shape)
         )

@@ -40,8 +40,8 @@ class Case:
 
     @property
     def symmetric(self) -> bool:
-        """Whether all workers are alike, and the network looks the same from each of them."""
-        return self.alike and self.network.racks == 1 and self.network.sharing == "fifo"
+        """Whether all workers are alike, and the network looks the same to the fabric from each of them."""
+        return self.alike and self.network.sharing == "fifo" and self.fabric.symmetric(self.network)
 
     def num_fragments(self, kinds: Sequence[str]) -> int:
         """The number of fragments of messages of these kinds."""
@@ -59,7 +59,7 @@ class Case:
 
     def services(self, workers: int) -> int:
         """At least how many services run, all iterations together, on the links of so many of the workers."""
-        reduce, distribute = self.fabric.services(self.network.workers)
+        reduce, distribute = self.fabric.services(self.network)
         total = self.num_fragments(REDUCING) * reduce + self.num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers
 
@@ -69,7 +69,7 @@ class Case:
         Raises `TooLargeError` if they have too many transfers.
         """
         fabric, network = self.fabric, self.network
-        size = fabric.simulated(network.workers)
+        size = fabric.simulated(network)
         if not (symmetry and self.symmetric):
             size = network.workers
         graph = Graph(MOST_FAIR_SERVICES) if network.sharing == "fair" else Graph()
@@ -77,7 +77,7 @@ class Case:
         launches = self.iterations * max(size * len(self.plan.messages), 1 if self.symmetric else network.workers)
         graph.check_room(max(self.services(size), launches))
         Graph().check_room(size * len(self.workloads[0].ops))
-        return Topology(graph, network, size, fabric.servers, fabric.local_bandwidth_bps)
+        return Topology(graph, network, size, fabric.servers, fabric.host_shape(network))
 
     def unroll(self, topology: Topology) -> Unrolled:
         """What is simulated on a topology; its graph is not built yet."""

@@ -154,7 +154,7 @@ class Merged(Topology):
     """The links of one worker of each class."""
 
     def __init__(self, graph: Graph, network: Network, classes: TreeClasses) -> None:
-        super().__init__(graph, network, size=len(classes), servers=0, local_bandwidth_bps=1.0)
+        super().__init__(graph, network, size=len(classes), servers=0)
         self.classes = classes
         # What goes down: (level, senders, [fragment, sender]), and (receivers, [fragment, receiver]).
         self._sent: list[tuple[int, Hosts, Ids]] = []
@@ -177,7 +177,7 @@ class Merged(Topology):
         """Each sender's class sends once, and each receiver's class receives once."""
         senders, receivers, come_from, level = branches
         network, sizes, key = self.network, nbytes[:, None], np.asarray(key)[:, None]
-        work_s = sizes * self._host_s_per_byte[0]
+        work_s = sizes * self._s_per_byte[0]
         shape, tag = (len(nbytes), len(senders)), self._tags((len(nbytes), 1))
         out = self.graph.add(
             shape, link=self.out_link(senders), work_s=work_s, delay_s=network.latency_s, key=key, tag=tag

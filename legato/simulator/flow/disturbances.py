@@ -22,8 +22,9 @@ from legato.core.errors import InputError, unknown_name
 
 __all__ = ["DISTURBED", "Disturbance", "Profile", "Profiles", "ServiceProfiles", "check_numbers"]
 
-#: What can be disturbed: a worker's link, a server's link, a rack's uplink and downlink, or a worker's computation.
-DISTURBED = ("link", "server", "uplink", "compute")
+#: What can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a spine, or a worker's
+#: computation.
+DISTURBED = ("link", "server", "uplink", "spine", "compute")
 #: Every change of a rate makes a link that is shared fairly compute all rates again.
 _MOST_DISTURBANCES = 10_000
 _LARGEST_FACTOR = 1e6
@@ -35,12 +36,13 @@ Times = NDArray[np.float64]
 class Disturbance:
     """From `start_s` to `end_s`, all that `number` does takes `factor` times as long; with `math.inf` it stands still.
 
-    `kind` is "link" (both directions of worker `number`'s link), "server" (that of a server), "uplink" (the uplink
-    and the downlink of a rack) or "compute" (a worker's computation). Seconds count from the start of the simulation.
-    Several disturbances of one thing multiply. Raises `InputError` on a value out of range.
+    `kind` is "link" (both directions of worker `number`'s link), "server" (that of a server), "uplink" (all links
+    between a leaf, which is that of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a
+    fat tree are numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the
+    simulation. Several disturbances of one thing multiply. Raises `InputError` on a value out of range.
     """
 
-    kind: Literal["link", "server", "uplink", "compute"]
+    kind: Literal["link", "server", "uplink", "spine", "compute"]
     number: int
     factor: float
     start_s: float = 0.0

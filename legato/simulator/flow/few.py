@@ -44,7 +44,7 @@ def simulate_few(case: Case) -> FlowResult | None:
     if isinstance(fabric, Servers):
         from legato.simulator.flow.staggered import simulate_staggered
 
-        return simulate_staggered(case.unroll(Topology(Graph(), network, 1, fabric.servers, 1.0)))
+        return simulate_staggered(case.unroll(Topology(Graph(), network, 1, fabric.servers)))
     if isinstance(fabric, Tree):
         return simulate_classes(case, TreeClasses(network.workers), patience=case.services(network.workers) / 2)
     return case.simulate(Alone(Graph(), network))
@@ -63,7 +63,7 @@ def check_few(case: Case) -> bool:
             _check("pushes", case.num_fragments(REDUCING) * fabric.shards * workers, _MOST_PUSHES)
         _check("transfers", case.services(workers), _MOST_SERVICES)
         return True
-    if fabric.simulated(workers) > 1:
+    if fabric.simulated(case.network) > 1:
         return False
     _check("transfers", case.services(1), _MOST_SERVICES)
     return True

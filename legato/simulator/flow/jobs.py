@@ -39,6 +39,7 @@ from legato.simulator.flow.network import Network
 from legato.simulator.flow.placement import Placed
 from legato.simulator.flow.result import FlowResult, IterationTimes, iteration_end_s
 from legato.simulator.flow.run import plain_plan
+from legato.simulator.flow.switches import HostShape
 from legato.simulator.flow.unroll import Unrolled
 
 __all__ = ["ITERATIONS", "Job", "JobTimes", "SharedNetwork", "SharedTimes", "simulate_jobs"]
@@ -62,11 +63,11 @@ Times = NDArray[np.float64]
 class Job:
     """A training job on a network that jobs share.
 
-    `hosts[w]` is the host of worker w: that of worker `hosts[w]` of the network, with its link and its speed. Workers
-    of several jobs may be on one host. `plan` None means one message per tensor (`plain_plan`). The first iteration
-    begins `shift_s` seconds after the start of the simulation. With a `pace_s`, iteration k does not begin before
-    `shift_s` + k * `pace_s`: the job keeps its phase. Without one, it begins an iteration as soon as it can. Links
-    serve the transfers of jobs with a higher `priority` first.
+    `hosts[w]` is the host of worker w: that of worker `hosts[w]` of the network, with its link and its speed; where
+    hosts have several GPUs, it is one of these. Workers of several jobs may be on one host. `plan` None means one
+    message per tensor (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation.
+    With a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`: the job keeps its phase. Without one,
+    it begins an iteration as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
 
     Raises `InputError` on values out of range.
     """
@@ -90,16 +91,31 @@ class Job:
     def machines(self, network: Network, number: int) -> Network:
         """The hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
 
-        Its seed is that of `network`, plus `number`.
+        They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`.
         """
+        shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
         return replace(
             network,
             workers=len(self.hosts),
+            gpus_per_host=shape.gpus,
+            gpus_per_card=shape.gpus_per_card,
+            topology="leaf-spine",
             racks=1,
+            spines=1,
+            ports=None,
+            core_oversubscription=1.0,
             link_scale=tuple(network.link_scale[h] for h in self.hosts) if network.link_scale else (),
             compute_scale=tuple(network.compute_scale[h] for h in self.hosts) if network.compute_scale else (),
             seed=network.seed + number,
         )
+
+    def _has_whole_hosts(self, network: Network) -> bool:
+        """Whether the workers are all GPUs of hosts, host by host in the order of the network."""
+        gpus, hosts = network.gpus_per_host, np.array(self.hosts)
+        if len(hosts) % gpus:
+            return False
+        by_host = hosts.reshape(-1, gpus)
+        return bool((by_host == by_host[:, :1] // gpus * gpus + np.arange(gpus)).all())
 
     def case(self, network: Network, number: int) -> Case:
         """One iteration of this job on its `machines`.
@@ -110,11 +126,11 @@ class Job:
         if not 0 <= min(self.hosts) <= max(self.hosts) < network.workers:
             raise InputError(f"{self.name}: host {max(self.hosts)} (expected 0 to {network.workers - 1})")
         fabric = fabric_named(self.fabric) if isinstance(self.fabric, str) else self.fabric
-        fabric.simulated(len(self.hosts))  # raises what the fabric has against this number
-        if isinstance(fabric, Hierarchical):
-            racks = network.rack_of_workers()[list(self.hosts)].reshape(-1, fabric.group)
-            if (racks != racks[:, :1]).any():
-                raise InputError(f"{self.name}: a group of workers in several racks (expected groups within a rack)")
+        if isinstance(fabric, Hierarchical) and network.gpus_per_host == 1:
+            raise InputError(f"{self.name}: hierarchical on a shared network (expected gpus_per_host above 1)")
+        if isinstance(fabric, Hierarchical) and not self._has_whole_hosts(network):
+            gpus = network.gpus_per_host
+            raise InputError(f"{self.name}: hierarchical on parts of hosts (expected all {gpus} GPUs of each host)")
         plan = plain_plan(self.workload, fabric) if self.plan is None else self.plan
         check_plan(plan, self.workload)
         return Case([self.workload], plan, fabric, self.machines(network, number), 1, alike=False)
@@ -225,10 +241,6 @@ class SharedNetwork:
             raise InputError("disturbances: they mean nothing where jobs are in a steady state (expected none)")
         self.jobs, self.network = tuple(jobs), network
         self._cases = [job.case(network, number) for number, job in enumerate(jobs)]
-        local = {case.fabric.local_bandwidth_bps for case in self._cases if isinstance(case.fabric, Hierarchical)}
-        if len(local) > 1:
-            raise InputError("local_bandwidth_bps: jobs have different ones (expected the same on all hosts)")
-        self._local_bandwidth_bps = max(local, default=1.0)
         self._check_size([iterations] * len(jobs))
         few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
         #: Seconds of an iteration of each job where there is no other one, with its pace.
@@ -261,7 +273,9 @@ class SharedNetwork:
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
-            services = replace(case, iterations=count).services(workers)
+            # Workers that share a card have transfers in common; where a job has parts of hosts, its case shows none.
+            cards = workers * case.network.gpus_per_card // self.network.gpus_per_card
+            services = replace(case, iterations=count).services(cards)
             total += max(services, count * workers * len(case.plan.messages), workers * ops)
         self._graph().check_room(total)
 
@@ -349,7 +363,7 @@ class SharedNetwork:
                 servers=servers[i],
                 first_server=sum(servers[:i]),
                 all_servers=sum(servers),
-                local_bandwidth_bps=self._local_bandwidth_bps,
+                seed=self._cases[i].network.seed,
             )
             begins.append(graph.add(((count if self.jobs[i].pace_s else 1) if wait else 0,)))
             unrolled.append(replace(self._cases[i], iterations=count).unroll(topology).build(begins[-1]))

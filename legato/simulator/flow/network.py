@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError, unknown_name
 from legato.simulator.flow.disturbances import Disturbance, Profile, check_numbers
+from legato.simulator.flow.switches import Balance, HostShape, Switches, TopologyName
 
 __all__ = ["SHARING", "Network", "Sharing", "last_worker"]
 
@@ -27,15 +28,31 @@ _PRICED_AS = {"butterfly": "recursive-doubling"}
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts on full-duplex links, behind one switch that never blocks or in racks.
+    """Hosts on full-duplex links, behind one switch that never blocks or many (`switches.py`).
 
     `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in
     each direction. On the link of worker w a byte takes `link_scale[w]` times as
     long (empty: 1); the servers' links have `server_bandwidth_bps` (None: that
     of the workers). `latency_s` (seconds) is added once per transfer, from host
-    to host. With several `racks` (of neighbouring workers; servers are assigned
-    to racks in turn), transfers out of a rack share an uplink, and transfers
-    into it a downlink, of (workers in it) * `bandwidth_bps` / `oversubscription`.
+    to host.
+
+    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and
+    `gpus_per_card` of these a network card, whose link is meant wherever that of a
+    worker is. Each has a link of `local_bandwidth_bps` (bits per second, in each
+    direction) to a switch inside the host, which takes all that stays in the host,
+    without latency.
+
+    `topology` "leaf-spine": the hosts stand in `racks` (of neighbours; one rack is
+    one switch), each with a leaf that is connected to `spines`. "fat-tree": of
+    switches with `ports` ports (None: the fewest, an even number, that have room).
+    "rails": card i of every host is connected to leaf i, and the leaves to `spines`;
+    with 0 spines, transfers between rails go through the host's inner switch to a GPU
+    on the other rail (NCCL's PXN), a server's on the side of the worker. Servers are
+    connected to leaves in turn. A leaf's links up have together the bandwidth of the
+    cards below it / `oversubscription`, in a fat tree those of a pod that of its
+    leaves' / `core_oversubscription`. `balance`: each flow has a path, chosen by a hash of
+    its ends and the `seed` ("ecmp"), or takes all paths at once ("spray").
+
     With `cut_through`, switches forward a transfer while they receive it;
     otherwise they wait for the whole transfer. `reduce_s_per_byte` is the time
     to add a received byte.
@@ -51,8 +68,16 @@ class Network:
     workers: int
     bandwidth_bps: float
     latency_s: float = 0.0
+    gpus_per_host: int = 1
+    gpus_per_card: int = 1
+    local_bandwidth_bps: float = 100e9
+    topology: TopologyName = "leaf-spine"
     racks: int = 1
+    spines: int = 1
+    ports: int | None = None
     oversubscription: float = 1.0
+    core_oversubscription: float = 1.0
+    balance: Balance = "ecmp"
     link_scale: tuple[float, ...] = ()
     server_bandwidth_bps: float | None = None
     cut_through: bool = True
@@ -66,7 +91,7 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST_WORKERS:
             raise InputError(f"workers: {self.workers} (expected 1 to {_MOST_WORKERS})")
-        for field in ("bandwidth_bps", "server_bandwidth_bps"):
+        for field in ("bandwidth_bps", "local_bandwidth_bps", "server_bandwidth_bps"):
             bandwidth = getattr(self, field)
             if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
                 raise InputError(f"{field}: {bandwidth} (expected a finite number above 0)")
@@ -74,10 +99,6 @@ class Network:
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
-        if not 1 <= self.racks <= self.workers:
-            raise InputError(f"racks: {self.racks} (expected 1 to the {self.workers} workers)")
-        if not 1 <= self.oversubscription <= _LARGEST_FACTOR:
-            raise InputError(f"oversubscription: {self.oversubscription} (expected 1 to {_LARGEST_FACTOR:.0e})")
         if self.sharing not in SHARING:
             raise unknown_name("sharing", self.sharing, SHARING)
         for field in ("compute_scale", "link_scale"):
@@ -90,8 +111,23 @@ class Network:
             raise InputError(f"jitter: {self.jitter} (expected at most 10)")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
-        racks = self.racks if self.racks > 1 else 0
-        check_numbers(self.disturbances, {"link": self.workers, "compute": self.workers, "uplink": racks})
+        self._check_disturbances()
+        shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
+        if (shared != shared[:, :1]).any():
+            raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
+
+    def _check_disturbances(self) -> None:
+        switches = self.switches
+        there = {
+            "link": self.workers,
+            "compute": self.workers,
+            "uplink": switches.num_leaves,
+            "spine": switches.num_spines,
+        }
+        sprayed = [one for one in self.disturbances if one.kind == "spine"] if self.balance == "spray" else []
+        if sprayed and switches.has_choice:
+            raise InputError(f"spine: {sprayed[0].number} with sprayed packets, which take all spines (expected ecmp)")
+        check_numbers(self.disturbances, there)
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
@@ -136,13 +172,29 @@ class Network:
         )
 
     @property
+    def host_shape(self) -> HostShape:
+        return HostShape(self.gpus_per_host, self.gpus_per_card)
+
+    @property
+    def switches(self) -> Switches:
+        """The switches above the hosts' links."""
+        return Switches(
+            topology=self.topology,
+            workers=self.workers,
+            shape=self.host_shape,
+            racks=self.racks,
+            spines=self.spines,
+            ports=self.ports,
+            balance=self.balance,
+            oversubscription=self.oversubscription,
+            core_oversubscription=self.core_oversubscription,
+            seed=self.seed,
+        )
+
+    @property
     def s_per_byte(self) -> float:
         """Seconds a byte takes on a link of `bandwidth_bps`."""
         return 8 / self.bandwidth_bps
-
-    def rack_of_workers(self) -> NDArray[np.int64]:
-        """The rack of each worker: neighbours are in the same one."""
-        return np.arange(self.workers) * self.racks // self.workers
 
     def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
         """Seconds that a byte takes on the link of each of the first `workers` workers, and of the servers."""
@@ -158,13 +210,17 @@ class Network:
         """Whether anything is slower for a while."""
         return any(one.factor != 1 for one in self.disturbances)
 
-    def lost_s(self, until_s: float) -> float:
-        """Seconds of full speed that disturbances take from links and workers until `until_s`, all added up.
+    def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
+        """Seconds of full speed that disturbances take from links, switches and workers until `until_s`, all added up.
 
-        A link loses the same in both directions, which count once.
+        All links of a network card, of a leaf to its spines, or of a spine lose the same, which counts once. `shape` is
+        that of the hosts as a fabric sees them (None: `host_shape`).
         """
-        affected = {(one.kind, one.number) for one in self.disturbances}
-        by = {what: [one for one in self.disturbances if (one.kind, one.number) == what] for what in affected}
+        _, gpus_per_card = self.host_shape if shape is None else shape
+        by: dict[tuple[str, int], list[Disturbance]] = {}
+        for one in self.disturbances:
+            number = one.number // gpus_per_card if one.kind == "link" else one.number
+            by.setdefault((one.kind, number), []).append(one)
         return math.fsum(Profile.of(these).lost_s(until_s) for these in by.values())
 
     @property
@@ -174,10 +230,15 @@ class Network:
         return alike and not self.disturbed
 
     @property
+    def flat(self) -> bool:
+        """Whether every worker is a host of its own, behind one switch."""
+        return self.switches.one and self.gpus_per_host == 1
+
+    @property
     def plain(self) -> bool:
         """Whether all hosts are alike, behind one switch, as at collective fidelity."""
         alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
-        return alike and self.server_bandwidth_bps is None and self.racks == 1 and self.sharing == "fifo"
+        return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
 
     def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:
         """[iterations, workers]: the factor by which a worker's computation takes longer.
@@ -194,13 +255,15 @@ class Network:
         return factors
 
 
-def last_worker(name: str, factor: float, workers: int) -> tuple[float, ...]:
-    """Return scale factors for a `Network`: `factor` for the last worker, 1 for the others.
+def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple[float, ...]:
+    """Return scale factors for a `Network`: `factor` for the last worker, or the last `alike` ones, 1 for the others.
 
     Raises `InputError`, which calls the factor `name`, if it is out of range.
     """
     _check_factor(name, factor)
-    return () if factor == 1 or workers > _MOST_WORKERS else (*[1.0] * (workers - 1), factor)
+    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:  # the last two a `Network` refuses
+        return ()
+    return (*[1.0] * (workers - alike), *[factor] * alike)
 
 
 def _check_factor(name: str, factor: float) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from legato.core.errors import InputError, unknown_name
-from legato.simulator.flow.graph import Graph, Ids
+from legato.simulator.flow.graph import Graph
 from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Hosts, Topology
+from legato.simulator.flow.topology import Hosts, Routes, Topology
 
 __all__ = ["PLACEMENTS", "Placed", "Placement", "num_hosts", "place"]
 
@@ -20,47 +21,48 @@ Placement = Literal["packed", "spread", "random", "together"]
 PLACEMENTS: tuple[Placement, ...] = ("packed", "spread", "random", "together")
 
 
-def num_hosts(workers: Sequence[int], how: Placement) -> int:
+def num_hosts(workers: Sequence[int], how: Placement, gpus_per_host: int = 1) -> int:
     """The number of hosts that jobs with so many `workers` take."""
+    return -(-_places(workers, how) // gpus_per_host)
+
+
+def _places(workers: Sequence[int], how: Placement) -> int:
     return max(workers, default=0) if how == "together" else sum(workers)
 
 
-def place(
-    workers: Sequence[int], how: Placement, network: Network, *, group: Sequence[int] = ()
-) -> list[tuple[int, ...]]:
-    """The hosts of the workers of each job, in the order of its workers.
+def place(workers: Sequence[int], how: Placement, network: Network) -> list[tuple[int, ...]]:
+    """Where the workers of each job are, in the order of its workers: at the places of these workers of `network`.
 
-    Host h is that of worker h of `network`. "packed" places one job after the other on neighbouring hosts. "spread"
-    deals out hosts, first the first one of every rack, then the second ones: neighbours of a ring are in different
-    racks. "random" draws from `network.seed`. "together" places worker w of every job on host w: their workers share
-    its link. If job j keeps `group[j]` workers in one host (the hierarchical fabric), these stay neighbours. Raises
-    `InputError` on an unknown placement, and if there are too few hosts.
+    "packed" places one job after the other on neighbouring hosts. "spread" deals out hosts, first the first one of
+    every leaf (of a rack; on rails, where all hosts are connected to the same leaves, it is "packed"), then the second
+    ones: neighbours of a ring are in different racks. "random" draws hosts from `network.seed`. All three fill a host
+    before the next one, so that two jobs share one where the workers of the first do not fill it. "together" puts
+    worker w of every job at place w: they share its link. Raises `InputError` on an unknown placement, and if there is
+    too little room.
     """
     if how not in PLACEMENTS:
         raise unknown_name("placement of jobs", how, PLACEMENTS)
-    if (wanted := num_hosts(workers, how)) > network.workers:
-        raise InputError(f"{wanted:,} workers of jobs on {network.workers:,} hosts (expected a host each)")
+    if (wanted := _places(workers, how)) > network.workers:
+        noun = "hosts" if network.gpus_per_host == 1 else "GPUs"
+        raise InputError(f"{wanted:,} workers of jobs on {network.workers:,} {noun} (expected one each)")
     if how == "together":
         return [tuple(range(count)) for count in workers]
-    sizes = group or [1] * len(workers)
-    if how != "packed" and len(set(sizes)) > 1:
-        raise InputError(f"placement of jobs: {how!r} with groups of {sizes} workers (expected groups of one size)")
-    blocks = np.arange(network.workers // sizes[0] * sizes[0]).reshape(-1, sizes[0])
+    hosts = np.arange(network.workers).reshape(-1, network.gpus_per_host)
     if how == "random":
-        blocks = np.random.default_rng(network.seed).permutation(blocks)
+        hosts = np.random.default_rng(network.seed).permutation(hosts)
     elif how == "spread":
-        rack = network.rack_of_workers()[blocks[:, 0]]
-        in_rack = np.arange(len(rack)) - np.searchsorted(rack, rack)
-        blocks = blocks[np.lexsort((rack, in_rack))]
-    hosts = list(range(network.workers)) if how == "packed" else blocks.ravel().tolist()
-    ends = np.cumsum(workers)
-    return [tuple(hosts[end - count : end]) for end, count in zip(ends, workers, strict=True)]
+        leaf = network.switches.leaf_of_worker(hosts[:, 0])
+        on_leaf = np.arange(len(leaf)) - np.searchsorted(leaf, leaf)
+        hosts = hosts[np.lexsort((leaf, on_leaf))]
+    places, ends = hosts.ravel().tolist(), np.cumsum(workers)
+    return [tuple(places[end - count : end]) for end, count in zip(ends, workers, strict=True)]
 
 
 class Placed(Topology):
     """The hosts of one job on a network that jobs share. Its workers and servers are numbered from 0, as if alone.
 
-    `hosts` are those of its workers; of `all_servers` servers of all jobs, its own begin with `first_server`.
+    `hosts` are those of its workers; of `all_servers` servers of all jobs, its own begin with `first_server`. ECMP
+    chooses the paths of its flows by `seed`: jobs have connections of their own.
     """
 
     def __init__(
@@ -72,27 +74,18 @@ class Placed(Topology):
         servers: int,
         first_server: int,
         all_servers: int,
-        local_bandwidth_bps: float,
+        seed: int,
     ) -> None:
-        super().__init__(graph, network, network.workers, all_servers, local_bandwidth_bps)
+        super().__init__(graph, network, network.workers, all_servers, network.host_shape)
+        self.switches = replace(self.switches, seed=seed)
         workers = np.fromiter(hosts, np.int64)
         self.workers = self.size = len(workers)
         self.servers, self.ranks = servers, np.arange(len(workers))
         self._host = np.concatenate([workers, network.workers + first_server + np.arange(servers)])
 
-    def _transfers(
-        self, source: Hosts, target: Hosts, nbytes: ArrayLike, key: ArrayLike, adds: bool, local: bool
-    ) -> tuple[Ids, Ids]:
-        return super()._transfers(self._host[source], self._host[target], nbytes, key, adds, local)
-
-    def multicast(
-        self, source: ArrayLike, targets: ArrayLike, nbytes: ArrayLike, after: Iterable[Ids], *, key: ArrayLike
-    ) -> Ids:
-        here, there = self._host[np.asarray(source)], self._host[np.asarray(targets)]
-        return super().multicast(here, there, nbytes, after, key=key)
-
-    def aggregate(
-        self, sources: ArrayLike, target: ArrayLike, nbytes: ArrayLike, after: Ids, *, key: ArrayLike, cut_through: bool
-    ) -> Ids:
-        here, there = self._host[np.asarray(sources)], self._host[np.asarray(target)]
-        return super().aggregate(here, there, nbytes, after, key=key, cut_through=cut_through)
+    def _routes(
+        self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
+    ) -> Routes:
+        """The routes between the job's hosts, whose numbers say what is `local`."""
+        begin, end = (self._host[np.asarray(host)] for host in flow)
+        return super()._routes(self._host[source], self._host[target], (begin, end))

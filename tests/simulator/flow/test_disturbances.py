@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.flows import ALPHA, BACKWARD, BYTES, COMPUTE, FORWARD, MANY, M, job, network
+from support.flows import ALPHA, BACKWARD, BYTES, COMPUTE, FORWARD, MANY, M, hosts_of, job, network
 from support.strategies import examples
 
 from legato.core.errors import InputError
@@ -168,12 +168,11 @@ SHARING = ["fifo", "fair"]
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("name", FABRICS)
 def test_a_factor_of_one_changes_nothing(name, sharing):
-    quiet = network(4, sharing=sharing)
+    quiet = network(4, sharing=sharing, **hosts_of(2, name))
     kinds = ["link", "compute"] + ["server"] * bool(FABRICS[name].servers)
     ones = tuple(Disturbance(kind=kind, number=0, factor=1.0, start_s=1e-5, end_s=1e-4) for kind in kinds)
-    fabric = replace(FABRICS[name], group=2) if name == "hierarchical" else name
-    found = simulate_flow(MANY, None, fabric, replace(quiet, disturbances=ones), iterations=2)
-    wanted = simulate_flow(MANY, None, fabric, quiet, iterations=2)
+    found = simulate_flow(MANY, None, name, replace(quiet, disturbances=ones), iterations=2)
+    wanted = simulate_flow(MANY, None, name, quiet, iterations=2)
     assert (found.end_s == wanted.end_s).all() and (found.received_s == wanted.received_s).all()
 
 
@@ -182,11 +181,11 @@ def test_a_factor_of_one_changes_nothing(name, sharing):
 @pytest.mark.parametrize("kind, field", [("link", "link_scale"), ("compute", "compute_scale")])
 def test_slower_all_the_time_is_slower(name, sharing, kind, field):
     """A factor that is a power of two rounds nothing."""
-    quiet = network(4, sharing=sharing)
-    fabric = replace(FABRICS[name], group=2) if name == "hierarchical" else name
+    quiet = network(4, sharing=sharing, **hosts_of(2, name))
     always = replace(quiet, disturbances=(Disturbance(kind=kind, number=2, factor=4.0),))
-    found = simulate_flow(MANY, None, fabric, always, iterations=2)
-    wanted = simulate_flow(MANY, None, fabric, replace(quiet, **{field: (1.0, 1.0, 4.0, 1.0)}), iterations=2)
+    found = simulate_flow(MANY, None, name, always, iterations=2)
+    last = 4.0 if kind == "link" and quiet.gpus_per_card > 1 else 1.0  # on the same card
+    wanted = simulate_flow(MANY, None, name, replace(quiet, **{field: (1.0, 1.0, 4.0, last)}), iterations=2)
     assert (found.end_s == wanted.end_s).all() and (found.gradient_s == wanted.gradient_s).all()
     assert found.utilization == pytest.approx(wanted.utilization)
 

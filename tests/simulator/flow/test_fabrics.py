@@ -1,10 +1,11 @@
 """What each fabric sends, and how long it takes: closed forms, conservation, symmetry."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.flows import ALPHA, BETA, BYTES, CLOSED_FORMS, COMPUTE, MANY, M, job, network
+from support.flows import ALPHA, BETA, BYTES, CLOSED_FORMS, COMPUTE, MANY, M, hosts_of, job, network
 
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
@@ -32,8 +33,8 @@ def test_reduction_takes_its_time():
 def test_hierarchy_is_rings_inside_hosts_and_a_ring_between_them():
     n, group, local = 32, 4, 16e9
     hosts, inside = n // group, M / 16
-    free = Network(workers=n, bandwidth_bps=1e9)
-    found = simulate_flow(job(), None, fabric("hierarchical", group=group, local_bandwidth_bps=local), free)
+    free = Network(workers=n, bandwidth_bps=1e9, **hosts_of(group), local_bandwidth_bps=local)
+    found = simulate_flow(job(), None, "hierarchical", free)
     expected = COMPUTE + 2 * (group - 1) * inside / group + 2 * (hosts - 1) * M / hosts
     assert found.iteration_s == pytest.approx(expected, rel=1e-12)
 
@@ -65,9 +66,8 @@ def run_services_of(unrolled):
 @pytest.mark.parametrize("workers", [6, 8])
 @pytest.mark.parametrize("name", FABRICS)
 def test_nothing_is_received_before_it_is_sent_and_no_link_does_two_things_at_once(name, workers, racks):
-    options = {"group": 2} if name == "hierarchical" else {}
-    net = network(workers, racks=racks, oversubscription=2.0, jitter=0.3)
-    graph = run_services_of(compile_flow(MANY, None, fabric(name, **options), net, iterations=2))
+    net = network(workers, racks=racks, oversubscription=2.0, jitter=0.3, **hosts_of(2, name))
+    graph = run_services_of(compile_flow(MANY, None, name, net, iterations=2))
     records = graph.records
     before = np.repeat(np.arange(len(records)), records["count"])
     after, cut = graph.successors >> 1, (graph.successors & 1).astype(bool)
@@ -128,11 +128,8 @@ def test_a_server_gets_and_sends_as_the_network_helps_it():
 @pytest.mark.parametrize("name", FABRICS)
 def test_one_worker_stands_for_all(name, workers):
     """Bit for bit: what is simulated with symmetry is what every worker does without."""
-    options = {"group": 4} if name == "hierarchical" else {}
-    found = [
-        simulate_flow(MANY, None, fabric(name, **options), network(workers), iterations=2, symmetry=symmetry)
-        for symmetry in (True, False)
-    ]
+    net = network(workers, **hosts_of(4, name))
+    found = [simulate_flow(MANY, None, name, net, iterations=2, symmetry=symmetry) for symmetry in (True, False)]
     few, all_of_them = found
     assert (few.end_s == all_of_them.end_s).all() and (few.aggregated_s == all_of_them.aggregated_s).all()
     repeated = np.tile(few.received_s, (1, workers // few.received_s.shape[1], 1))
@@ -165,10 +162,9 @@ def test_relabelling_workers_changes_nothing(name):
     """Along the fabric's own symmetry: a ring may be turned, a switch does not care at all."""
     n = 8
     workers = some_workers(n)
-    options = {"group": 4} if name == "hierarchical" else {}
-    chosen = fabric(name, **options)
-    one = simulate_flow(workers, None, chosen, network(n), iterations=1)
-    other = simulate_flow([workers[RELABELLED[name](w, n)] for w in range(n)], None, chosen, network(n), iterations=1)
+    net = network(n, **hosts_of(4, name))
+    one = simulate_flow(workers, None, name, net, iterations=1)
+    other = simulate_flow([workers[RELABELLED[name](w, n)] for w in range(n)], None, name, net, iterations=1)
     assert other.end_s == pytest.approx(one.end_s, rel=1e-12)
     moved = [RELABELLED[name](w, n) for w in range(n)]
     assert other.received_s[0] == pytest.approx(one.received_s[0][moved], rel=1e-12)
@@ -178,22 +174,21 @@ def test_relabelling_workers_changes_nothing(name):
 def test_computing_k_times_as_fast_is_a_network_k_times_as_slow(name):
     """Seconds of a k-th, by all: the same system."""
     k = 3.5
-    chosen = fabric(name, local_bandwidth_bps=1e9 * k) if name == "hierarchical" else fabric(name)
-    usual = fabric(name, local_bandwidth_bps=1e9) if name == "hierarchical" else fabric(name)
-    slow = simulate_flow(MANY, None, usual, Network(workers=8, bandwidth_bps=1e8))
+    slow_net = Network(workers=8, bandwidth_bps=1e8, local_bandwidth_bps=1e9)
+    fast_net = Network(workers=8, bandwidth_bps=1e8 * k, local_bandwidth_bps=1e9 * k)
+    slow = simulate_flow(MANY, None, name, slow_net)
     faster = Workload("job", tuple(Op(o.name, o.phase, o.duration_s / k, o.deps) for o in MANY.ops), MANY.tensors)
-    fast = simulate_flow(faster, None, chosen, Network(workers=8, bandwidth_bps=1e8 * k))
+    fast = simulate_flow(faster, None, name, fast_net)
     assert fast.end_s * k == pytest.approx(slow.end_s, rel=1e-12)
-    scaled = simulate_flow(MANY, None, chosen, Network(workers=8, bandwidth_bps=1e8 * k, compute_scale=(1 / k,) * 8))
+    scaled = simulate_flow(MANY, None, name, replace(fast_net, compute_scale=(1 / k,) * 8))
     assert scaled.end_s == pytest.approx(fast.end_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", FABRICS)
 def test_fair_sharing_is_never_better_for_one_message_alone(name):
     """One message, everybody in step: a fair share of the link ends when first come, first served ends, or later."""
-    options = {"group": 4} if name == "hierarchical" else {}
     fifo, fair = (
-        simulate_flow(job(), None, fabric(name, **options), network(8, sharing=sharing)).iteration_s
+        simulate_flow(job(), None, name, network(8, sharing=sharing, **hosts_of(4, name))).iteration_s
         for sharing in ("fifo", "fair")
     )
     assert fair >= fifo * (1 - 1e-9)
@@ -236,7 +231,7 @@ def test_store_and_forward_switches_cost_a_transfer_more():
         (lambda: Network(workers=2, bandwidth_bps=math.nan), "bandwidth_bps"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, racks=3), "racks: 3"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, compute_scale=(1.0,)), "compute_scale"),
-        (lambda: simulate_flow(job(), None, "hierarchical", network(9)), "a divisor of 9"),
+        (lambda: network(9, gpus_per_host=8), "gpus_per_host: 8 .expected a divisor of the 9 workers"),
         (lambda: simulate_flow([job()], None, "ring", network(2)), "1 workloads for 2 workers"),
         (lambda: simulate_flow([job(), MANY], None, "ring", network(2)), "worker 1"),
         (lambda: simulate_flow(job(), None, "ring", network(2), iterations=0), "iterations: 0"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.flows import ALPHA, BYTES, CLOSED_FORMS, MANY, job, network
+from support.flows import ALPHA, BYTES, CLOSED_FORMS, MANY, hosts_of, job, network
 from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import Cluster
@@ -74,7 +74,7 @@ def test_one_worker_stands_for_all(name, data):
     chosen = fabric(name, **options)
     few = simulate_few(case(job, plan, chosen, net, iterations))
     if few is None:
-        assert chosen.simulated(net.workers) > 1  # not a power of two
+        assert chosen.simulated(net) > 1  # not a power of two
         return
     assert few.ranks.tolist() == [0] and few.members.tolist() == [net.workers]
     assert_same(few, simulate_flow(job, plan, chosen, net, iterations=iterations, symmetry=False))
@@ -219,7 +219,7 @@ def test_a_result_says_for_whom_its_workers_stand():
     assert servers.timeline().members == () and {*range(32), 99} == set(servers.ranks.tolist())
     with pytest.raises(InputError, match=r"expected 0 to 31 or 99"):
         servers.timeline([50])
-    hierarchical = simulate_flow(MANY, None, fabric("hierarchical", group=4), network(12))
+    hierarchical = simulate_flow(MANY, None, "hierarchical", network(12, **hosts_of(4)))
     assert hierarchical.timeline([1, 2]).members == ((1, 3), (2, 3))
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.flows import hosts_of
 from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import Cluster
@@ -84,9 +85,8 @@ def test_any_plan_runs_on_any_fabric(name, data):
     """Every byte is summed after its gradient is there on all workers, and received after it is summed."""
     job, plan, latency_s = data.draw(planned(halves=True))
     options = data.draw(st.sampled_from(OPTIONS[bool(FABRICS[name].servers)]))
-    if name == "hierarchical":
-        options = {**options, "group": 2}
-    network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s, jitter=data.draw(st.sampled_from([0.0, 0.5])))
+    jitter = data.draw(st.sampled_from([0.0, 0.5]))
+    network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s, jitter=jitter, **hosts_of(2, name))
     found = simulate_flow(job, plan, fabric(name, **options), network, iterations=2)
     assert (found.aggregated_s >= found.gradient_s.max(axis=1)).all()
     if found.servers:
@@ -234,10 +234,9 @@ def test_a_plan_with_wire_formats_is_refused():
 
 
 def test_the_timeline_has_the_results_metrics():
-    net = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, latency_s=0.01)
     for name in FABRICS:
-        options = {"group": 2} if name == "hierarchical" else {}
-        found = simulate_flow(chain(), None, fabric(name, **options), net, symmetry=False)
+        net = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, latency_s=0.01, **hosts_of(2, name))
+        found = simulate_flow(chain(), None, name, net, symmetry=False)
         timeline = found.timeline()
         assert {span.worker for span in timeline.spans} == {0, 1, 2, 3}
         assert timeline.iteration_s == found.iteration_s
@@ -246,5 +245,5 @@ def test_the_timeline_has_the_results_metrics():
         lanes = {span.lane for span in found.timeline([2], links=True).spans if span.worker == 2}
         assert lanes == {"compute", "network", "out", "in"}
         assert timeline.utilization == pytest.approx(found.utilization)
-        bare = simulate_flow(chain(), None, fabric(name, **options), net, symmetry=False, keep_transfers=False)
+        bare = simulate_flow(chain(), None, name, net, symmetry=False, keep_transfers=False)
         assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)

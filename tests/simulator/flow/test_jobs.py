@@ -8,40 +8,44 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replaced
-from support.flows import MANY, job, network
+from support.flows import COMPUTE, MANY, M, hosts_of, job, network
 from support.jobs_by_hand import RingJob, World
+from support.oracle import hashed
 from support.strategies import examples
 
 from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import Message, Plan, Slice
 from legato.simulator.flow import FABRICS, Disturbance, Job, Network, SharedNetwork, place, simulate_flow, simulate_jobs
+from legato.simulator.flow.placement import num_hosts
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
 QUICK = Network(workers=2, bandwidth_bps=1e9)
 SHARING = ["fifo", "fair"]
 
 
-def named(name):
-    return replace(FABRICS[name], group=2) if name == "hierarchical" else name
+ALONE = {
+    "one switch": (4, {}),
+    "racks": (4, {"racks": 2, "oversubscription": 2.0}),
+    "jitter": (4, {"jitter": 0.3, "link_scale": (1.0, 1.0, 2.0, 2.0), "reduce_s_per_byte": 1e-10}),
+    "fair": (4, {"sharing": "fair"}),
+    "spines": (8, {"racks": 4, "spines": 3, "oversubscription": 2.0}),
+    "fat tree": (8, {"topology": "fat-tree", "core_oversubscription": 2.0, "sharing": "fair"}),
+    "sprayed fat tree": (8, {"topology": "fat-tree", "balance": "spray", "seed": 3}),
+    "rails": (8, {"topology": "rails", "gpus_per_host": 4, "spines": 2}),
+    "rail only": (8, {"topology": "rails", "gpus_per_host": 4, "spines": 0}),
+    "shared cards": (8, {"gpus_per_host": 4, "gpus_per_card": 2, "racks": 2, "spines": 3}),
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"racks": 2, "oversubscription": 2.0},
-        {"jitter": 0.3, "link_scale": (1.0, 2.0, 1.0, 1.0), "reduce_s_per_byte": 1e-10},
-        {"sharing": "fair"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kind", ALONE)
 @pytest.mark.parametrize("name", FABRICS)
-def test_a_job_alone_is_what_it_was(name, options):
+def test_a_job_alone_is_what_it_was(name, kind):
     """To the last bit, and for as many iterations; the workers' order is that of the hosts."""
-    net = network(4, **options)
-    found = simulate_jobs([Job(name="a", workload=MANY, hosts=(0, 1, 2, 3), fabric=named(name))], net, iterations=4)
+    workers, options = ALONE[kind]
+    net = network(workers, **hosts_of(2, name) | options)
+    found = simulate_jobs([Job(name="a", workload=MANY, hosts=tuple(range(workers)), fabric=name)], net, iterations=4)
     count = len(found.ends_s[0])
-    wanted = simulate_flow(MANY, None, named(name), net, iterations=count, symmetry=False)
+    wanted = simulate_flow(MANY, None, name, net, iterations=count, symmetry=False)
     assert (found.ends_s[0] == wanted.end_s).all()
     (alone,) = found.jobs
     assert alone.slowdown == 1.0 and alone.iterations >= 2
@@ -51,16 +55,17 @@ def test_a_job_alone_is_what_it_was(name, options):
 @pytest.mark.parametrize("name", FABRICS)
 def test_jobs_that_share_nothing_are_alone(name, sharing):
     """On hosts of their own behind a switch that never blocks, and with servers of their own."""
-    net = network(6, sharing=sharing)
+    net = network(6, sharing=sharing, **hosts_of(2, name))
     second = job((900, 70_000), forward=2e-5, backward=3e-5)
+    hosts = [(4, 5, 0, 1), (2, 3)] if net.gpus_per_host > 1 else [(4, 1, 5, 3), (2, 0)]
     jobs = [
-        Job(name="a", workload=MANY, hosts=(4, 1, 5, 3), fabric=named(name)),
-        Job(name="b", workload=second, hosts=(2, 0), fabric=named(name)),
+        Job(name="a", workload=MANY, hosts=hosts[0], fabric=name),
+        Job(name="b", workload=second, hosts=hosts[1], fabric=name),
     ]
     found = simulate_jobs(jobs, net, iterations=5)
     for one, ends, times in zip(jobs, found.ends_s, found.jobs, strict=True):
         own = replace(net, workers=len(one.hosts))
-        wanted = simulate_flow(one.workload, None, named(name), own, iterations=len(ends), symmetry=False)
+        wanted = simulate_flow(one.workload, None, name, own, iterations=len(ends), symmetry=False)
         if sharing == "fifo":
             assert (ends == wanted.end_s).all() and times.slowdown == 1.0
         else:  # a change of one job makes the rates of the other be computed again, from what is left
@@ -276,8 +281,15 @@ def test_hosts_of_jobs():
     drawn = place([3, 5], "random", net)
     assert sorted(drawn[0] + drawn[1]) == list(range(8)) and drawn == place([3, 5], "random", net)
     assert drawn != place([3, 5], "random", replace(net, seed=1))
-    assert place([4, 2], "spread", net, group=[2, 2]) == [(0, 1, 4, 5), (2, 3)]
-    assert place([4, 3], "packed", net, group=[2, 1]) == [(0, 1, 2, 3), (4, 5, 6)]
+    two = replace(net, gpus_per_host=2)
+    assert place([4, 2], "spread", two) == [(0, 1, 4, 5), (2, 3)]
+    assert place([3, 4], "packed", two) == [(0, 1, 2), (3, 4, 5, 6)]
+    assert place([2, 4], "random", two)[0] in [(0, 1), (2, 3), (4, 5), (6, 7)]
+    tree = network(16, topology="fat-tree")
+    assert place([8, 3], "spread", tree) == [tuple(range(0, 16, 2)), (1, 3, 5)]
+    rails = network(8, topology="rails", gpus_per_host=4)
+    assert place([8], "spread", rails) == [tuple(range(8))]
+    assert [num_hosts([5, 4], how, 4) for how in ("packed", "together")] == [3, 2]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from(["packed", "spread", "random"]))
@@ -289,7 +301,7 @@ def test_every_host_has_one_worker_at_most(workers, how):
     assert [len(own) for own in found] == workers
     assert len({host for own in found for host in own}) == hosts
     if how == "spread":  # neighbours are in different racks as long as there are hosts left in several
-        racks = net.rack_of_workers()[[host for own in found for host in own]]
+        racks = net.switches.leaf_of_worker([host for own in found for host in own])
         assert sorted(racks[: min(3, hosts)]) == list(range(min(3, hosts)))
 
 
@@ -305,6 +317,39 @@ def test_jobs_meet_on_uplinks_only_where_their_racks_have_hosts_of_several():
     assert slowdown["packed"] == 1.0 < slowdown["spread"]
 
 
+def test_jobs_meet_where_ecmp_lets_them_collide():
+    """Two jobs of two workers, one in either rack, below two spines: each job's flow has a path by a hash of its own.
+
+    Sent as a tree, M goes up and then down, one flow at a time. Where both jobs take the same spine in a direction,
+    and begin together, they share its link, which is as fast as a host's; else they are alone.
+    """
+    seen = set()
+    for seed in range(12):
+        net = Network(workers=4, bandwidth_bps=1e9, racks=2, spines=2, seed=seed, sharing="fair")
+        jobs = [Job(name=n, workload=job(), hosts=h, fabric="tree") for n, h in (("a", (0, 2)), ("b", (1, 3)))]
+        paths = [
+            [hashed(seed + k, *ends) % 2 for ends in (pair, pair[::-1])] for k, pair in enumerate([(0, 2), (1, 3)])
+        ]
+        times = simulate_jobs(jobs, net, iterations=6).jobs
+        assert [one.alone_s for one in times] == pytest.approx([COMPUTE + 2 * M] * 2)
+        meet = sum(a == b for a, b in zip(*paths, strict=True))
+        assert [one.iteration_s for one in times] == pytest.approx([COMPUTE + (2 + meet) * M] * 2)
+        seen.add(meet)
+    assert seen == {0, 1, 2}
+
+
+def test_jobs_share_the_network_cards_of_a_host():
+    """Two jobs on the GPUs of two hosts: with one card a host they have half of it each, with two they are alone."""
+    for cards in (1, 2):
+        net = Network(workers=8, bandwidth_bps=1e9, gpus_per_host=4, gpus_per_card=4 // cards, sharing="fair")
+        assert place([4, 4], "packed", net) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+        hosts = [(0, 4), (2, 6)]
+        jobs = [Job(name=n, workload=job(), hosts=h, fabric="tree") for n, h in zip("ab", hosts, strict=True)]
+        for times in simulate_jobs(jobs, net, iterations=6).jobs:
+            assert times.alone_s == pytest.approx(COMPUTE + 2 * M)
+            assert times.iteration_s == pytest.approx(COMPUTE + (4 if cards == 1 else 2) * M)
+
+
 A = Job(name="a", workload=job(), hosts=(0, 1))
 
 
@@ -318,7 +363,11 @@ A = Job(name="a", workload=job(), hosts=(0, 1))
         ([A], {"iterations": 1001}, "iterations: 1001"),
         ([A, replace(A, name="b", workload=job(forward=3e3))], {"iterations": 900}, "a: .* iterations while"),
         ([replace(A, workload=job(forward=0.0, backward=0.0), hosts=(0,))], {}, "take no time"),
-        ([replace(A, fabric="hierarchical")], {}, "group: 8"),
+        (
+            [replace(A, fabric="hierarchical")],
+            {},
+            "a: hierarchical on a shared .* gpus_per_host above 1",
+        ),
     ],
 )
 def test_impossible_jobs_are_refused(jobs, options, words):
@@ -342,9 +391,11 @@ def test_impossible_values_are_refused():
         place([3, 2], "packed", network(4))
     with pytest.raises(InputError, match="did you mean 'spread'"):
         place([3], "spred", network(4))
-    with pytest.raises(InputError, match="in several racks"):
-        grouped = replace(FABRICS["hierarchical"], group=2)
-        simulate_jobs([replace(A, fabric=grouped, hosts=(0, 3))], network(4, racks=2))
+    with pytest.raises(InputError, match="9 workers of jobs on 8 GPUs"):
+        place([9], "packed", network(8, gpus_per_host=4))
+    for hosts in ((0, 3), (0, 1, 2), (1, 0), (1, 2)):
+        with pytest.raises(InputError, match="a: hierarchical on parts of hosts"):
+            simulate_jobs([replace(A, fabric="hierarchical", hosts=hosts)], network(4, gpus_per_host=2))
 
 
 def test_what_is_too_large_is_refused_before_it_is_simulated(monkeypatch):

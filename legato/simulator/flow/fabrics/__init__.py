@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,19 +54,10 @@ def fabric(name: str, **options: Any) -> Fabric:
     return found
 
 
-def fitting(name: str, options: Mapping[str, Any], workers: int) -> Fabric:
-    """Return a fabric by its name, with those of the options that it has, for this number of workers.
-
-    If `options` has no `group`, the group of a hierarchical fabric is the
-    greatest common divisor of its default and `workers`. Raises `InputError` as
-    `fabric` does.
-    """
+def fitting(name: str, options: Mapping[str, Any]) -> Fabric:
+    """Return a fabric by its name, with those of the options that it has. Raises `InputError` as `fabric` does."""
     known = _options(name)
-    mine = {key: value for key, value in options.items() if key in known}
-    if "group" in known and "group" not in mine:
-        usual: Any = FABRICS[name]
-        mine["group"] = math.gcd(usual.group, max(workers, 1))
-    return fabric(name, **mine)
+    return fabric(name, **{key: value for key, value in options.items() if key in known})
 
 
 def check_options(names: Iterable[str], options: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from legato.simulator.flow.fabrics.protocol import Collective, is_power_of_two
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Butterfly", "HalvingDoubling"]
@@ -27,10 +28,11 @@ class Butterfly(Collective):
     (MG-WFBP, Table II) are the same exchange under two names.
     """
 
-    def simulated(self, workers: int) -> int:
-        return 1 if is_power_of_two(workers) else workers
+    def simulated(self, network: Network) -> int:
+        return 1 if is_power_of_two(network.workers) else network.workers
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         rounds = workers.bit_length() - 1
         return 2 * (rounds << rounds), 0
 
@@ -48,10 +50,11 @@ class Butterfly(Collective):
 class HalvingDoubling(Collective):
     """Partners exchange halves of the part that they still sum: M/2, M/4, ... M/n bytes, and back (Rabenseifner)."""
 
-    def simulated(self, workers: int) -> int:
-        return 1 if is_power_of_two(workers) else workers
+    def simulated(self, network: Network) -> int:
+        return 1 if is_power_of_two(network.workers) else network.workers
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         rounds = workers.bit_length() - 1
         return 2 * (rounds << rounds), 2 * (rounds << rounds)
 

@@ -1,9 +1,10 @@
 """Hierarchical all-reduce: rings inside the hosts, and one ring between the hosts for each part.
 
-`group` neighbouring workers share a host and its network link. Inside the host,
-they reduce-scatter on local links; then the workers with the same place l in
-their hosts all-reduce part l over the network; then the workers of each host
-all-gather on local links.
+Inside each host, its g workers reduce-scatter on the links to the host's inner switch;
+then the workers with the same place l in their hosts all-reduce part l over the network;
+then the workers of each host all-gather inside it. With a network card for every GPU, part
+l has the l-th cards of all hosts to itself, and on rails it does not leave rail l: this is
+how NCCL sends on such machines. Workers that share a card share it for their parts.
 """
 
 from __future__ import annotations
@@ -12,73 +13,62 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from legato.core.errors import InputError
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
+from legato.simulator.flow.switches import HostShape
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Hierarchical"]
 
+#: Where the network says nothing of hosts, they have at most so many workers, behind one network card.
+_WORKERS_PER_HOST = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Collective):
-    """`group` workers per host, with a link of `local_bandwidth_bps` (bits per second) to each neighbour."""
+    """In hosts of `Network.gpus_per_host` workers; where that is 1, of the greatest common divisor of 8 and the number
+    of workers in each rack, which share the network card of the first of them."""
 
-    group: int = 8
-    local_bandwidth_bps: float = 100e9
+    def host_shape(self, network: Network) -> HostShape:
+        if network.gpus_per_host > 1:
+            return network.host_shape
+        in_a_rack, uneven = divmod(network.workers, network.racks)
+        usual = 1 if uneven else math.gcd(_WORKERS_PER_HOST, in_a_rack)
+        return HostShape(usual, usual)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.group < 1:
-            raise InputError(f"group: {self.group} (expected at least 1)")
-        if not (math.isfinite(self.local_bandwidth_bps) and self.local_bandwidth_bps > 0):
-            raise InputError(f"local_bandwidth_bps: {self.local_bandwidth_bps} (expected a finite number above 0)")
+    def symmetric(self, network: Network) -> bool:
+        """Hosts are alike behind one switch, and on rails, between which nothing is sent."""
+        return network.switches.one or network.topology == "rails"
 
-    def simulated(self, workers: int) -> int:
-        if workers % self.group:
-            raise InputError(f"group: {self.group} workers per host (expected a divisor of {workers})")
-        return self.group
+    def simulated(self, network: Network) -> int:
+        return self.host_shape(network).gpus
 
-    def services(self, workers: int) -> tuple[int, int]:
-        half = 2 * workers * (self.group - 1 + workers // self.group - 1)
+    def services(self, network: Network) -> tuple[int, int]:
+        gpus = self.host_shape(network).gpus
+        half = 2 * network.workers * (gpus - 1 + network.workers // gpus - 1)
         return half, half
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        part = self._around(topology, fragments, ready, self.group, local=True, adds=True)
-        return self._around(topology, fragments, part, topology.workers // self.group, local=False, adds=True)
+        part = _around(topology, fragments, ready, local=True, adds=True)
+        return _around(topology, fragments, part, local=False, adds=True)
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
-        part = self._around(topology, fragments, held, topology.workers // self.group, local=False, adds=False)
-        return self._around(topology, fragments, part, self.group, local=True, adds=False)
+        part = _around(topology, fragments, held, local=False, adds=False)
+        return _around(topology, fragments, part, local=True, adds=False)
 
-    def _around(self, topology: Topology, fragments: Fragments, ready: Ids, n: int, *, local: bool, adds: bool) -> Ids:
-        """Reduce-scatter or all-gather in rings of n workers: inside each host, or between hosts for each part."""
-        ranks = topology.ranks
-        left, right = self._neighbour(topology, -1, local), self._neighbour(topology, 1, local)
-        arrived = topology.pass_around(
-            right if local else self._host(right),
-            left,
-            fragments.nbytes / (n if local else n * self.group),
-            ready,
-            n - 1,
-            key=fragments.order,
-            source=ranks if local else self._host(ranks),
-            adds=adds,
-            local=local,
-        )
-        # A sum needs the last chunk received and the worker's own; all-gather needs all chunks.
-        needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
-        return topology.graph.join(np.concatenate(needed, axis=1), axis=1)
 
-    def _neighbour(self, topology: Topology, step: int, local: bool) -> NDArray[np.int64]:
-        ranks = topology.ranks
-        if not local:
-            return topology.worker(ranks + step * self.group)
-        return self._host(ranks) + (ranks + step) % self.group
-
-    def _host(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The worker whose link is the host's."""
-        return ranks // self.group * self.group
+def _around(topology: Topology, fragments: Fragments, ready: Ids, *, local: bool, adds: bool) -> Ids:
+    """Reduce-scatter or all-gather in rings: inside each host, or between hosts for each part."""
+    ranks, gpus = topology.ranks, topology.shape.gpus
+    first, hosts = ranks // gpus * gpus, topology.workers // gpus
+    left, right = (first + (ranks + step) % gpus if local else topology.worker(ranks + step * gpus) for step in (-1, 1))
+    n, share = (gpus, gpus) if local else (hosts, hosts * gpus)
+    arrived = topology.pass_around(
+        right, left, fragments.nbytes / share, ready, n - 1, key=fragments.order, adds=adds, local=local
+    )
+    # A sum needs the last chunk received and the worker's own; all-gather needs all chunks.
+    needed = [arrived[:, -1:] if adds else arrived, ready[:, None]]
+    return topology.graph.join(np.concatenate(needed, axis=1), axis=1)

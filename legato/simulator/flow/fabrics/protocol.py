@@ -19,6 +19,8 @@ from legato.core.errors import InputError
 from legato.core.workload import Workload
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
+from legato.simulator.flow.switches import HostShape
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Collective", "Fabric", "is_power_of_two"]
@@ -30,8 +32,7 @@ class Fabric(Protocol):
     `servers`: the number of server hosts (0: workers send to one another).
     `synchronous`: whether all workers start an iteration together.
     `message_bytes`: the largest fragment of a message, or None. `in_flight`: the
-    largest number of messages at once, or None. `local_bandwidth_bps`: bits per
-    second of a link inside a host.
+    largest number of messages at once, or None.
     """
 
     @property
@@ -42,17 +43,20 @@ class Fabric(Protocol):
     def message_bytes(self) -> int | None: ...
     @property
     def in_flight(self) -> int | None: ...
-    @property
-    def local_bandwidth_bps(self) -> float: ...
 
-    def simulated(self, workers: int) -> int:
-        """Return how many of `workers` identical workers must be simulated (see topology.py).
-
-        Raises `InputError` if the fabric does not work with that number.
-        """
+    def host_shape(self, network: Network) -> HostShape:
+        """Return how workers share hosts and network cards: as the network says, but for a hierarchical fabric."""
         ...
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def symmetric(self, network: Network) -> bool:
+        """Return whether the network looks the same to the fabric from every worker, if all compute alike."""
+        ...
+
+    def simulated(self, network: Network) -> int:
+        """Return how many workers must be simulated if the network is symmetric (see topology.py)."""
+        ...
+
+    def services(self, network: Network) -> tuple[int, int]:
         """Return at least how many services on links it takes to reduce a fragment, and to distribute its sum.
 
         A transfer is two services. What would need too many is refused by this number before it is built.
@@ -93,15 +97,17 @@ class Collective:
     def synchronous(self) -> bool:
         return False
 
-    @property
-    def local_bandwidth_bps(self) -> float:
-        return 1.0
+    def host_shape(self, network: Network) -> HostShape:
+        return network.host_shape
 
-    def simulated(self, workers: int) -> int:
+    def symmetric(self, network: Network) -> bool:
+        return network.flat
+
+    def simulated(self, network: Network) -> int:
         return 1
 
-    def services(self, workers: int) -> tuple[int, int]:
-        return workers - 1, workers - 1
+    def services(self, network: Network) -> tuple[int, int]:
+        return network.workers - 1, network.workers - 1
 
     def placed(self, workload: Workload) -> None:
         return None

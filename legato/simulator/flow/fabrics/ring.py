@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Ring"]
@@ -28,10 +29,11 @@ class Ring(Collective):
     messaging: bool = True
     multicast: bool = False
 
-    def simulated(self, workers: int) -> int:
-        return 1 if self.messaging else workers
+    def simulated(self, network: Network) -> int:
+        return 1 if self.messaging else network.workers
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         around = 2 * (workers - 1) * (workers if self.messaging else 1)
         multicast = workers * workers if self.messaging else workers
         return around, multicast if self.multicast and workers > 1 else around

@@ -17,6 +17,8 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
+from legato.simulator.flow.switches import HostShape
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Servers", "creation_order"]
@@ -72,18 +74,21 @@ class Servers:
         return None
 
     @property
-    def local_bandwidth_bps(self) -> float:
-        return 1.0
-
-    @property
     def shards(self) -> int:
         """The number of servers over which a fragment is split."""
         return self.servers if self.placement == "equal" else 1
 
-    def simulated(self, workers: int) -> int:
-        return workers
+    def host_shape(self, network: Network) -> HostShape:
+        return network.host_shape
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def symmetric(self, network: Network) -> bool:
+        return network.flat
+
+    def simulated(self, network: Network) -> int:
+        return network.workers
+
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         pushed = workers + 1 if self.aggregation else 2 * workers
         pulled = workers + 1 if self.multicast else 2 * workers
         return self.shards * pushed, self.shards * pulled

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Shuffle"]
@@ -16,7 +17,8 @@ __all__ = ["Shuffle"]
 class Shuffle(Collective):
     """All-to-all, local sum, all-gather: in each half a worker's link carries (n-1)/n of the bytes."""
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         return 2 * workers * (workers - 1), 2 * workers * (workers - 1)
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:

@@ -12,6 +12,7 @@ import numpy as np
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Topology
 
 __all__ = ["Tree"]
@@ -19,10 +20,11 @@ __all__ = ["Tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Collective):
-    def simulated(self, workers: int) -> int:
-        return workers
+    def simulated(self, network: Network) -> int:
+        return network.workers
 
-    def services(self, workers: int) -> tuple[int, int]:
+    def services(self, network: Network) -> tuple[int, int]:
+        workers = network.workers
         return 2 * (workers - 1), 2 * (workers - 1)
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
