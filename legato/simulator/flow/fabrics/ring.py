@@ -35,7 +35,8 @@ class Ring(Collective):
     def services(self, network: Network) -> tuple[int, int]:
         workers = network.workers
         around = 2 * (workers - 1) * (workers if self.messaging else 1)
-        multicast = workers * workers if self.messaging else workers
+        cards = workers // network.gpus_per_card
+        multicast = workers * cards if self.messaging else cards
         return around, multicast if self.multicast and workers > 1 else around
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:

@@ -88,9 +88,9 @@ class Servers:
         return network.workers
 
     def services(self, network: Network) -> tuple[int, int]:
-        workers = network.workers
-        pushed = workers + 1 if self.aggregation else 2 * workers
-        pulled = workers + 1 if self.multicast else 2 * workers
+        workers, cards = network.workers, network.workers // network.gpus_per_card
+        pushed = cards + 1 if self.aggregation else 2 * workers
+        pulled = cards + 1 if self.multicast else 2 * workers
         return self.shards * pushed, self.shards * pulled
 
     def placed(self, workload: Workload) -> Mapping[str, int] | None:
