@@ -28,6 +28,7 @@ from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked,
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sharded_state import take_state, whole_state
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
 __all__ = ["defer_steps", "drop_gradients"]
@@ -90,7 +91,7 @@ class _DeferredSteps:
         shards = None if self._legato_reducer is None else self._legato_reducer.shards
         if shards is None:
             return self._legato_base.state_dict(cast(Optimizer, self))
-        return self._legato_base.state_dict(self._with_state(shards.whole_state(cast(Optimizer, self))))
+        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), shards)))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the state of whole parameters, of which a rank keeps its shards."""
@@ -101,7 +102,7 @@ class _DeferredSteps:
         whole = self._with_state({})
         self._legato_base.load_state_dict(whole, state_dict)
         vars(self)["param_groups"] = whole.param_groups
-        shards.take_state(cast(Optimizer, self), whole.state)
+        take_state(cast(Optimizer, self), whole.state, shards)
         return None
 
     def _with_state(self, state: Any) -> Optimizer:

@@ -73,7 +73,8 @@ from legato.pytorch.runtime.drift import DriftMonitor
 from legato.pytorch.runtime.graph_sender import GraphSender, sender_of
 from legato.pytorch.runtime.readers import Readers
 from legato.pytorch.runtime.reducer import Reducer
-from legato.pytorch.runtime.sharding import check_shardable, take_state, whole_state
+from legato.pytorch.runtime.sharded_state import take_state, whole_state
+from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 

@@ -31,10 +31,9 @@ have been taken.
 
 from __future__ import annotations
 
-import json
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +45,11 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.pytorch._private import SubstituteScaler, copy_all, without_overrides
-from legato.pytorch.network.agreement import gather_bytes, sum_tensors
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import SENT, Bucket, BucketSlice, Slot
 from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
-__all__ = ["ELEMENTWISE", "GradScaler", "Shards", "check_shardable", "take_state", "whole_state"]
+__all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable"]
 
 #: Optimizers of torch whose update of an element depends on this element alone, with its gradient and state.
 ELEMENTWISE = (
@@ -68,8 +66,6 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 
-State = dict[Any, dict[str, Any]]
-
 
 def check_shardable(optimizer: Optimizer) -> None:
     """Raise `InputError` unless the optimizer treats every element alone."""
@@ -84,7 +80,7 @@ def check_shardable(optimizer: Optimizer) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Shard:
+class Shard:
     """A part of a parameter that this rank updates, as a flat parameter."""
 
     piece: BucketSlice
@@ -120,9 +116,9 @@ class Shards:
         gradients: bool,
     ) -> None:
         self.optimizers = list(optimizers)
-        self._group, self._rank = group, group.rank()
+        self.group, self._rank = group, group.rank()
         self._wait, self._launch = wait, launch
-        self._slots = {slot.parameter: slot for slot in slots}
+        self.slots = {slot.parameter: slot for slot in slots}
         self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
         #: Each all_gather with its reduce_scatter, in the order in which they go out.
         self._gathered = [(bucket.scattered, bucket) for bucket in buckets if bucket.scattered is not None]
@@ -169,7 +165,7 @@ class Shards:
 
     def begin_pass(self) -> None:
         """Send what was not updated since the last backward pass. Raises `RankError` if a gradient was not used."""
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             if slot.stage == SENT and slot.buckets[-1].owner in self._owed:
                 raise _unused(slot)
         for owner in sorted(self._owed):
@@ -192,7 +188,7 @@ class Shards:
         """Take the gradients, which were sent, from the parameters."""
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
         self._late.extend(self._scattered[len(self.outgoing) :])
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             if slot.has_grad:
                 self.spend(slot)
 
@@ -222,7 +218,7 @@ class Shards:
             return
         self._wait(bucket)
         with gate.invisible():
-            chunk = bucket.buffer.view(self._group.size(), -1)[self._rank]
+            chunk = bucket.buffer.view(self.group.size(), -1)[self._rank]
             if self.gradients:
                 chunk = chunk.clone()
                 self._free(bucket)
@@ -249,26 +245,27 @@ class Shards:
                 found += [shard.flat for shard in self._of[bucket] if shard.flat.grad is not None]
         return found
 
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is sharded."""
-        return parameter in self._slots
+    def of(self, optimizer: Optimizer) -> list[Shard]:
+        """This rank's shards of an optimizer's parameters."""
+        owner = self.optimizers.index(optimizer)
+        return [shard for bucket in self._scattered if bucket.owner == owner for shard in self._of[bucket]]
 
     def agree_on(self, found_inf: dict[torch.device, Tensor]) -> None:
         """Let every rank know, on each device, whether any rank has found an infinite gradient."""
-        for device in dict.fromkeys(parameter.device for parameter in self._slots):
+        for device in dict.fromkeys(parameter.device for parameter in self.slots):
             found = found_inf.setdefault(device, torch.zeros(1, device=device))
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm from before."""
         flat = self.averaged()
-        device = next(iter(self._slots)).device
+        device = next(iter(self.slots)).device
         norm = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type).to(device)
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.group)
         else:
             norm = norm.double() ** norm_type
-            dist.all_reduce(norm, group=self._group)
+            dist.all_reduce(norm, group=self.group)
             norm = (norm ** (1 / norm_type)).float()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
@@ -296,7 +293,7 @@ class Shards:
                     self._update(todo, update)
                 self._gather(first, second, 1.0)
         self._owed.discard(owner)
-        return [slot for slot in self._slots.values() if slot.buckets[-1].owner == owner]
+        return [slot for slot in self.slots.values() if slot.buckets[-1].owner == owner]
 
     def _update(self, todo: deque[Bucket], update: Update) -> None:
         """Wait for the first of these reduce_scatters, and update its shards and those of others that have arrived."""
@@ -313,7 +310,7 @@ class Shards:
         for bucket in here:
             self._write(bucket)
 
-    def _prepare(self, shard: _Shard) -> None:
+    def _prepare(self, shard: Shard) -> None:
         """Give a shard its values, and drop its gradient if the parameter's was dropped."""
         slot = shard.piece.slot
         shard.place()
@@ -323,7 +320,7 @@ class Shards:
 
     def _check_unused(self, optimizer: Optimizer) -> None:
         with without_overrides():
-            for slot in self._slots.values():
+            for slot in self.slots.values():
                 mine = slot.buckets[-1].owner >= 0 and self.optimizers[slot.buckets[-1].owner] is optimizer
                 if mine and slot.parameter.grad is not None:
                     raise RankError(
@@ -391,43 +388,6 @@ class Shards:
                 "not legato.GradScaler?); start again from a checkpoint"
             )
 
-    # ---- states --------------------------------------------------------------------
-
-    def whole_state(self, optimizer: Optimizer) -> State:
-        """The state of the optimizer, of whole parameters; all ranks have to call this, and all get all of it."""
-        owner, state = self.optimizers.index(optimizer), vars(optimizer)["state"]
-        mine = [shard for bucket in self._scattered if bucket.owner == owner for shard in self._of[bucket]]
-        facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
-        known: dict[str, dict[str, Any]] = {}
-        for told in gather_bytes(json.dumps(facts).encode(), self._group):
-            for name, entries in json.loads(told):
-                known.setdefault(name, {}).update(entries)
-        flats = {shard.flat for shard in mine}
-        whole: State = {key: entries for key, entries in state.items() if key not in flats}
-        parts: list[Tensor] = []
-        for slot in self._slots.values():
-            entries = {key: _from_fact(fact, slot.parameter) for key, fact in known.get(slot.name, {}).items()}
-            if entries:
-                whole[slot.parameter] = entries
-                parts += [v for k, v in entries.items() if known[slot.name][k][0] == _ELEMENTS]
-        for shard in mine:
-            for key, value in state.get(shard.flat, {}).items():
-                if _is_elementwise(shard, value):
-                    shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
-        sum_tensors(parts, self._group, lambda work: work.wait())
-        return whole
-
-    def take_state(self, optimizer: Optimizer, whole: Mapping[Any, dict[str, Any]]) -> None:
-        """Give the optimizer this rank's shards of the state of whole parameters."""
-        owner = self.optimizers.index(optimizer)
-        state: State = defaultdict(dict)
-        state.update({key: entries for key, entries in whole.items() if key not in self._slots})
-        for bucket in self._scattered:
-            for shard in self._of[bucket] if bucket.owner == owner else ():
-                if entries := whole.get(shard.piece.slot.parameter):
-                    state[shard.flat] = {key: _part(shard, key, value) for key, value in entries.items()}
-        vars(optimizer)["state"] = state
-
 
 class GradScaler(SubstituteScaler):
     """A `torch.amp.GradScaler`, with its arguments, for sharded optimizers too.
@@ -441,7 +401,7 @@ class GradScaler(SubstituteScaler):
         shards = _shards_of(optimizer)
         if shards is None:
             return optimizer
-        others = [p for g in optimizer.param_groups for p in g["params"] if not shards.has(p)]
+        others = [p for g in optimizer.param_groups for p in g["params"] if p not in shards.slots]
         return SimpleNamespace(param_groups=[{"params": shards.averaged(optimizer) + others}])
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
@@ -456,28 +416,6 @@ def _shards_of(optimizer: Any) -> Shards | None:
     return None if reducer is None else reducer.shards
 
 
-def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
-    """The state of the optimizer, of whole parameters; all ranks have to call this if it is sharded."""
-    if shards is None or optimizer not in shards.optimizers:
-        return vars(optimizer).get("state")
-    return shards.whole_state(optimizer)
-
-
-def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
-    """Give the optimizer a state of whole parameters, or this rank's shards of it."""
-    if shards is not None:
-        shards.take_state(optimizer, whole or {})
-    elif whole is not vars(optimizer).get("state"):
-        vars(optimizer)["state"] = defaultdict(dict, whole)
-
-
-#: What a rank tells about an entry of a state: a value for each element, a tensor that is one number, beside the
-#: parameter or on the CPU, or a plain value.
-_ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the CPU", "value"
-#: Entries that are one number even if the parameter is one, too.
-_NUMBERS = ("step", "eta", "mu", "mu_product")
-
-
 def _unused(slot: Slot) -> RankError:
     return RankError(
         f"{slot.name}: a second backward pass before step() or zero_grad(): the average of its gradient is sharded, "
@@ -485,7 +423,7 @@ def _unused(slot: Slot) -> RankError:
     )
 
 
-def _own(bucket: Bucket, rank: int, ranks: int) -> list[_Shard]:
+def _own(bucket: Bucket, rank: int, ranks: int) -> list[Shard]:
     """The shards of a rank in a bucket."""
     first = bucket.buffer.storage_offset()
     chunk = bucket.buffer.numel() // ranks
@@ -497,45 +435,5 @@ def _own(bucket: Bucket, rank: int, ranks: int) -> list[_Shard]:
             flag = int(piece.flag.storage_offset() - first) - rank * chunk
             flat = nn.Parameter(piece.view.new_empty(0))
             flat.shard_of = piece.slot.parameter  # type: ignore[attr-defined]  # for optimizers that treat some alike
-            shards.append(_Shard(piece, int(at) - rank * chunk, flag, flat))
+            shards.append(Shard(piece, int(at) - rank * chunk, flag, flat))
     return shards
-
-
-def _is_elementwise(shard: _Shard, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
-
-
-def _fact(shard: _Shard, key: str, value: Any) -> tuple[str, str, Any]:
-    """What other ranks need to know of an entry of the state of a shard."""
-    if _is_elementwise(shard, value):
-        return _ELEMENTS, str(value.dtype).removeprefix("torch."), None
-    if isinstance(value, Tensor) and value.dim() == 0:
-        kind = _TENSOR if value.device == shard.flat.device else _CPU_TENSOR
-        return kind, str(value.dtype).removeprefix("torch."), value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return _VALUE, "", value
-    raise _uneven(shard, key)
-
-
-def _uneven(shard: _Shard, key: str) -> InputError:
-    return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
-
-
-def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
-    kind, dtype, value = fact
-    if kind == _ELEMENTS:
-        return torch.zeros(parameter.shape, dtype=getattr(torch, dtype), device=parameter.device)
-    if kind == _VALUE:
-        return value
-    return torch.tensor(value, dtype=getattr(torch, dtype), device=parameter.device if kind == _TENSOR else "cpu")
-
-
-def _part(shard: _Shard, key: str, value: Any) -> Any:
-    """This rank's part of an entry of the state of a whole parameter."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == shard.piece.slot.parameter.shape and (value.dim() or key not in _NUMBERS):
-        return shard.piece.of(value).reshape(-1).clone()
-    if value.dim():
-        raise _uneven(shard, key)
-    return value.clone()

@@ -1,0 +1,106 @@
+"""The states of sharded optimizers: gathered as those of whole parameters, and divided again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from legato.core.errors import InputError
+from legato.pytorch.network.agreement import gather_bytes, sum_tensors
+from legato.pytorch.runtime.sharding import Shard, Shards
+
+__all__ = ["take_state", "whole_state"]
+
+State = dict[Any, dict[str, Any]]
+
+#: What a rank tells about an entry of a state: a value for each element, a tensor that is one number, beside the
+#: parameter or on the CPU, or a plain value.
+_ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the CPU", "value"
+#: Entries that are one number even if the parameter is one, too.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+
+
+def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
+    """The state of the optimizer, of whole parameters; if it is sharded, all ranks have to call this, and get all."""
+    if shards is None or optimizer not in shards.optimizers:
+        return vars(optimizer).get("state")
+    state, mine = vars(optimizer)["state"], shards.of(optimizer)
+    facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
+    known: dict[str, dict[str, Any]] = {}
+    for told in gather_bytes(json.dumps(facts).encode(), shards.group):
+        for name, entries in json.loads(told):
+            known.setdefault(name, {}).update(entries)
+    flats = {shard.flat for shard in mine}
+    whole: State = {key: entries for key, entries in state.items() if key not in flats}
+    parts: list[Tensor] = []
+    for slot in shards.slots.values():
+        entries = {key: _from_fact(fact, slot.parameter) for key, fact in known.get(slot.name, {}).items()}
+        if entries:
+            whole[slot.parameter] = entries
+            parts += [v for k, v in entries.items() if known[slot.name][k][0] == _ELEMENTS]
+    for shard in mine:
+        for key, value in state.get(shard.flat, {}).items():
+            if _is_elementwise(shard, value):
+                shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
+    sum_tensors(parts, shards.group, lambda work: work.wait())
+    return whole
+
+
+def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
+    """Give the optimizer a state of whole parameters, or this rank's shards of it."""
+    if shards is None:
+        if whole is not vars(optimizer).get("state"):
+            vars(optimizer)["state"] = defaultdict(dict, whole)
+        return
+    whole = whole or {}
+    state: State = defaultdict(dict)
+    state.update({key: entries for key, entries in whole.items() if key not in shards.slots})
+    for shard in shards.of(optimizer):
+        if entries := whole.get(shard.piece.slot.parameter):
+            state[shard.flat] = {key: _part(shard, key, value) for key, value in entries.items()}
+    vars(optimizer)["state"] = state
+
+
+def _is_elementwise(shard: Shard, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
+
+
+def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
+    """What other ranks need to know of an entry of the state of a shard."""
+    if _is_elementwise(shard, value):
+        return _ELEMENTS, str(value.dtype).removeprefix("torch."), None
+    if isinstance(value, Tensor) and value.dim() == 0:
+        kind = _TENSOR if value.device == shard.flat.device else _CPU_TENSOR
+        return kind, str(value.dtype).removeprefix("torch."), value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return _VALUE, "", value
+    raise _uneven(shard, key)
+
+
+def _uneven(shard: Shard, key: str) -> InputError:
+    return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
+
+
+def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
+    kind, dtype, value = fact
+    if kind == _ELEMENTS:
+        return torch.zeros(parameter.shape, dtype=getattr(torch, dtype), device=parameter.device)
+    if kind == _VALUE:
+        return value
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=parameter.device if kind == _TENSOR else "cpu")
+
+
+def _part(shard: Shard, key: str, value: Any) -> Any:
+    """This rank's part of an entry of the state of a whole parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == shard.piece.slot.parameter.shape and (value.dim() or key not in _NUMBERS):
+        return shard.piece.of(value).reshape(-1).clone()
+    if value.dim():
+        raise _uneven(shard, key)
+    return value.clone()
