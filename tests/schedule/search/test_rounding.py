@@ -106,6 +106,21 @@ def test_no_choice_rounds_less(data, workload, cluster):
     assert chosen.rounded == min(choice.rounded for choice, seconds in times.items() if seconds <= limit)
 
 
+def test_a_choice_that_no_greedy_one_finds():
+    """Five messages hide behind b0 if 10 kB of their 24 are exact: 5 + 5. Each greedy choice takes 8, or 3 + 5.
+
+    Rounded, they take 12,000 s; b0 takes 17,000 s, so that 5,000 s are left for 10,000 exact bytes.
+    """
+    sizes = [3000, 5000, 8000, 5000, 3000]
+    ops = (Op("f", "forward", 1.0), Op("b1", "backward", 1.0), Op("b0", "backward", 17_000.0))
+    tensors = (*(Tensor(f"t{k}", n, 1, (0,)) for k, n in enumerate(sizes)), Tensor("last", 40, 2, (0,)))
+    job = Workload("subset sum", ops, tensors)
+    plan = Plan("six", tuple(Message((Slice(t.name, 0, t.nbytes),)) for t in tensors))
+    chosen = rounded([plan], job, SLOW, "bf16", Budget())
+    assert [m.wire for m in chosen.messages[:5]] == ["bf16", None, "bf16", None, "bf16"]
+    assert iteration_time(job, chosen, SLOW) <= (1 + 17_000 + 20 + 1) * (1 + TOLERANCE)
+
+
 @examples(60)
 @given(st.data(), workloads().map(in_floats), clusters(), st.none() | contentions, st.sampled_from([0.0, 0.25]))
 def test_whatever_a_format_costs_the_plan_is_as_fast_as_the_better_extreme(data, workload, cluster, contention, unpack):
