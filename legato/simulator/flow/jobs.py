@@ -38,7 +38,7 @@ from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Ids, Services
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.placement import Placed
 from legato.simulator.flow.result import FlowResult, IterationTimes, iteration_end_s
-from legato.simulator.flow.run import plain_plan
+from legato.simulator.flow.run import check_flow_plan, plain_plan
 from legato.simulator.flow.switches import HostShape
 from legato.simulator.flow.unroll import Unrolled
 
@@ -133,6 +133,7 @@ class Job:
             raise InputError(f"{self.name}: hierarchical on parts of hosts (expected all {gpus} GPUs of each host)")
         plan = plain_plan(self.workload, fabric) if self.plan is None else self.plan
         check_plan(plan, self.workload)
+        check_flow_plan(plan)
         return Case([self.workload], plan, fabric, self.machines(network, number), 1, alike=False)
 
 
