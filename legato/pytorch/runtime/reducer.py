@@ -611,7 +611,7 @@ class Reducer:
         for bucket in self.buckets:
             self._wait(bucket)
         if self.shards is not None:
-            self.shards.end_pass()
+            self.shards.give_up()
         self.in_backward = False
         self.backward_scope.forget()
         for slot in self.slots:

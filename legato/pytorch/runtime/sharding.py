@@ -186,11 +186,15 @@ class Shards:
 
     def end_pass(self) -> None:
         """Take the gradients, which were sent, from the parameters."""
-        self._owed = {bucket.owner for bucket in self._scattered} - {-1}
-        self._late.extend(self._scattered[len(self.outgoing) :])
+        self.give_up()
         for slot in self.slots.values():
             if slot.has_grad:
                 self.spend(slot)
+
+    def give_up(self) -> None:
+        """Let everything that did not go out in a backward pass, which may not have ended, go out before the next."""
+        self._owed = {bucket.owner for bucket in self._scattered} - {-1}
+        self._late = deque(self._scattered[len(self.outgoing) :])
 
     def check_cleared(self, slot: Slot) -> None:
         """Raise `RankError` if a backward pass is about to add to a gradient that was taken."""
