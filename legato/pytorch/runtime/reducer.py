@@ -597,8 +597,10 @@ class Reducer:
         `furthest(n)` returns the largest of all ranks' `n`. A rank that has
         launched fewer messages than another sends zeros for the missing ones.
 
-        Raises `RankError` if the model has sparse gradients.
+        Raises `RankError` if the model has sparse gradients, or the plan is sharded.
         """
+        if self.shards is not None:
+            raise RankError("a step under a sharded plan cannot be given up; start again from a checkpoint")
         if self._sparse.parameters:
             raise RankError("a step of a model with sparse gradients cannot be given up; start again from a checkpoint")
         self._update(self._take_pending(len(self.buckets)))
@@ -610,8 +612,6 @@ class Reducer:
         self.passes = goal // count
         for bucket in self.buckets:
             self._wait(bucket)
-        if self.shards is not None:
-            self.shards.give_up()
         self.in_backward = False
         self.backward_scope.forget()
         for slot in self.slots:

@@ -186,15 +186,11 @@ class Shards:
 
     def end_pass(self) -> None:
         """Take the gradients, which were sent, from the parameters."""
-        self.give_up()
+        self._owed = {bucket.owner for bucket in self._scattered} - {-1}
+        self._late = deque(self._scattered[len(self.outgoing) :])
         for slot in self.slots.values():
             if slot.has_grad:
                 self.spend(slot)
-
-    def give_up(self) -> None:
-        """Let everything that did not go out in a backward pass, which may not have ended, go out before the next."""
-        self._owed = {bucket.owner for bucket in self._scattered} - {-1}
-        self._late = deque(self._scattered[len(self.outgoing) :])
 
     def check_cleared(self, slot: Slot) -> None:
         """Raise `RankError` if a backward pass is about to add to a gradient that was taken."""
@@ -211,7 +207,6 @@ class Shards:
         """Send the reduce_scatters that the plan has before an all_gather, or all of them."""
         while self._late and (before is None or self._late[0].index < before.index):
             bucket = self._late.popleft()
-            self.allocate(bucket)  # if its step was given up, nothing was packed
             self._launch(bucket)
 
     # ---- gradients ----------------------------------------------------------------
