@@ -127,7 +127,8 @@ def test_python_blocks_run(page, tmp_path):
 @pytest.mark.parametrize("page", having({"sh", "console"}), ids=name_of)
 def test_commands_run_and_print_what_is_shown(page, tmp_path):
     pytest.importorskip("torch")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     for rank in range(2):
         (tmp_path / f"rank{rank}.json").write_text(record(rank=rank, late_us=30).text())
     for block in blocks(page):
