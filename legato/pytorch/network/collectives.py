@@ -50,7 +50,8 @@ class Collectives:
 
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the
         number of chunks. After a reduce_scatter, each rank holds the sum of its
-        own parts; an all_gather of the same collective and depth completes it.
+        own parts; an all_gather of the same collective, depth and wire format
+        completes it.
         Returns when this rank is done. Raises `RuntimeError` if a peer is gone,
         or does not respond within the process group's timeout.
         """

@@ -131,7 +131,7 @@ def test_gradient_within_the_rounding_bound(three_ranks, seed):
         (messages.push_and_pull, "PlanError: messages[0].kind: 'push' (expected 'all_reduce', "),
         (messages.gathered_before_scattered, "messages[0]: an all_gather whose slices are not those of one reduce_sc"),
         (messages.gathered_in_pieces, "messages[1]: an all_gather whose slices are not those of one reduce_scatter"),
-        (messages.gathered_otherwise, "messages[1]: an all_gather by collective and depth ('tree', 1), its"),
+        (messages.gathered_otherwise, "messages[1]: an all_gather by collective, depth and wire ('tree', 1, None)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -120,7 +120,7 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
-        (matrix_ddp.hook_and_a_partitioned_plan, (), "which a communication hook cannot"),
+        (matrix_ddp.hook_and_a_partitioned_plan, (), "which a hook cannot"),
         (matrix_ddp.hook_on_another, (), "a communication hook is registered already"),
         (matrix_ddp.built_in_hook_of_a_users_ddp, (), "the DistributedDataParallel uses a built-in communication hook"),
         (matrix_readers.a_former_wrapper, (), "the model was distributed again; its former wrapper does not average"),
