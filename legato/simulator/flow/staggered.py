@@ -21,8 +21,8 @@ the backward pass, and the last to receive everything.
 
 [Note: one iteration after another] The loops run one iteration after another,
 so nothing of an iteration may become ready on a link before the one before it is
-through. Without a barrier, a tensor that no op reads can violate this; then
-`simulate_staggered` returns None, and the engine has to do it.
+through. Tensors that no op reads can violate this; then `simulate_staggered`
+returns None, and the engine has to do it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Staggered:
     def _start(self, b: int) -> Times:
         """The state of the workers of a block before the first iteration (`staggered_loops.work`)."""
         state = np.zeros((min(_BLOCK, self.simulated - b * _BLOCK), 5))
-        state[:, 0] = -1.0
+        state[:, [0, 4]] = -1.0
         return state
 
     def _send(self, released: Times) -> bool:

@@ -70,7 +70,7 @@ def turns_of(first, parts, sent_s, checkpoint, begin_s):  # type: ignore[no-unty
 
 @numba.njit(cache=True)
 def work(job, sent_begin_s, state, received, forward, backward, launched, begin_s):  # type: ignore[no-untyped-def]
-    """Run an iteration of a block of workers; return whether each receives its parameters after those before.
+    """Run an iteration of a block of workers; return whether each receives, and launches, after all that was before.
 
     `sent_begin_s[part, worker]` is when the servers begin to send to each. `state[worker]` is carried from
     iteration to iteration: when the last transfer that was received became ready, when the links in and out are
@@ -114,6 +114,8 @@ def work(job, sent_begin_s, state, received, forward, backward, launched, begin_
             op_end += job.backward_s[f]
         for k in range(len(job.pushes)):
             f = job.after[k]
+            if k == 0 and backward[f, w] + job.backward_s[f] <= launch:
+                return False
             launch = max(launch, backward[f, w] + job.backward_s[f])
             launched[job.pushes[k], w] = launch
         for e in range(len(job.pushed_s)):
