@@ -1,21 +1,24 @@
 """Loss of a small model that trains with rounded gradients, and with exact ones.
 
-    python benchmarks/wire.py [--seeds 0,1,2] [--steps 600]
+    python benchmarks/wire.py [--seeds 0,1,2] [--steps 600] [--losses FILE]
 
 A small transformer learns, on two ranks, to continue sequences in which each token is the
 sum of two earlier ones (modulo 31). Per seed, all kinds begin with the same weights and see
 the same batches: exact gradients, all of them in bf16 or fp16, half of the messages in bf16,
 and the same with error feedback. Printed are the mean losses of the last 20 steps before each
-milestone, over the seeds, and how far the seeds are apart.
+milestone, over the seeds, and how far the seeds are apart. `--losses` writes the loss of every
+step, which `docs/pictures/losses.py` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import socket
 import statistics
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--losses", type=Path)
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     context = mp.get_context("spawn")
@@ -117,6 +121,9 @@ def main() -> None:
     found = [results.get() for _ in range(len(seeds) * len(KINDS))]
     for process in ranks:
         process.join()
+    if options.losses:
+        runs = [{"kind": kind, "seed": seed, "losses": losses} for kind, seed, losses in found]
+        options.losses.write_text(json.dumps(runs))
     milestones = [options.steps * k // 6 for k in range(1, 7)]
     print(f"{'step':22}" + "".join(f"{m:>10}" for m in milestones) + "   seeds apart")
     for kind in KINDS:
