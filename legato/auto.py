@@ -37,7 +37,7 @@ from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.parameters import shard_plan, trained_parameters
+from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, to_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.runtime.comm_hook import can_be_hooked
@@ -131,8 +131,8 @@ def distribute(
         **options,
     )
     if automatic:
-        parameters = trained_parameters(wrapped.module)
-        fallback = shard_plan(wrapped.plan, shard, parameters)
+        places = {name: i for i, name in enumerate(trained_parameters(wrapped.module))}
+        fallback = wrapped.plan.sharded(shard, places)
         fallback = in_wire(fallback, wire) if wire.startswith("all-") else fallback
         _Observer(wrapped, optimizer, fallback, shard, wire).attach()
     if replan:

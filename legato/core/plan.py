@@ -142,6 +142,34 @@ class Plan(
         total = sum(nbytes for nbytes, _ in carried)
         return sum(nbytes for nbytes, wire in carried if wire is not None) / total if total else 0.0
 
+    def sharded(self, shard: Shard, places: Mapping[str, int]) -> Plan:
+        """The plan with halves in place of its all_reduces, where workers keep their own part of what `shard` says.
+
+        Each all_reduce becomes a reduce_scatter in its place. Then come the
+        all_gathers, in the order in which the next forward pass reads the parameters:
+        `places` has the place of each tensor in that order, and those that it lacks
+        come last. The groups of halves stay, too. With `shard="none"` the plan is
+        returned as it is.
+
+        Raises `InputError` on an unknown `shard`, on a plan for parameter servers,
+        and on one that shards something else already.
+        """
+        if shard not in SHARDS:
+            raise unknown_name("shard", shard, SHARDS)
+        if shard == "none":
+            return self
+        if self.shard not in ("none", shard):
+            raise InputError(f"shard: {shard!r}, but the plan has {self.shard!r}")
+        if any(message.kind in ("push", "pull") for message in self.messages):
+            raise InputError(
+                f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)"
+            )
+        groups = [message for message in self.messages if message.kind != "all_gather"]
+        first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in groups]
+        second = [msgspec.structs.replace(message, kind="all_gather") for message in groups]
+        second.sort(key=lambda message: min(places.get(name, len(places)) for name in message.tensors))
+        return msgspec.structs.replace(self, messages=(*first, *second), shard=shard, forward_overlap=True)
+
     def __str__(self) -> str:
         """The schedule, one line per message."""
         return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])

@@ -10,14 +10,13 @@ distributed, which takes some tens of microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from torch import nn
 
-from legato.core.errors import InputError, RankError, unknown_name
-from legato.core.plan import SHARDS, Message, Plan, Shard, Slice
+from legato.core.errors import RankError
+from legato.core.plan import Message, Plan, Slice
 from legato.pytorch._private import (
     ignored_parameters,
     is_compiled,
@@ -30,7 +29,6 @@ __all__ = [
     "ModuleFingerprint",
     "extend_plan",
     "participating_parameters",
-    "shard_plan",
     "sparse_parameters",
     "trained_parameters",
 ]
@@ -115,25 +113,6 @@ def extend_plan(plan: Plan, parameters: dict[str, nn.Parameter]) -> Plan:
     second = [message for message in plan.messages if message.kind == "all_gather"]
     halves = Message(new, "reduce_scatter"), Message(new, "all_gather")
     return msgspec.structs.replace(plan, messages=(*first, halves[0], *second, halves[1]))
-
-
-def shard_plan(plan: Plan, shard: Shard, parameters: Iterable[str]) -> Plan:
-    """Turn a plan of all-reduces into a sharded one, which gathers in the order of the parameters.
-
-    A plan that is sharded already stays as it is. Raises `InputError` if it shards something else.
-    """
-    if shard == plan.shard:
-        return plan
-    if shard not in SHARDS:
-        raise unknown_name("shard", shard, SHARDS)
-    if plan.shard != "none":
-        raise InputError(f"shard: {shard!r}, but the plan has {plan.shard!r}")
-    place = {name: i for i, name in enumerate(parameters)}
-    whole = [message for message in plan.messages if message.kind != "all_gather"]
-    first = [msgspec.structs.replace(message, kind="reduce_scatter") for message in whole]
-    second = [msgspec.structs.replace(message, kind="all_gather") for message in whole]
-    second.sort(key=lambda message: min(place.get(name, len(place)) for name in message.tensors))
-    return msgspec.structs.replace(plan, messages=(*first, *second), shard=shard, forward_overlap=True)
 
 
 def participating_parameters(module: nn.Module, before: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

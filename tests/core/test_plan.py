@@ -278,3 +278,20 @@ def test_every_plan_can_be_described(data):
     workload, cluster = data.draw(workloads()), data.draw(clusters())
     drawn = data.draw(plans(workload, cluster))
     assert len(drawn.describe(workload).split("\n")) == len(str(drawn).split("\n")) == len(drawn.messages) + 2
+
+
+def test_a_plan_of_all_reduces_sharded():
+    found = plan(("all_reduce", X), ("all_reduce", Y)).sharded("gradients", {"y": 0, "x": 1})
+    assert [(m.kind, m.slices) for m in found.messages] == [
+        ("reduce_scatter", (X,)),
+        ("reduce_scatter", (Y,)),
+        ("all_gather", (Y,)),
+        ("all_gather", (X,)),
+    ]
+    assert found.shard == "gradients" and found.forward_overlap
+    assert found.sharded("gradients", {"y": 0}) == found  # what has no place comes last
+    assert found.sharded("none", {}) is found
+    with pytest.raises(InputError, match="shard: 'optimizer', but the plan has 'gradients'"):
+        found.sharded("optimizer", {})
+    with pytest.raises(InputError, match="unknown shard 'optimiser'; did you mean 'optimizer'"):
+        found.sharded("optimiser", {})

@@ -61,7 +61,6 @@ from legato.pytorch.parameters import (
     ModuleFingerprint,
     extend_plan,
     participating_parameters,
-    shard_plan,
     sparse_parameters,
     trained_parameters,
 )
@@ -636,8 +635,8 @@ def wrap_model(
     _check_parameters(trained_parameters(module), optimizer)
     if not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
-    if shard != "none":
-        plan = shard_plan(plan, shard, trained_parameters(module))
+    if shard != plan.shard:
+        plan = plan.sharded(shard, {name: i for i, name in enumerate(trained_parameters(module))})
     if plan.shard != "none":
         check_shardable(optimizer)
         if sparse_parameters(module):

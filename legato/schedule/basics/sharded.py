@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from legato.core.errors import InputError, unknown_name
+from legato.core.errors import unknown_name
 from legato.core.plan import SHARDS, Plan, Shard
 from legato.core.workload import Workload
 from legato.simulator.period import Period
@@ -30,35 +30,20 @@ def check_shard(shard: str) -> None:
 def sharded(plan: Plan, workload: Workload, shard: Shard) -> Plan:
     """The sharded plan with the groups of a plan of all-reduces, or of their halves.
 
-    Each all-reduce becomes a reduce_scatter in its place. Then come the all_gathers, in
-    the order in which the forward pass first reads them. The optimizer ops run between
+    Its messages are those of `Plan.sharded`, with the all_gathers in the order in
+    which the forward pass first reads them. The optimizer ops run between
     the passes, in the order in which their reduce_scatters arrive. Backward and forward
     ops keep their order. With `shard="none"` the plan is returned as it is. Raises
-    `InputError` on an unknown `shard` or on a plan for parameter servers.
+    what `Plan.sharded` raises.
     """
-    check_shard(shard)
     if shard == "none":
         return plan
-    if any(message.kind in ("push", "pull") for message in plan.messages):
-        raise InputError(f"shard: {shard!r} with parameter servers (expected none: they keep the optimizer's states)")
-    scattered = [
-        msgspec.structs.replace(message, kind="reduce_scatter")
-        for message in plan.messages
-        if message.kind != "all_gather"
-    ]
     order = plan.op_order or workload.iteration_order()
-    gathered = [msgspec.structs.replace(message, kind="all_gather") for message in scattered]
-    read = _first_reads(workload, order)
-    gathered.sort(key=lambda message: min(read[name] for name in message.tensors))
+    plan = plan.sharded(shard, _first_reads(workload, order))
+    scattered = [message for message in plan.messages if message.kind == "reduce_scatter"]
     backward, forward = ([op for op in order if workload.ops[op].phase == phase] for phase in ("backward", "forward"))
     op_order = (*backward, *Period.of(workload).updates_by_arrival(scattered), *forward)
-    return msgspec.structs.replace(
-        plan,
-        messages=(*scattered, *gathered),
-        forward_overlap=True,
-        op_order=() if op_order == workload.iteration_order() else op_order,
-        shard=shard,
-    )
+    return msgspec.structs.replace(plan, op_order=() if op_order == workload.iteration_order() else op_order)
 
 
 def _first_reads(workload: Workload, order: tuple[int, ...]) -> dict[str, int]:
