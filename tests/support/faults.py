@@ -37,7 +37,8 @@ def training(case, directory):
     model = Dense()
     debug = {"skips_a_step_in_debug_mode": "order", "nan_in_debug_mode": "finite"}.get(case, False)
     plan = random_plan(model, 3)
-    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, debug=debug, flight_dir=directory)
+    options = {"debug": debug, "flight_dir": directory, "shard": "optimizer" if "sharded" in case else "none"}
+    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, **options)
     if case == "killed_in_a_tournament":
         wrapped.compete([plan, random_plan(model, 4)])  # times are compared after five steps
     bad = dist.get_rank() == (0 if case == "killed_rank_0" else 1)
@@ -69,6 +70,8 @@ def training(case, directory):
                 model.second.weight.register_hook(raising)
             if case == "nan_in_debug_mode":
                 model.third.weight.register_hook(lambda g: g * float("nan"))
+            if case == "gathers_a_sharded_state_alone":
+                optimizer.state_dict()
             if case.startswith("skips_a_step"):
                 wrapped(x)
                 continue

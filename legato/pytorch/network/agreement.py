@@ -97,9 +97,13 @@ def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:
     return _from_tensor(content)[:n]
 
 
-def gather_bytes(data: bytes, group: Any) -> list[bytes]:
-    """Return the bytes of all ranks, in the order of the ranks."""
-    return [broadcast_bytes(data, group, source) for source in range(group.size())]
+def gather_bytes(data: bytes, group: Any, wait: Callable[[Any], None]) -> list[bytes]:
+    """Return the bytes of all ranks, in the order of the ranks; `wait` waits for a collective."""
+    sizes = [int(size) for (size,) in gather_numbers([len(data)], group, wait)]
+    mine = _to_tensor(data.ljust(max(1, *sizes), b"\0"), group)
+    gathered = [torch.empty_like(mine) for _ in sizes]
+    wait(dist.all_gather(gathered, mine, group=group, async_op=True))
+    return [_from_tensor(content)[:size] for content, size in zip(gathered, sizes, strict=True)]
 
 
 def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], None]) -> list[tuple[float, ...]]:

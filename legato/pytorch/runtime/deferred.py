@@ -88,10 +88,10 @@ class _DeferredSteps:
     def state_dict(self) -> Any:
         """The state of whole parameters; if it is sharded, all ranks have to call this."""
         self._settle()
-        shards = None if self._legato_reducer is None else self._legato_reducer.shards
-        if shards is None:
+        reducer = self._legato_reducer
+        if reducer is None or reducer.shards is None:
             return self._legato_base.state_dict(cast(Optimizer, self))
-        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), shards)))
+        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), reducer)))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the state of whole parameters, of which a rank keeps its shards."""

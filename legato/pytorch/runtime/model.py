@@ -204,7 +204,7 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             _check_hookable(plan)
         before = self.reducer
         before.settle()
-        states = [whole_state(optimizer, before.shards) for optimizer in self._optimizers]
+        states = [whole_state(optimizer, before) for optimizer in self._optimizers]
         before.close()
         self.reducer = self._make_reducer(plan)
         self.reducer.forwards = before.forwards

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError
 from legato.pytorch.network.agreement import gather_bytes, sum_tensors
+from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharding import Shard, Shards
 
 __all__ = ["take_state", "whole_state"]
@@ -25,14 +27,26 @@ _ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the C
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
-def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
-    """The state of the optimizer, of whole parameters; if it is sharded, all ranks have to call this, and get all."""
+def whole_state(optimizer: Optimizer, reducer: Reducer) -> Any:
+    """The state of the optimizer, of whole parameters; if it is sharded, all ranks have to call this, and get all.
+
+    Raises `RankError` if one of them does not.
+    """
+    shards = reducer.shards
     if shards is None or optimizer not in shards.optimizers:
         return vars(optimizer).get("state")
     state, mine = vars(optimizer)["state"], shards.of(optimizer)
     facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
+    try:
+        return _gathered(shards, state, mine, facts, reducer.watchdog.wait)
+    except RuntimeError as error:
+        raise reducer.watchdog.failure("gathering the state of a sharded optimizer", error) from error
+
+
+def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any], wait: Callable[[Any], None]) -> State:
+    """The state of whole parameters, from what each rank knows of its shards."""
     known: dict[str, dict[str, Any]] = {}
-    for told in gather_bytes(json.dumps(facts).encode(), shards.group):
+    for told in gather_bytes(json.dumps(facts).encode(), shards.group, wait):
         for name, entries in json.loads(told):
             known.setdefault(name, {}).update(entries)
     flats = {shard.flat for shard in mine}
@@ -47,7 +61,7 @@ def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
         for key, value in state.get(shard.flat, {}).items():
             if _is_elementwise(shard, value):
                 shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
-    sum_tensors(parts, shards.group, lambda work: work.wait())
+    sum_tensors(parts, shards.group, wait)
     return whole
 
 

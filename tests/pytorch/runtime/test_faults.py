@@ -34,7 +34,7 @@ CASES = {
 def outcomes(tmp_path_factory):
     """(exit status, seconds, output, flight records) of every rank of every case."""
     root = tmp_path_factory.mktemp("faults")
-    command = [sys.executable, "-m", "support.faults", str(root), "ctrl_c", *CASES]
+    command = [sys.executable, "-m", "support.faults", str(root), "ctrl_c", "gathers_a_sharded_state_alone", *CASES]
     subprocess.run(command, env=environment(), check=True, timeout=2 * PATIENCE_S)
 
     def of(case):
@@ -62,6 +62,16 @@ def test_every_other_rank_ends_and_names_the_culprit(outcomes, case):
         doing = "comparing times" if "tournament" in case else "message 0 (first.weight +2) of backward pass"
         assert doing in said
         assert str(records[0]) in said
+
+
+def test_a_rank_that_gathers_a_state_alone_ends_like_the_others(outcomes):
+    for rank, (status, seconds, text, records) in enumerate(outcomes("gathers_a_sharded_state_alone")):
+        assert status == 1 and seconds < PATIENCE_S
+        said = next(line for line in reversed(text.splitlines()) if "RankError: " in line)
+        doing = (
+            "gathering the state of a sharded optimizer: " if rank == 1 else "message 0 (first.weight +2) of backward"
+        )
+        assert f"rank {rank}: {doing}" in said and "failed as well" in said and str(records[0]) in said
 
 
 def test_ctrl_c_reaches_a_rank_that_waits(outcomes):
