@@ -31,6 +31,7 @@ from legato.core.workload import Op, Tensor, Workload
 if TYPE_CHECKING:  # what `__getattr__` loads
     from legato.auto import distribute
     from legato.pytorch import GradScaler, calibrate, capture, parameter_servers
+    from legato.pytorch.runtime.checkpoint import OptimizerState
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
 
@@ -46,6 +47,7 @@ __all__ = [
     "LinearCost",
     "Message",
     "Op",
+    "OptimizerState",
     "Plan",
     "PlanError",
     "RankError",
@@ -70,6 +72,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "GradScaler": "legato.pytorch",
+    "OptimizerState": "legato.pytorch.runtime.checkpoint",
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",
     "distribute": "legato.auto",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, cast
@@ -33,6 +33,7 @@ __all__ = [
     "autograd_node_number",
     "backend_name",
     "check_comm_hook",
+    "checkpoint_name",
     "comm_hooks",
     "common_rank",
     "compile_graphs",
@@ -74,6 +75,7 @@ __all__ = [
     "remove_reducer",
     "share_final_model",
     "storage_id",
+    "tensor_without_memory",
     "unflatten_tensors",
     "unhooked_step",
     "uses",
@@ -420,6 +422,18 @@ def flatten_tensors(tensors: list[Tensor]) -> Tensor:
 def unflatten_tensors(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Views of a flat tensor that are shaped like the tensors from which it was made."""
     return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+
+
+def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
+    """A tensor of a subclass that has a shape and no storage ("Extending PyTorch" makes wrappers in this way)."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+def checkpoint_name(model: nn.Module, name: str) -> str:
+    """The name that `torch.distributed.checkpoint.state_dict` gives a parameter: without those of its wrappers."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    return next(iter(_get_fqns(model, name)))
 
 
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:

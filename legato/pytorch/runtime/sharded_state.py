@@ -16,7 +16,7 @@ from legato.pytorch.network.agreement import gather_bytes, sum_tensors
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharding import Shard, Shards
 
-__all__ = ["take_state", "whole_state"]
+__all__ = ["is_elementwise", "take_state", "uneven", "whole_state"]
 
 State = dict[Any, dict[str, Any]]
 
@@ -59,7 +59,7 @@ def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any],
             parts += [v for k, v in entries.items() if known[slot.name][k][0] == _ELEMENTS]
     for shard in mine:
         for key, value in state.get(shard.flat, {}).items():
-            if _is_elementwise(shard, value):
+            if is_elementwise(shard, value):
                 shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
     sum_tensors(parts, shards.group, wait)
     return whole
@@ -80,23 +80,25 @@ def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
     vars(optimizer)["state"] = state
 
 
-def _is_elementwise(shard: Shard, value: Any) -> bool:
+def is_elementwise(shard: Shard, value: Any) -> bool:
+    """Whether an entry of the state of a shard has a value for each of its elements."""
     return isinstance(value, Tensor) and value.shape == (shard.piece.stop - shard.piece.start,)
 
 
 def _fact(shard: Shard, key: str, value: Any) -> tuple[str, str, Any]:
     """What other ranks need to know of an entry of the state of a shard."""
-    if _is_elementwise(shard, value):
+    if is_elementwise(shard, value):
         return _ELEMENTS, str(value.dtype).removeprefix("torch."), None
     if isinstance(value, Tensor) and value.dim() == 0:
         kind = _TENSOR if value.device == shard.flat.device else _CPU_TENSOR
         return kind, str(value.dtype).removeprefix("torch."), value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return _VALUE, "", value
-    raise _uneven(shard, key)
+    raise uneven(shard, key)
 
 
-def _uneven(shard: Shard, key: str) -> InputError:
+def uneven(shard: Shard, key: str) -> InputError:
+    """The error for an entry that has neither one value nor one for each element."""
     return InputError(f"the optimizer's state {key!r} of {shard.piece.slot.name!r} is not one value for each element")
 
 
@@ -116,5 +118,5 @@ def _part(shard: Shard, key: str, value: Any) -> Any:
     if value.shape == shard.piece.slot.parameter.shape and (value.dim() or key not in _NUMBERS):
         return shard.piece.of(value).reshape(-1).clone()
     if value.dim():
-        raise _uneven(shard, key)
+        raise uneven(shard, key)
     return value.clone()

@@ -1,0 +1,334 @@
+"""Checkpoints of sharded optimizers: each rank saves and loads its own shards, and no rank has a whole state.
+
+[Note: boxes] `torch.distributed.checkpoint` describes what a rank has of a tensor by boxes:
+offsets and sizes in each dimension. A shard is a range of a parameter's elements in row-major
+order, which is at most 2 * dimensions - 1 boxes: what is left of the first row, whole rows, and
+the beginning of the last row, and so on inside of these rows. Each box is a view of the shard.
+An entry is saved under the name that torch's `get_optimizer_state_dict` gives it, with the
+parameter's shape. So a checkpoint has no trace of the plan: any number of ranks, other plans
+and optimizers that are not sharded can load it, and the other way round.
+
+[Note: entries without values] What is loaded has to be asked for by its name before, and a new
+optimizer has no entries. Their names and kinds come from a step of the user's optimizer on
+stand-ins of two elements; they get memory when something is loaded into them. An optimizer that
+has no entries of a parameter yet, since no gradient has arrived, saves None under these names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from legato.core.errors import InputError
+from legato.pytorch._private import checkpoint_name, tensor_without_memory
+from legato.pytorch.network.agreement import raise_together
+from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
+from legato.pytorch.runtime.sharding import Shard, Shards
+from legato.pytorch.runtime.update import Update
+
+__all__ = ["LocalShards", "OptimizerState", "boxes"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` (exclusive) of a row-major tensor as boxes (offsets, sizes), in their order."""
+    if not shape:
+        yield (), ()
+        return
+    if start >= stop:
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # inside of one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else ()
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row) if last * row < stop else ()
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+class LocalShards(Tensor):
+    """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
+
+    `ranges` are the elements of each shard, in row-major order, and `flats` their
+    values, or None as long as there are none. Of a tensor without values, None is saved.
+    """
+
+    ranges: list[tuple[int, int]]
+    flats: list[Tensor] | None
+
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: Any, *_: Any) -> LocalShards:
+        return cast(LocalShards, tensor_without_memory(cls, shape, dtype, device))
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+        ranges: Sequence[tuple[int, int]],
+        flats: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.ranges = list(ranges)
+        self.flats = None if flats is None else list(flats)
+
+    def _boxes(self) -> Iterator[tuple[Box, int, int]]:
+        """Each box, with the shard that has it, and the place in that shard at which it begins."""
+        for i, (start, stop) in enumerate(self.ranges):
+            at = 0
+            for box in boxes(self.shape, start, stop):
+                yield box, i, at
+                at += math.prod(box[1])
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        if self.flats is None:
+            return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+        kind = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, kind, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _, _ in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor | None:
+        """The memory of a box; None, of a tensor without values, where no box is asked for."""
+        if index.offset is None:
+            return None
+        if self.flats is None:
+            self.flats = [torch.empty(b - a, dtype=self.dtype, device=self.device) for a, b in self.ranges]
+        for (offsets, sizes), i, at in self._boxes():
+            if offsets == index.offset:
+                return self.flats[i][at : at + math.prod(sizes)].view(sizes)
+        raise KeyError(index)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.new_empty.default:  # `async_save` makes a copy, and then copies the attributes
+            tensor, shape = args[:2]
+            options = kwargs or {}
+            return cls(shape, options.get("dtype") or tensor.dtype, options.get("device") or tensor.device, ())
+        raise InputError(f"{func}: only this rank's shards of the tensor are here, for torch.distributed.checkpoint")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LocalShards({tuple(self.shape)}, {self.dtype}, ranges={self.ranges})"
+
+
+class OptimizerState:
+    """The state of an optimizer, to be saved and loaded by `torch.distributed.checkpoint`.
+
+        state = {"model": model, "optimizer": legato.OptimizerState(model, optimizer)}
+        torch.distributed.checkpoint.save(state, checkpoint_id="...")
+
+    Of a sharded optimizer, each rank saves and loads its own shards only. The checkpoint is
+    that of torch's `get_optimizer_state_dict`: it can be loaded on another number of ranks, under
+    another plan, sharded or not, and by torch without legato. `model` is what
+    `legato.distribute` has returned, or any other model, whose optimizers are not sharded.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `torch.distributed.checkpoint` saves, or loads into: entries by the names of parameters, and groups.
+
+        Nothing is sent. Raises `InputError` if the optimizer has parameters that are not the model's, or a state
+        that cannot be sharded.
+        """
+        shards = self._shards()
+        if shards is None:
+            return get_optimizer_state_dict(self._model, self._optimizer)
+        names, state = self._names(), vars(self._optimizer)["state"]
+        first = _first_entries(self._optimizer, shards)
+        found = {names[p]: _entries(held, state, first[p]) for p, held in _held(self._optimizer, shards).items()}
+        for p in names:
+            if p not in shards.slots and state.get(p):
+                found[names[p]] = dict(state[p])
+        groups = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            | {"params": [names[p] for p in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": found, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what was loaded into `state_dict()`; `torch.distributed.checkpoint` calls it on all ranks.
+
+        Raises `RankError` on all ranks, and leaves the settings as they are, if the checkpoint is of another optimizer
+        or lacks some of the entries of a parameter.
+        """
+        shards = self._shards()
+        if shards is None:
+            _load_whole(self._model, self._optimizer, state_dict)
+            return
+        problem, state, settings = "", {}, []
+        try:
+            settings = self._settings(state_dict["param_groups"])
+            state = self._state(state_dict["state"], _first_entries(self._optimizer, shards, settings), shards)
+        except InputError as error:
+            problem = str(error)
+        raise_together(problem, shards.group)
+        for group, changed in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(changed)
+        vars(self._optimizer)["state"] = state
+
+    def _shards(self) -> Shards | None:
+        """The shards, with everything up to date, if the optimizer is sharded now."""
+        reducer: Reducer | None = vars(self._optimizer).get("_legato_reducer")
+        if reducer is None:
+            return None
+        reducer.settle()
+        return reducer.shards
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """The names of the optimizer's parameters."""
+        names = {p: checkpoint_name(self._model, name) for name, p in self._model.named_parameters()}
+        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if any(p not in names for p in mine):
+            raise InputError("optimizer: it has parameters that are not the model's, and have no name in a checkpoint")
+        return {p: names[p] for p in mine}
+
+    def _settings(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What was loaded of the groups, without their parameters."""
+        names = self._names()
+        for i, (group, other) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
+            mine = [names[p] for p in group["params"]]
+            if mine != other["params"]:
+                here, there = (f"{len(found)} parameters, {found[:1]} ..." for found in (mine, other["params"]))
+                raise InputError(f"group {i} of the optimizer: {here}; in the checkpoint {there}")
+        return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in saved]
+
+    def _state(
+        self, saved: dict[str, Any], first: dict[nn.Parameter, Any], shards: Shards
+    ) -> dict[Any, dict[str, Any]]:
+        """What was loaded of the entries: of each shard, and of each parameter that is not sharded."""
+        names = self._names()
+        state: dict[Any, Any] = defaultdict(dict)
+        for p, held in _held(self._optimizer, shards).items():
+            entries = saved[names[p]]
+            if lacking := sorted(first[p].keys() - entries.keys()):
+                raise InputError(
+                    f"{names[p]}: with the checkpoint's settings, the optimizer keeps {lacking[0]!r}, and with its own "
+                    "it does not: make the optimizer with the settings with which it was saved"
+                )
+            loaded = {key for key, value in entries.items() if _has_values(value)}
+            if not loaded:
+                continue
+            if empty := [key for key, value in entries.items() if isinstance(value, LocalShards) and key not in loaded]:
+                raise InputError(f"{names[p]}: the checkpoint has {min(loaded)!r} of its state, and no {empty[0]!r}")
+            for i, shard in enumerate(held):
+                state[shard.flat] = {key: _part(value, i, first[p].get(key)) for key, value in entries.items()}
+        state.update((p, dict(saved[name])) for p, name in names.items() if p not in shards.slots and name in saved)
+        return state
+
+
+def _held(optimizer: Optimizer, shards: Shards) -> dict[nn.Parameter, list[Shard]]:
+    """The shards of this rank, by the parameter of which they are parts."""
+    held: dict[nn.Parameter, list[Shard]] = {}
+    for shard in shards.of(optimizer):
+        held.setdefault(shard.piece.slot.parameter, []).append(shard)
+    return held
+
+
+def _first_entries(
+    optimizer: Any, shards: Shards, settings: Sequence[dict[str, Any]] | None = None
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """The entries that the optimizer's first step makes of each parameter, from a step on stand-ins of two elements.
+
+    `settings` replace those of its groups.
+    """
+    stand_ins = {}
+    for p in _held(optimizer, shards):
+        stand_ins[p] = nn.Parameter(torch.zeros(2, dtype=p.dtype, device=p.device))
+        stand_ins[p].grad = torch.zeros_like(stand_ins[p])
+        stand_ins[p].shard_of = p  # type: ignore[attr-defined]
+    blank = optimizer._with_state({})
+    if settings is not None:
+        blank.param_groups = [{**group, **new} for group, new in zip(optimizer.param_groups, settings, strict=True)]
+    Update(blank, optimizer._legato_base).apply_to_shards((stand_in, p) for p, stand_in in stand_ins.items())
+    return {p: vars(blank)["state"].get(stand_in, {}) for p, stand_in in stand_ins.items()}
+
+
+def _entries(held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter: those of its shards, or, if they have none yet, such as their first step makes."""
+    shape = held[0].piece.slot.parameter.shape
+    ranges = [(shard.piece.start, shard.piece.stop) for shard in held]
+    mine = state.get(held[0].flat)
+    if not mine:
+        return {key: _without_values(value, shape, ranges) for key, value in first.items()}
+    if late := sorted(mine.keys() - first.keys()):
+        raise InputError(
+            f"{held[0].piece.slot.name}: its state {late[0]!r} is not there after a first step, and could not be "
+            "loaded; save optimizer.state_dict()"
+        )
+    found: dict[str, Any] = {}
+    for key, value in mine.items():
+        if is_elementwise(held[0], value):
+            flats = [state[shard.flat][key] for shard in held]
+            found[key] = LocalShards(shape, value.dtype, value.device, ranges, flats)
+        elif isinstance(value, Tensor) and value.dim():
+            raise uneven(held[0], key)
+        else:
+            found[key] = value
+    return found
+
+
+def _without_values(value: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> LocalShards:
+    """An entry of a parameter of this shape, as this one is of a stand-in, into which something can be loaded."""
+    if isinstance(value, Tensor) and value.dim():
+        return LocalShards(shape, value.dtype, value.device, ranges)
+    number = value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64)
+    return LocalShards((), number.dtype, number.device, [(0, 1)])
+
+
+def _has_values(value: Any) -> bool:
+    return value.flats is not None if isinstance(value, LocalShards) else value is not None
+
+
+def _part(value: Any, i: int, like: Any) -> Any:
+    """What shard i has of an entry; `like` is that of a stand-in. A number is another object for each shard."""
+    if isinstance(value, LocalShards):
+        assert value.flats is not None
+        is_number = isinstance(like, Tensor) and not like.dim()
+        return value.flats[0].view(()).clone() if is_number else value.flats[i]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _load_whole(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Take a state of whole parameters, without those of which None was saved."""
+    given = {
+        name: entries
+        for name, entries in state_dict["state"].items()
+        if any(value is not None for value in entries.values())
+    }
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(model, optimizer, {**state_dict, "state": given}, options=options)
