@@ -144,6 +144,45 @@ def late_hooks():
     return compared(Dense, adam, after=hooked)
 
 
+class Uneven(Dense):
+    """The middle is used on rank 0 only."""
+
+    def forward(self, x):
+        x = F.gelu(self.first(x))
+        return self.third(F.gelu(self.second(x)) if dist.get_rank() == 0 else x)
+
+
+def zeroed_after_backward():
+    """Gradients that are set to zero before the step, which then goes by its momentum; one rank has none of some."""
+
+    def step(optimizer, i):
+        if i % 2:
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+
+    return compared(Uneven, sgd, ddp={"find_unused_parameters": True}, step=step)
+
+
+class Depthwise(nn.Module):
+    """A convolution of one input channel per group, whose weight has the strides of another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, groups=3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(3 * 36, 10)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.conv(x)).flatten(1))
+
+    def batch(self, generator):
+        return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+def depthwise():
+    """Gradients that are views, and are added to."""
+    return compared(Depthwise, adam, set_to_none=False)
+
+
 def missing_gradient():
     """A custom function that gives None for its gradient, on one rank and on both."""
 

@@ -318,7 +318,9 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
         start, stop = (byte // slot.parameter.element_size() for byte in (piece.start, piece.stop))
         view = buffer[at : at + stop - start]
         whole = stop - start == slot.parameter.numel()
-        if whole:
+        if whole and slot.parameter.is_contiguous():  # a dimension of size 1 may have any stride
+            view = view.as_strided(slot.parameter.shape, slot.parameter.stride())
+        elif whole:
             view = view.view(slot.parameter.shape)
         at_flag = layout.flags.get(piece)
         flag = None if at_flag is None else buffer[at_flag : at_flag + 1]

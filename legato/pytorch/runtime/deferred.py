@@ -139,7 +139,10 @@ def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_
             slot.update.zero_after(set_to_none)
             continue
         if slot is not None and slot.stage == SENT:
-            reducer.drop(slot)
+            if set_to_none or reducer.in_backward or reducer.shards is not None:
+                reducer.drop(slot)
+            else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
+                reducer.resolve(slot)
         if slot is not None and reducer.shards is not None:
             reducer.shards.zero(slot, set_to_none)
         else:

@@ -61,6 +61,8 @@ ROWS = [
     matrix_models.own_hooks,
     matrix_models.late_hooks,
     matrix_models.missing_gradient,
+    matrix_models.zeroed_after_backward,
+    matrix_models.depthwise,
     matrix_models.local_after_sending,
     matrix_models.averaged,
     matrix_models.inference,
