@@ -1,13 +1,16 @@
 """What is particular to sharded optimizers and gradients. Everything here runs on the ranks."""
 
+import copy
+import io
 import random
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.core.errors import RankError
+from legato.core.errors import InputError, RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import DistributedModel, GradScaler, wrap_model
 from legato.pytorch.parameters import trained_parameters
@@ -207,6 +210,93 @@ def released():
     return found
 
 
+def plan_between(plans, set_to_none=False):
+    """Plans that come between a step and `zero_grad()`, sharded or not, in turns."""
+    shard = SHARD[-1]
+
+    def step(optimizer, i):
+        optimizer.step()
+        if wrapped := optimizers.get(optimizer):
+            SHARD[:] = [shard] * (plans[i % len(plans)] == "sharded")
+            wrapped.adopt(random_plan(wrapped.module, seed=i))
+            SHARD[:] = [shard]
+
+    optimizers = {}
+
+    def after(kind, wrapped, optimizer):
+        if kind == "legato":
+            optimizers[optimizer] = wrapped
+
+    return compared(Dense, adam, after=after, step=step, set_to_none=set_to_none)
+
+
+def copied_between():
+    """Copies of a model between the backward pass and the step are copies of its weights."""
+
+    def look(wrapped, optimizer, i):
+        file = io.BytesIO()
+        torch.save(wrapped.module, file)
+        file.seek(0)
+        for copied in (copy.deepcopy(wrapped.module), torch.load(file, weights_only=False)):
+            for a, b in zip(copied.parameters(), wrapped.module.parameters(), strict=True):
+                assert type(a) is nn.Parameter and not vars(a) and a.grad is None and torch.equal(a, b.detach())
+
+    return compared(Dense, adam, inner=look)
+
+
+def left_out():
+    """Parameters that no optimizer has take part in the norm, and need no `zero_grad()`."""
+
+    def head(parameters):
+        return adam(list(parameters)[2:])
+
+    def norm(wrapped, optimizer, i):
+        if isinstance(wrapped, DistributedModel):
+            norms.append(wrapped.clip_grad_norm_(1e9))
+        else:
+            norms.append(nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9))
+            wrapped.zero_grad()
+
+    norms = []
+    found = compared(Dense, head)
+    compared(Dense, head, step=lambda o, i: None, inner=norm, steps=1)
+    assert torch.isclose(*norms, rtol=1e-6), norms
+    return found
+
+
+def added_to_the_optimizer():
+    """Parameters of the model that the optimizer gets in the middle, with a state that it had before."""
+
+    def training_of(kind):
+        torch.manual_seed(7)
+        model = Dense()
+        first, *others = model.parameters()
+        wrapped, optimizer = wrap(kind, model, adam(others))
+        train(wrapped, optimizer, 3)
+        wrapped.zero_grad()
+        optimizer.add_param_group({"params": [first], "lr": 5e-3})
+        train(wrapped, optimizer, 3)
+        saved = optimizer.state_dict()
+        resumed, optimizer = wrap(kind, wrapped.module, adam(others))
+        resumed.zero_grad()
+        optimizer.add_param_group({"params": [first], "lr": 5e-3})
+        optimizer.load_state_dict(saved)
+        return train(resumed, optimizer, 3)
+
+    return distance(training_of("ddp"), training_of("legato"))
+
+
+def not_finite(norm_type):
+    """The norm that each rank returns if there is a NaN in the gradients of the last shard only."""
+    torch.manual_seed(7)
+    model = Dense()
+    wrapped, _ = wrap_model(model, sgd(model.parameters()), per_tensor(model), shard=SHARD[-1])
+    model.third.weight.register_hook(lambda grad: torch.cat([grad[:-1], grad[-1:] * float("nan")]))
+    x, y = model.batch(torch.Generator().manual_seed(0))
+    F.cross_entropy(wrapped(x), y).backward()
+    return wrapped.clip_grad_norm_(1.0, norm_type).isnan().item()
+
+
 # ---- what must be refused -------------------------------------------------------------------
 
 
@@ -225,6 +315,26 @@ def said(what):
     try:
         if what == "no gradients":
             wrapped.clip_grad_norm_(1.0)
+        elif what == "norm of order 0":
+            backward()
+            wrapped.clip_grad_norm_(1.0, 0.0)
+        elif what == "added before the step":
+            backward()
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+            optimizer.step()
+        elif what == "another plan":
+            backward()
+            optimizer.step()
+            wrapped.adopt(random_plan(model, seed=1))
+            backward()
+        elif what == "a plan without shards":
+            backward()
+            optimizer.step()
+            SHARD.clear()
+            wrapped.adopt(random_plan(model, seed=1))
+            backward()
+        elif what == "two optimizers":
+            wrapped.manage(sgd([model.first.weight]))
         elif what == "held":
             kept = []
             model.third.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
@@ -251,11 +361,41 @@ def said(what):
             elif what == "not cleared":
                 optimizer.step()
                 backward()
-    except RankError as error:
+    except (RankError, InputError) as error:
         return str(error)
     finally:
         wrapped.reducer.close()
     return "nothing"
+
+
+def clipped_on_one_rank():
+    """What rank 0 alone does in `clip_grad_norm_`, as its error says, and what the others do."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    torch.manual_seed(7)
+    model = Dense()
+    wrapped, optimizer = wrap_model(
+        model, adam(model.parameters()), random_plan(model, 0), process_group=group, shard=SHARD[-1]
+    )
+    train(wrapped, optimizer, 2)
+    x, y = model.batch(torch.Generator().manual_seed(0))
+    optimizer.zero_grad()
+    F.cross_entropy(wrapped(x), y).backward()
+    try:
+        if dist.get_rank() == 0:
+            wrapped.clip_grad_norm_(1.0)
+        optimizer.step()
+        wrapped.flush()
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def adopted(kind):
+    """A sharded plan for an optimizer that cannot be sharded, which has trained under another one."""
+    shard, model = SHARD.pop(), Dense()
+    wrapped, _ = wrap_model(model, {"LBFGS": torch.optim.LBFGS}[kind](model.parameters()), random_plan(model, 0))
+    SHARD.append(shard)
+    wrapped.adopt(random_plan(model, 0))
 
 
 def refused(what):

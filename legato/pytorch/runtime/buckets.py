@@ -8,6 +8,7 @@ parameter.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from legato.core.errors import PlanError, RankError
 from legato.core.layout import BufferLayout, buffer_layout, chains, sharded_layout
 from legato.core.plan import Message, Plan, Slice, check_messages
-from legato.pytorch._private import version_of
-from legato.pytorch.runtime.update import Update
+from legato.pytorch._private import version_of, without_overrides
+from legato.pytorch.runtime.update import Update, set_to_none_or_zero
 
 __all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "make_buckets"]
 
@@ -61,12 +62,43 @@ class Slot:
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
     update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
+    zeroed: bool = False  # a gradient that was sent was set to zero, under a sharded plan
     spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
 
     @property
     def is_spent(self) -> bool:
         """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
         return self.spent is not None and self.parameter.grad is self.spent
+
+    def spend(self) -> None:
+        """Take the gradient, for a sharded optimizer; what is there instead is a NaN without memory of its own."""
+        if self.spent is None:
+            nan = torch.full((), math.nan, dtype=self.parameter.dtype, device=self.parameter.device)
+            self.spent = nan.expand(self.parameter.shape)
+            self.spent._legato_spent = True  # type: ignore[attr-defined]  # a plan that comes later has to know it
+        self.parameter.grad = self.spent
+
+    def find_spent(self) -> None:
+        """Notice a gradient that was taken under the plan before."""
+        if hasattr(self.parameter.grad, "_legato_spent"):
+            self.spent = self.parameter.grad
+
+    def zero(self, set_to_none: bool) -> None:
+        """Do what `zero_grad` does, also to a gradient that was taken, without waiting for the parameter."""
+        self.zeroed = not set_to_none
+        with without_overrides():
+            if self.is_spent:
+                self.parameter.grad = None if set_to_none else torch.zeros_like(self.parameter)
+            else:
+                set_to_none_or_zero(set_to_none)(self.parameter)
+
+    def check_cleared(self) -> None:
+        """Raise `RankError` if a backward pass or a step is about to use a gradient that was taken."""
+        if self.is_spent:
+            raise RankError(
+                f"{self.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
+                "before the next backward pass"
+            )
 
     def offer(self, grad: Tensor) -> None:
         """Note the gradient that a compiled graph hands out."""

@@ -143,8 +143,8 @@ def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_
                 reducer.drop(slot)
             else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
                 reducer.resolve(slot)
-        if slot is not None and reducer.shards is not None:
-            reducer.shards.zero(slot, set_to_none)
+        if slot is not None and (reducer.shards is not None or slot.spent is not None):
+            slot.zero(set_to_none)
         else:
             zero(p)
 

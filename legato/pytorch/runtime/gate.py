@@ -77,16 +77,21 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter that is up to date."""
-        with _plain(self) as parameter:
-            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        with _plain(self) as parameter:  # and its gate may come back before its attributes are written
+            plain = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(plain).update(vars(parameter))
+            return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
-    """The parameter, up to date, with its plain class; its gate comes back if there is something left to wait for."""
+    """The parameter, up to date, with its plain class; its gate comes back if its gradient is still to be waited for.
+
+    A copy of a parameter has no gradient.
+    """
     slot = slot_of(parameter)
     assert slot is not None
-    resolve(parameter, gradient=True)
+    resolve(parameter)
     gated = type(parameter)
     slot.was_read = True
     parameter.__class__ = slot.plain_class

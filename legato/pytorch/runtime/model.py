@@ -178,9 +178,10 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         Raises `RankError`, on every rank, if its settings differ between ranks.
         """
         agree(describe_optimizer(optimizer), self._group)
-        if self.plan.shard != "none":
-            check_shardable(optimizer)
-        self._optimizers.append(optimizer)
+        if optimizer not in self._optimizers:
+            if self.plan.shard != "none":
+                check_shardable(optimizer, self._optimizers)
+            self._optimizers.append(optimizer)
         if self.plan.shard == "none":
             defer_steps(optimizer, self.reducer)
         else:
@@ -202,6 +203,8 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         plan = extend_plan(plan, self._parameters_taking_part)
         if self.hooked:
             _check_hookable(plan)
+        if plan.shard != "none":
+            self._check_shardable()
         before = self.reducer
         before.settle()
         states = [whole_state(optimizer, before) for optimizer in self._optimizers]
@@ -213,6 +216,12 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self.reducer)
             take_state(optimizer, state, self.reducer.shards)
+
+    def _check_shardable(self) -> None:
+        for i, optimizer in enumerate(self._optimizers):
+            check_shardable(optimizer, self._optimizers[:i])
+        if sparse := sparse_parameters(self.module):
+            raise InputError(f"shard: the gradients of {next(iter(sparse))!r} are sparse")
 
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
@@ -292,6 +301,11 @@ class DistributedModel(nn.parallel.DistributedDataParallel):
             )
         if training and self._fingerprint.changed():
             reducer = self._module_changed()
+        if training and reducer.shards is not None and any(map(reducer.shards.has_changed, self._optimizers)):
+            for optimizer in self._optimizers:
+                agree(describe_optimizer(optimizer), self._group)
+            self._switch(self.plan)
+            reducer = self.reducer
         reducer.begin_forward()
         if reducer.enabled and training and not is_joining(self):
             self._pass_begins(reducer)

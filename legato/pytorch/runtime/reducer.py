@@ -46,6 +46,7 @@ from legato.pytorch._private import (
     outside_transforms,
     without_overrides,
 )
+from legato.pytorch.network.agreement import gather_numbers
 from legato.pytorch.network.channel import Channel
 from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
@@ -112,7 +113,7 @@ class Reducer:
         self._packed: list[Slot] = []  # whose gradients can leave their parameters
         self._outgoing = self.buckets  # those that go out in a backward pass
         if plan.shard != "none":
-            whole = self.slots, self.buckets, optimizers, group, self._wait, self._launch
+            whole = self.slots, self.buckets, optimizers, group, self._wait, self._launch, self._gather_numbers
             self.shards = Shards(*whole, gradients=plan.shard == "gradients")
             self._outgoing = self.shards.outgoing
         self._in_arrival_order = sorted(self.slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
@@ -135,6 +136,7 @@ class Reducer:
         self.next = 0  # index of the bucket to launch next
         self.closed = False  # another reducer has its parameters
         for slot in self.slots:
+            slot.find_spent()
             before = _reducers.get(slot.parameter, lambda: None)()
             if before is not None:
                 before.close()
@@ -207,6 +209,9 @@ class Reducer:
             slot.compare(gradients[0] if gradients else None)
         if self.shards is not None:
             self.shards.check_cleared(slot)
+        elif slot.spent is not None:
+            with without_overrides():
+                slot.check_cleared()
         if slot.early:
             slot.taken = None  # what is not packed yet will be in `.grad`
             return
@@ -253,7 +258,7 @@ class Reducer:
         self.watchdog.flight_recorder.note("backward begins", self.passes)
         self.next = 0
         for slot in self.slots:
-            slot.ready = slot.has_grad = slot.early = False
+            slot.ready = slot.has_grad = slot.early = slot.zeroed = False
             slot.taken = None
             slot.to_pack, slot.arrivals = len(slot.parts), 0
         for bucket in self.buckets:
@@ -296,6 +301,10 @@ class Reducer:
     def mark_ready(self, slot: Slot) -> None:
         """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""
         grad = slot.taken if slot.early else slot.parameter.grad
+        if grad is not None and grad is slot.spent:
+            grad = None
+            if self.shards is None:
+                slot.check_cleared()
         if grad is not None and grad.layout != torch.strided:
             raise RankError(f"{slot.name}: its gradient is {grad.layout}; only dense gradients can be sent")
         slot.has_grad, slot.ready = grad is not None, True
@@ -326,7 +335,7 @@ class Reducer:
             for slot in arrived:
                 grad = slot.parameter.grad if slot.taken is None else slot.taken
                 for part in slot.parts[bucket.index]:
-                    if grad is None:
+                    if grad is None or not slot.has_grad:
                         part.view.zero_()
                         if part.flag is not None:
                             part.flag.zero_()
@@ -579,6 +588,13 @@ class Reducer:
         self.watchdog.flight_recorder.note("message came in", self.passes, bucket.index, bucket.label)
         if self.tracer:
             self.tracer.switch(resume)
+
+    def _gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
+        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+        try:
+            return gather_numbers(numbers, self.group, self.watchdog.wait)
+        except RuntimeError as error:
+            raise self.watchdog.failure(f"{doing} after backward pass {self.passes}", error) from error
 
     # ---- failures ----------------------------------------------------------------
 

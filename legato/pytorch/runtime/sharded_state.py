@@ -73,7 +73,8 @@ def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
         return
     whole = whole or {}
     state: State = defaultdict(dict)
-    state.update({key: entries for key, entries in whole.items() if key not in shards.slots})
+    mine = {slot.parameter for slot in shards.slots_of(optimizer)}  # not those that were added since the last pass
+    state.update({key: entries for key, entries in whole.items() if key not in mine})
     for shard in shards.of(optimizer):
         if entries := whole.get(shard.piece.slot.parameter):
             state[shard.flat] = {key: _part(shard, key, value) for key, value in entries.items()}

@@ -31,7 +31,6 @@ have been taken.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,7 +45,7 @@ from legato.core.errors import InputError, RankError
 from legato.pytorch._private import SubstituteScaler, copy_all, without_overrides
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import SENT, Bucket, BucketSlice, Slot
-from legato.pytorch.runtime.update import Update, set_to_none_or_zero
+from legato.pytorch.runtime.update import Update
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable"]
 
@@ -67,8 +65,8 @@ ELEMENTWISE = (
 )
 
 
-def check_shardable(optimizer: Optimizer) -> None:
-    """Raise `InputError` unless the optimizer treats every element alone."""
+def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
+    """Raise `InputError` unless the optimizer treats every element alone, and has no parameter of the others."""
     base = getattr(optimizer, "_legato_base", type(optimizer))
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
@@ -77,6 +75,12 @@ def check_shardable(optimizer: Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise InputError(f"optimizer: a differentiable {base.__name__} cannot be sharded")
+    taken = {key for other in others for key in _parameters(other)}
+    if taken.intersection(_parameters(optimizer)):
+        raise InputError(
+            f"optimizer: {base.__name__} has a parameter of another optimizer, and is sharded (expected one optimizer "
+            "for each parameter)"
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +105,8 @@ class Shard:
 class Shards:
     """This rank's shards of the buckets of a sharded plan; owners of buckets are numbers of these optimizers.
 
-    `wait(bucket)` waits for the message of a bucket, and `launch(bucket)` starts it.
+    `wait(bucket)` waits for the message of a bucket, and `launch(bucket)` starts it;
+    `gather(numbers, doing)` returns the numbers of all ranks.
     With `gradients`, no more memory is kept than for the shards of gradients.
     """
 
@@ -113,11 +118,13 @@ class Shards:
         group: Any,
         wait: Callable[[Bucket], None],
         launch: Callable[[Bucket], None],
+        gather: Callable[[Sequence[float], str], list[tuple[float, ...]]],
         gradients: bool,
     ) -> None:
         self.optimizers = list(optimizers)
+        self._parameters = [_parameters(optimizer) for optimizer in optimizers]
         self.group, self._rank = group, group.rank()
-        self._wait, self._launch = wait, launch
+        self._wait, self._launch, self._gather_numbers = wait, launch, gather
         self.slots = {slot.parameter: slot for slot in slots}
         self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
         #: Each all_gather with its reduce_scatter, in the order in which they go out.
@@ -134,6 +141,10 @@ class Shards:
         self._takers: dict[Bucket, int] = {}  # how many parameters have still to take their values from a bucket
         for bucket in self._scattered:
             self._free(bucket)
+
+    def has_changed(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer got other parameters since the messages were made, which go by optimizers."""
+        return self._parameters[self.optimizers.index(optimizer)] != _parameters(optimizer)
 
     # ---- memory --------------------------------------------------------------------
 
@@ -155,11 +166,8 @@ class Shards:
 
     def spend(self, slot: Slot) -> None:
         """Take a gradient, which is packed, from its parameter."""
-        if slot.spent is None:
-            nan = torch.full((), math.nan, dtype=slot.parameter.dtype, device=slot.parameter.device)
-            slot.spent = nan.expand(slot.parameter.shape)
         with without_overrides():
-            slot.parameter.grad = slot.spent
+            slot.spend()
 
     # ---- backward pass ------------------------------------------------------------
 
@@ -181,6 +189,10 @@ class Shards:
             self._wait(second)
             self._check_marks(second)
             self._free(second)
+        for bucket in self._averaged:
+            if bucket.owner < 0:  # they were not written
+                for shard in self._of[bucket]:
+                    shard.leave()
         self._averaged.clear()
         self._in_flight.clear()
 
@@ -193,15 +205,14 @@ class Shards:
                 self.spend(slot)
 
     def check_cleared(self, slot: Slot) -> None:
-        """Raise `RankError` if a backward pass is about to add to a gradient that was taken."""
+        """Raise `RankError` if a backward pass is about to add to a gradient that was taken for an optimizer."""
         with without_overrides():
-            if slot.is_spent and slot.stage == SENT:
+            if slot.is_spent and slot.buckets[-1].owner < 0:
+                gate.remove(slot)
+                slot.parameter.grad = None
+            elif slot.is_spent and slot.stage == SENT:
                 raise _unused(slot)
-            if slot.is_spent:
-                raise RankError(
-                    f"{slot.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
-                    "before the next backward pass"
-                )
+            slot.check_cleared()
 
     def _scatter(self, before: Bucket | None = None) -> None:
         """Send the reduce_scatters that the plan has before an all_gather, or all of them."""
@@ -229,7 +240,7 @@ class Shards:
         self._averaged.add(bucket)
 
     def averaged(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
-        """This rank's shards that have averaged gradients, of one optimizer or of all.
+        """This rank's shards that have averaged gradients, of one optimizer, or of all and of none.
 
         Raises `RankError` if nothing was averaged since the last step.
         """
@@ -239,7 +250,7 @@ class Shards:
         found = []
         self._scatter()
         for bucket in self._scattered:
-            if bucket.owner in owners:
+            if bucket.owner in owners or (optimizer is None and bucket.owner < 0):
                 self._average(bucket)
                 found += [shard.flat for shard in self._of[bucket] if shard.flat.grad is not None]
         return found
@@ -249,23 +260,30 @@ class Shards:
         owner = self.optimizers.index(optimizer)
         return [shard for bucket in self._scattered if bucket.owner == owner for shard in self._of[bucket]]
 
+    def slots_of(self, optimizer: Optimizer) -> list[Slot]:
+        """The optimizer's parameters that are sharded."""
+        owner = self.optimizers.index(optimizer)
+        return [slot for slot in self.slots.values() if slot.buckets[-1].owner == owner]
+
     def agree_on(self, found_inf: dict[torch.device, Tensor]) -> None:
         """Let every rank know, on each device, whether any rank has found an infinite gradient."""
-        for device in dict.fromkeys(parameter.device for parameter in self.slots):
-            found = found_inf.setdefault(device, torch.zeros(1, device=device))
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        devices = list(dict.fromkeys(parameter.device for parameter in self.slots))
+        for device in devices:
+            found_inf.setdefault(device, torch.zeros(1, device=device))
+        told = self._gather_numbers([found_inf[device].item() for device in devices], "comparing infinite gradients")
+        for device, numbers in zip(devices, zip(*told, strict=True), strict=True):
+            found_inf[device].fill_(max(numbers))
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm from before."""
+        if not norm_type > 0:
+            raise InputError(f"norm_type: {norm_type:g} with a sharded plan (expected a positive number)")
         flat = self.averaged()
-        device = next(iter(self.slots)).device
-        norm = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type).to(device)
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.group)
-        else:
-            norm = norm.double() ** norm_type
-            dist.all_reduce(norm, group=self.group)
-            norm = (norm ** (1 / norm_type)).float()
+        mine = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type)
+        norms = [told[0] for told in self._gather_numbers([mine.item()], "clipping gradients by their norm")]
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in self.slots)
+        norm: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
+        norm = norm.to(next(iter(self.slots)).device, torch.float64 if double else torch.float32)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
         torch.nn.utils.clip_grads_with_norm_(flat, max_norm, norm)
@@ -283,6 +301,16 @@ class Shards:
         if owner not in self._owed:
             self._check_unused(optimizer)
             return []
+        if self.has_changed(optimizer):
+            raise RankError(
+                "step() of a sharded optimizer that got other parameters since the backward pass: add or remove them "
+                "between step() and the next forward pass"
+            )
+        mine = self.slots_of(optimizer)
+        with without_overrides():
+            for slot in mine:
+                if not slot.has_grad:  # what is there was not sent, and is not up to date
+                    slot.check_cleared()
         update = Update(optimizer, base)
         todo = deque(bucket for bucket in self._scattered if bucket.owner == owner)
         for first, second in self._gathered:
@@ -292,7 +320,7 @@ class Shards:
                     self._update(todo, update)
                 self._gather(first, second, 1.0)
         self._owed.discard(owner)
-        return [slot for slot in self.slots.values() if slot.buckets[-1].owner == owner]
+        return mine
 
     def _update(self, todo: deque[Bucket], update: Update) -> None:
         """Wait for the first of these reduce_scatters, and update its shards and those of others that have arrived."""
@@ -310,12 +338,17 @@ class Shards:
             self._write(bucket)
 
     def _prepare(self, shard: Shard) -> None:
-        """Give a shard its values, and drop its gradient if the parameter's was dropped."""
+        """Give a shard its values, and drop or zero its gradient if the parameter's was."""
         slot = shard.piece.slot
         shard.place()
         if slot.stage != SENT:
-            grad = slot.parameter.grad
-            shard.flat.grad = None if grad is None or slot.is_spent else shard.piece.of(grad).reshape(-1)
+            grad = None if slot.is_spent else slot.parameter.grad
+            if grad is not None:
+                shard.flat.grad = shard.piece.of(grad).reshape(-1)
+            elif slot.zeroed and shard.flat.grad is not None:  # another rank had a gradient
+                shard.flat.grad = torch.zeros_like(shard.flat)
+            else:
+                shard.flat.grad = None
 
     def _check_unused(self, optimizer: Optimizer) -> None:
         with without_overrides():
@@ -365,14 +398,6 @@ class Shards:
                     if not self._takers[bucket]:
                         self._free(bucket)
 
-    def zero(self, slot: Slot, set_to_none: bool) -> None:
-        """Clear a gradient, which a step may have taken, without waiting for the parameter."""
-        with without_overrides():
-            if slot.is_spent:
-                slot.parameter.grad = None if set_to_none else torch.zeros_like(slot.parameter)
-            else:
-                set_to_none_or_zero(set_to_none)(slot.parameter)
-
     def _check_marks(self, bucket: Bucket) -> None:
         """Raise `RankError` if some ranks have updated their chunks of a message, and others have not."""
         mine = self._marked.pop(bucket, None)
@@ -408,6 +433,11 @@ class GradScaler(SubstituteScaler):
         shards = _shards_of(optimizer)
         if shards is not None:
             shards.agree_on(found_inf)
+
+
+def _parameters(optimizer: Optimizer) -> list[int]:
+    """The parameters of an optimizer, by `id()`."""
+    return [id(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _shards_of(optimizer: Any) -> Shards | None:

@@ -57,6 +57,10 @@ ROWS = [
     matrix_sharded.clipped_by_value,
     matrix_sharded.scaled,
     matrix_sharded.several_optimizers,
+    matrix_models.zeroed_after_backward,
+    matrix_sharded.copied_between,
+    matrix_sharded.left_out,
+    matrix_sharded.added_to_the_optimizer,
 ]
 
 
@@ -96,6 +100,27 @@ def test_clipping_by_norm(two_ranks, norm_type):
 
 
 @SHARDS
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("plans", [("sharded",), ("whole", "sharded")], ids=len)
+def test_a_plan_that_comes_between_a_step_and_zero_grad(two_ranks, plans, set_to_none, shard):
+    case = training.sharded, shard, matrix_sharded.plan_between, plans, set_to_none
+    assert two_ranks.run(*case) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_nan_of_one_rank_is_in_the_norm_of_all(two_ranks, norm_type):
+    assert two_ranks.run(training.sharded, "optimizer", matrix_sharded.not_finite, norm_type) == [True, True]
+
+
+def test_a_rank_that_clips_alone_says_so(two_ranks):
+    said = two_ranks.run(training.sharded, "optimizer", matrix_sharded.clipped_on_one_rank)
+    assert "rank 0: clipping gradients by their norm after backward pass 3: " in said[0]
+    assert "of backward pass 3 failed" in said[1]
+    two_ranks.close(force=True)
+    two_ranks._start()
+
+
+@SHARDS
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "momentum", "adagrad", "rmsprop-foreach"])
 def test_states_go_from_sharded_to_whole_and_back(two_ranks, optimizer, shard):
     assert two_ranks.run(training.sharded, shard, matrix_sharded.states, optimizer) == [0.0, 0.0]
@@ -124,6 +149,11 @@ def test_sharded_gradients_have_no_memory_of_their_own(two_ranks):
         ("two steps", "step() without an averaged gradient"),
         ("only no_sync", "step() without an averaged gradient: the last backward pass ran under no_sync()"),
         ("not cleared", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
+        ("another plan", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
+        ("a plan without shards", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
+        ("added before the step", "step() of a sharded optimizer that got other parameters since the backward pass"),
+        ("norm of order 0", "norm_type: 0 with a sharded plan (expected a positive number)"),
+        ("two optimizers", "optimizer: SGD has a parameter of another optimizer, and is sharded (expected one"),
         ("no gradients", "no averaged gradients: a backward pass has to come first"),
         ("held", "third.weight: the average of its gradient is sharded"),
         ("one rank steps", "ranks [0] have called step(), and ranks [1] have not"),
@@ -147,6 +177,11 @@ def test_what_cannot_be_done_is_said(two_ranks, what, line, shard):
 def test_what_cannot_be_sharded_is_refused(two_ranks, what, line):
     for said in two_ranks.errors(training.sharded, "optimizer", matrix_sharded.refused, what):
         assert line in said
+
+
+def test_a_sharded_plan_is_refused_for_an_optimizer_that_was_managed_before(two_ranks):
+    for said in two_ranks.errors(training.sharded, "optimizer", matrix_sharded.adopted, "LBFGS"):
+        assert "InputError: optimizer: LBFGS cannot be sharded" in said
 
 
 @pytest.mark.parametrize("case", [cases.equality_clipping, matrix_steps.scaled, matrix_models.uneven_inputs])
