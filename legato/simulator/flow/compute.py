@@ -32,13 +32,13 @@ class Stream:
         starts = sorted({0, *cuts} - {len(self.ops)}) if self.ops else []
         self.segments = len(starts)
         self.segment = np.searchsorted(starts, np.arange(len(self.ops)), side="right") - 1
-        durations = op_duration_s[:, self.ops]
+        stops = [*starts[1:], len(self.ops)] if starts else []
+        durations = op_duration_s[:, np.array(self.ops, dtype=int)]
         self.op_end_s = np.empty_like(durations)
-        for start, stop in zip(starts, [*starts[1:], len(self.ops)], strict=True):
+        for start, stop in zip(starts, stops, strict=True):
             np.cumsum(durations[:, start:stop], axis=1, out=self.op_end_s[:, start:stop])
         self.op_start_s = self.op_end_s - durations
-        last = np.array([*starts[1:], len(self.ops)], dtype=int) - 1 if starts else np.zeros(0, dtype=int)
-        self.duration_s = self.op_end_s[:, last]
+        self.duration_s = self.op_end_s[:, np.array(stops, dtype=int) - 1]
 
     @classmethod
     def backward(cls, workload: Workload, plan: Plan, fragments: Fragments, op_duration_s: Times) -> Stream:

@@ -1,5 +1,7 @@
 """Whole iterations: the paper's toy, the planners' simulator, and what staggering, barriers and stragglers do."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,6 +50,21 @@ def test_distribution_in_turn_staggers_the_toy_by_itself():
     found = simulate_flow(toy(), None, fabric("parameter-server", aggregation="cut-through"), TWO)
     assert found.staggering_s == pytest.approx(3.0) and found.backward_to_aggregated_s == pytest.approx(15.0)
     assert found.aggregation_s == pytest.approx(12.0)  # from the first gradient on
+
+
+@pytest.mark.parametrize("sharing", ["fifo", "fair"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_workload_may_be_a_backward_pass_only(overlap, sharing):
+    """Gradients after 3 s and 6 s, each 4 s on a ring of two: until 11 s, at both fidelities; all fabrics take it."""
+    ops = (Op("b1", "backward", 3.0), Op("b0", "backward", 3.0))
+    job = Workload("backward", ops, (Tensor("w1", 4, 0), Tensor("w0", 4, 1)))
+    messages = tuple(Message((Slice(tensor.name, 0, 4),)) for tensor in job.tensors)
+    plan, network = Plan("plain", messages, overlap), dataclasses.replace(TWO, sharing=sharing)
+    assert simulate(job, plan, Cluster.derive(2, 8.0, 0.0, collectives=["ring"])).iteration_s == 11
+    in_turn = fabric("ring", in_flight=1)
+    assert simulate_flow(job, plan, in_turn, network).iteration_s == pytest.approx(11, rel=1e-12)
+    for name in FABRICS:
+        assert simulate_flow(job, plan, name, network).iteration_s >= 6 * (1 - 1e-12)
 
 
 @st.composite
