@@ -264,15 +264,16 @@ def simulate(
         )
         return
     chosen = _fabrics(fabric, options if servers is None else options | {"servers": servers}, machines.cluster)
-    planned = _planner(
-        jobs[0], None if scheduler == "plain" else scheduler, None if plan is None else files.read(plan, Plan), network
-    )
+    own = None if plan is None else files.read(plan, Plan)
+    planned = _planner(jobs[0], None if scheduler == "plain" else scheduler, own, network)
     if fidelity == "flow":
         check, run = _flow(jobs, network, iterations)
     else:
         check, run = None, _collective(jobs, network)
         if fabric == "all":
             chosen = {name: one for name, one in chosen.items() if _cost(name, one, network) is not None}
+            if own is not None and _beyond_servers(own):
+                chosen = {name: one for name, one in chosen.items() if not one.servers}
     costs_little = fidelity == "collective" or count * len(jobs[0].tensors) <= _MOST_BASELINE
     rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little)
     if output is not None:
@@ -406,6 +407,8 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
         cost = _cost(name, fabric, network)
         if cost is None:
             raise InputError(f"--fidelity collective: {name!r} has no cost formula (expected --fidelity flow)")
+        if fabric.servers and plan is not None and (what := _beyond_servers(plan)):
+            raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
         cluster = Cluster(network.workers, {name: cost})
         plan = plain_plan(jobs[0], fabric) if plan is None else plan
         # At this fidelity a message names its collective, and the cluster has only this one.
@@ -420,6 +423,13 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
         }
 
     return run
+
+
+def _beyond_servers(plan: Plan) -> str:
+    """What of a plan parameter servers cannot do; "" if they can do everything."""
+    if plan.shard != "none":
+        return f"shard {plan.shard!r}"
+    return "wire formats" if any(message.wire is not None for message in plan.messages) else ""
 
 
 def _cost(name: str, fabric: Fabric, network: Network) -> LinearCost | None:

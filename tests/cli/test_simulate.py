@@ -9,6 +9,7 @@ from typer.main import get_command
 import legato
 from legato.cli import main
 from legato.cli.commands import app
+from legato.schedule import schedule
 from legato.simulator.flow import FABRICS
 
 #: The options of --share.
@@ -96,6 +97,24 @@ def test_both_fidelities_agree_on_a_message_at_a_time(capsys, workload):
 def test_at_collective_fidelity_all_is_what_has_a_cost(capsys, workload):
     names = [row["fabric"] for row in rows(capsys, workload, "--fidelity", "collective")]
     assert "ring" in names and "parameter-server" in names and "ring-whole" not in names
+
+
+@pytest.mark.parametrize(
+    ("options", "what"), [({"shard": "optimizer"}, "shard 'optimizer'"), ({"wire": "all-bf16"}, "wire formats")]
+)
+def test_parameter_servers_run_no_plans_with_shards_or_wire_formats(capsys, workload, tmp_path, options, what):
+    """As `legato plan` refuses them; --fabric all has the other fabrics."""
+    job, file = legato.read(workload, legato.Workload), tmp_path / "p.json"
+    legato.write(file, schedule("ddp", job, legato.Cluster.derive(4, 10e9, 0.0), **options))
+    command = [workload, "--workers", 4, "--fidelity", "collective", "--plan", file]
+    names = [row["fabric"] for row in rows(capsys, *command)]
+    assert "ring" in names and not {"parameter-server", "multicast", "aggregation", "multicast+aggregation"} & {*names}
+    status, out, err = run(capsys, "simulate", *command, "--fabric", "ring,parameter-server")
+    assert (status, out) == (2, "")
+    assert (
+        err
+        == f"legato: parameter-server: a plan with {what} on parameter servers (expected a fabric without servers)\n"
+    )
 
 
 def test_the_table_and_the_timeline(capsys, workload, tmp_path):
