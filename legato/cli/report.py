@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
 import typer
+from msgspec.structs import replace
 
 from legato.cli.options import Json
 from legato.cli.output import note, print_json
@@ -33,7 +35,8 @@ def report(
     """Draw timelines side by side in one self-contained HTML file.
 
     With a workload and a cluster, which [bold]legato rehearse -o DIR[/] writes, the page also recommends a plan; with
-    a plan it says which tensors are in the messages.
+    a plan it says which tensors are in the messages. Two predicted, or two measured, timelines of one name are told
+    apart by their files.
 
     Example: [bold]legato report DIR/*.json -o report.html[/]
     """
@@ -41,7 +44,7 @@ def report(
     from legato.report.model import ModelReport, Report
 
     found = _read(inputs or [])
-    timelines, workload, cluster = tuple(found.of(Timeline)), found.one(Workload), found.one(Cluster)
+    timelines, workload, cluster = found.timelines(), found.one(Workload), found.one(Cluster)
     if not timelines and workload is None:
         raise InputError("nothing to draw (expected a timeline, or a workload)")
     name = workload.name if workload is not None else timelines[0].name
@@ -69,12 +72,21 @@ class _Files(NamedTuple):
             raise InputError(f"{paths[0]} and {paths[1]}: two {kind.__name__.lower()}s (expected one at most)")
         return next(iter(self.of(kind)), None)
 
+    def timelines(self) -> tuple[Timeline, ...]:
+        """The timelines, of which those with the same name and source get those of their files as well."""
+        found = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
+        times = Counter((value.name, value.source) for _, value in found)
+        return tuple(
+            replace(value, name=f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
+            for path, value in found
+        )
+
 
 def _read(paths: Sequence[Path]) -> _Files:
     return _Files([(path, files.read(path)) for path in paths])
 
 
-def _paired(timelines: tuple[Timeline, ...]) -> tuple[Timeline, ...]:
+def _paired(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
     """The timelines, those of one name together, predicted before measured."""
     names = list(dict.fromkeys(timeline.name for timeline in timelines))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
@@ -126,7 +138,7 @@ def trace(
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
     found = _read([*(inputs or []), *(path for path in (workload, plan) if path is not None)])
-    timelines, job = found.of(Timeline), found.one(Workload)
+    timelines, job = found.timelines(), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})
         _write_chakra(timelines, output, job, found.one(Plan), workers)
@@ -145,12 +157,12 @@ def _refuse(output: Path, options: Mapping[str, object]) -> None:
             raise InputError(f"{option} means nothing for a trace like {output.name}")
 
 
-def _write_perfetto(timelines: list[Timeline], output: Path, workload: Workload | None) -> None:
+def _write_perfetto(timelines: Sequence[Timeline], output: Path, workload: Workload | None) -> None:
     from legato.report.perfetto import write_perfetto
 
     if not timelines:
         raise InputError("no timelines given (expected one T.json or more)")
-    write_perfetto(output, _paired(tuple(timelines)), workload)
+    write_perfetto(output, _paired(timelines), workload)
 
 
 def _write_sends(output: Path, workload: Workload | None, workers: int | None, servers: int | None) -> None:
@@ -162,7 +174,7 @@ def _write_sends(output: Path, workload: Workload | None, workers: int | None, s
 
 
 def _write_chakra(
-    found: list[Timeline], output: Path, workload: Workload | None, plan: Plan | None, workers: int | None
+    found: Sequence[Timeline], output: Path, workload: Workload | None, plan: Plan | None, workers: int | None
 ) -> None:
     from legato.ingest.chakra.export import export_chakra
 

@@ -99,6 +99,23 @@ def test_trace_takes_what_report_takes(capsys, folder):
     assert run(capsys, "trace", timeline, plan, folder / "workload.json", "-o", folder / "t.et")[0] == 0
 
 
+def test_timelines_of_one_name_are_told_apart_by_their_files(capsys, folder):
+    """As those of one scheduler's plans with shards, with a wire format and with neither; none hides another."""
+    first = legato.read(folder / "legato.predicted.json", legato.Timeline)
+    other = folder / "other.json"
+    legato.write(other, legato.Timeline("legato", "predicted", 2 * first.iteration_s, first.spans))
+    given = [folder / "legato.predicted.json", other, folder / "ddp.predicted.json"]
+    names = [f"legato ({given[0]})", f"legato ({other})", "ddp"]
+    assert run(capsys, "report", *given, "-o", folder / "r.html")[0] == 0
+    page = (folder / "r.html").read_text()
+    assert all(f"<h4><span>{name}</span> <small>predicted" in page for name in names)
+    assert all(f'<td data-sort="{name}">' in page for name in names)
+    assert run(capsys, "trace", *given, "-o", folder / "t.json")[0] == 0
+    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    shown = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert shown == [f"{name} (predicted)" for name in names]
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
