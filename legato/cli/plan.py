@@ -203,7 +203,7 @@ def _note_rounding(
     faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"
     note(
         f"{plan.scheduler} rounds {plan.rounded:.1%} of the bytes{least}: predicted {format_seconds(seconds)} instead "
-        f"of {format_seconds(exact.iteration_s)} with exact gradients, {faster}"
+        f"of {format_seconds(exact.iteration_s)} with exact gradients, {faster}, if gradients are float32"
     )
 
 
