@@ -59,6 +59,7 @@ from legato.cli.output import format_gap, note, print_json, print_table, progres
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
 from legato.core.workload import Workload
 
@@ -329,7 +330,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
         cells_are = "1 cell is" if odd == 1 else f"{odd:,} cells are"
         note(f"{cells_are} slower than with less of one axis, as fixed priorities allow (Graham's anomalies)")
     if output is not None:
-        note(f"{len(rows):,} rows -> {output}")
+        note(f"{count(len(rows), 'row')} -> {output}")
 
 
 def _is_shown(name: str, texts: set[str]) -> bool:
