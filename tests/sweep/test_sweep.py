@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from legato.core.cluster import Cluster
-from legato.core.errors import FileError, InputError
+from legato.core.errors import FileError, InputError, LegatoError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.compare import compare
 from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
@@ -155,8 +156,14 @@ def test_journals_are_told_from_other_files(tmp_path):
         Journal(tmp_path)
 
 
+@pytest.fixture
+def workers_at_work(monkeypatch):
+    """This process takes only one turn, as where cells take long."""
+    monkeypatch.setattr("legato.sweep.parallel._LONG_S", -1.0)
+
+
 @pytest.mark.processes
-def test_processes_give_what_one_gives():
+def test_processes_give_what_one_gives(workers_at_work):
     assert timeless(sweep(GRID, jobs=2)) == timeless(sweep(GRID, jobs=1))
 
 
@@ -226,7 +233,7 @@ def test_machines_of_all_kinds_are_what_the_simulator_says():
 
 
 @pytest.mark.processes
-def test_processes_end_without_a_word_while_they_get_work(monkeypatch):
+def test_processes_end_without_a_word_while_they_get_work(monkeypatch, workers_at_work):
     """loky's thread is slow here: when it sees that the pool ends, it has not seen the last item."""
     from joblib.externals.loky.process_executor import _ExecutorManagerThread
 
@@ -238,14 +245,33 @@ def test_processes_end_without_a_word_while_they_get_work(monkeypatch):
 
     monkeypatch.setattr(_ExecutorManagerThread, "process_result_item", slow)
     monkeypatch.setattr(threading, "excepthook", errors.append)
-    results = in_parallel(abs, range(-20, 0), jobs=2)
-    assert next(results) in range(1, 21)
+    results = in_parallel(_where, range(0, -40, -1), jobs=2)
+    assert next(pid for _, pid, _ in results if pid != os.getpid())
     results.close()
     assert not errors
 
 
 @pytest.mark.processes
-def test_ctrl_c_comes_between_results_and_never_to_the_workers():
+def test_every_item_is_done_once_where_turns_end_early(workers_at_work):
+    """Turns of several items, which take about as long as a turn may take."""
+    found = list(in_parallel(_where, [0.03] * 20 + [0.0] * 500 + [0.03] * 20, jobs=2))
+    assert sorted(seconds for seconds, *_ in found) == [0.0] * 500 + [0.03] * 40
+    assert len({pid for _, pid, _ in found}) > 1
+
+
+@pytest.mark.processes
+def test_few_short_items_are_done_here():
+    assert {pid for _, pid, _ in in_parallel(_where, range(0, -20, -1), jobs=2)} == {os.getpid()}
+
+
+@pytest.mark.processes
+def test_a_worker_that_is_killed(workers_at_work):
+    with pytest.raises(LegatoError, match="a worker process was killed"):
+        list(in_parallel(_ends_unless, [os.getpid()] * 40, jobs=2))
+
+
+@pytest.mark.processes
+def test_ctrl_c_comes_between_results_and_never_to_the_workers(workers_at_work):
     """The first of three is raised when the pool has ended, and the handler from before is back."""
     raised = []
 
@@ -255,8 +281,8 @@ def test_ctrl_c_comes_between_results_and_never_to_the_workers():
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        results = in_parallel(_sigint_is_blocked, range(100), jobs=2)
-        assert next(results)
+        results = in_parallel(_where, range(0, -1000, -1), jobs=2)
+        assert next(blocked for _, pid, blocked in results if pid != os.getpid())
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -266,8 +292,45 @@ def test_ctrl_c_comes_between_results_and_never_to_the_workers():
         signal.signal(signal.SIGINT, before)
 
 
-def _sigint_is_blocked(_):
-    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+@pytest.mark.processes
+def test_ctrl_c_ends_a_long_item_here():
+    """The item takes hours, so that the test ends only if it is cut short; the second Ctrl-C is ignored."""
+    handled = []
+
+    def handler(number, frame):
+        handled.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        for presses in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                list(in_parallel(_presses_ctrl_c, [(os.getpid(), presses)] * 9, jobs=2))
+        assert handled == [signal.SIGINT] * 2 and signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _where(seconds):
+    """(the item, the process it is done in, whether Ctrl-C is kept from it), after so many seconds."""
+    time.sleep(max(0, seconds))
+    return seconds, os.getpid(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def _ends_unless(pid):
+    if os.getpid() != pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _presses_ctrl_c(item):
+    parent, presses = item
+    if os.getpid() == parent:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            for _ in range(presses - 1):
+                signal.raise_signal(signal.SIGINT)
+    time.sleep(36_000)
 
 
 def _machines(row):
