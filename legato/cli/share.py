@@ -19,7 +19,7 @@ from legato.core.units import format_seconds, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Job, Network, Phases, SharedNetwork
+    from legato.simulator.flow import Disturbance, Job, Network, Phases, SharedNetwork
     from legato.simulator.flow.placement import Placement
 
 __all__ = ["JobOptions", "one_each", "simulate_shared", "whole"]
@@ -91,18 +91,25 @@ def simulate_shared(
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.jobs import ITERATIONS
 
-    if given.best_shift and given.shift is not None:
-        raise InputError("--best-shift and --shift: give one or the other")
+    for option, there in (("shift", given.shift is not None), ("disturb", bool(network.disturbances))):
+        if given.best_shift and there:
+            raise InputError(f"--best-shift and --{option}: give one or the other")
     jobs = _jobs(workloads, workers, network, given, fabric_options)
     priorities = [0] * len(jobs)
     if given.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", given.priority, len(jobs), whole, 0)
     if output is not None:
         _make(output)
-    shared = SharedNetwork(jobs, network, iterations=ITERATIONS if iterations is None else iterations)
+    count = ITERATIONS if iterations is None else iterations
+    shared = SharedNetwork(jobs, network, iterations=count)
     rows, phases = _rows(shared, given, priorities)
+    best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
     if output is not None:
-        _write(output, shared, min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"]))
+        _write(output, shared, best)
+    if network.disturbances:
+        _note_unseen(rows, network.disturbances)
+        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=count), given, priorities)
+        rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
@@ -199,6 +206,16 @@ def _rows(
         row = {"case": name, "window_s": [times.begin_s, times.end_s], "slowdown": _finite(times.slowdown)}
         rows.append({**row, "utilization": times.utilization, "jobs": jobs})
     return rows, phases
+
+
+def _note_unseen(rows: Sequence[dict[str, Any]], disturbances: Sequence[Disturbance]) -> None:
+    """Say which disturbances are over when the window begins in which times count, or begin after it."""
+    for row in rows:
+        begin_s, end_s = row["window_s"]
+        for one in disturbances:
+            if one.end_s <= begin_s or one.start_s >= end_s:
+                window = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
+                note(f"{row['case']}: {one.kind} {one.number} is disturbed outside of the window only, {window}")
 
 
 def _finite(value: float) -> float | None:

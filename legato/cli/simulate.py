@@ -205,9 +205,7 @@ def simulate(
 
     if plan is not None and scheduler is not None:
         raise InputError("--plan and --scheduler: give one or the other")
-    if disturb is not None and share:
-        raise InputError("--share and --disturb: give one or the other")
-    if disturb is not None and iterations not in (None, 1):
+    if disturb is not None and not share and iterations not in (None, 1):
         raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
     jobs = [files.read(path, Workload) for path in workloads]
     given = JobOptions(fabric, scheduler, None if plan is None else str(plan), shift, pace, priority, hosts, best_shift)

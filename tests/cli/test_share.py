@@ -53,6 +53,23 @@ def test_jobs_on_hosts_of_their_own_behind_a_switch_are_alone(capsys, workload):
     assert found["cases"][0]["slowdown"] > 1
 
 
+def test_disturbed_cases_are_beside_the_same_ones_undisturbed(capsys, workload, other):
+    jobs = (workload, other, *TWO, "--priority", "2,1")
+    plain = shared(capsys, *jobs)["cases"]
+    found = shared(capsys, *jobs, "--disturb", "link:1:2:0")["cases"]
+    names = ["equal", "given", "intensity"]
+    assert [case["case"] for case in found] == [*names, *(f"{name}, undisturbed" for name in names)]
+    assert [case | {"case": name} for case, name in zip(found[3:], names, strict=True)] == plain
+    for slow, quiet in zip(found, plain, strict=False):
+        assert slow["slowdown"] > quiet["slowdown"]
+        assert [job["alone_s"] for job in slow["jobs"]] == pytest.approx([job["alone_s"] for job in quiet["jobs"]])
+
+
+def test_a_disturbance_outside_of_the_window_is_named(capsys, workload, other):
+    _, _, err = run(capsys, "simulate", workload, other, *TWO, "--disturb", "link:1:2:0:10ms, compute:0:2:1s:1100ms")
+    assert len(err.strip().splitlines()) == 1 and "equal: link 1 is disturbed outside of the window only" in err
+
+
 LAYOUTS = {
     "ecmp": ("--racks", 2, "--spines", 2, "--oversubscription", 2, "--hosts", "spread"),
     "fat tree": ("--topology", "fat-tree", "--hosts", "random"),
@@ -163,10 +180,12 @@ def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
         (("--share", "--fabric", "rinf"), "did you mean 'ring'"),
         (("--share", "--fabric", "ring", "--shift", "1"), "'1' is not a time"),
         (("--share", "--fabric", "ring", "--shift", "1ms", "--best-shift"), "--best-shift and --shift"),
+        (("--share", "--fabric", "ring", "--disturb", "link:0:2:0", "--best-shift"), "--best-shift and --disturb"),
+        (("--share", "--fabric", "ring", "--disturb", "link:16:2:0"), "link: 16 (expected 0 to 15)"),
+        (("--share", "--fabric", "ring", "--disturb", "server:0:2:0"), "server: 0 (there is no server)"),
         (("--share", "--fabric", "ring", "--priority", "high"), "--priority: 'high' is not a whole number"),
         (("--share", "--fabric", "ring", "--iterations", "2"), "iterations: 2 (expected 4 to 1000)"),
         (("--share", "--fabric", "ring", "--fidelity", "collective"), "expected --fidelity flow"),
-        (("--share", "--fabric", "ring", "--disturb", "link:0:2:0"), "--share and --disturb"),
         (("--share", "--fabric", "ring", "--workers", "5000"), "more than 20,000,000"),
         (("--share", "--fabric", "hierarchical"), "hierarchical on a shared network (expected gpus_per_host above 1)"),
         (

@@ -115,13 +115,13 @@ def run_graph(
     services: Services,
     topology: Topology,
     profiles: Profiles | None = None,
-    computing: Sequence[Ids] = (),
+    computing: Sequence[tuple[Ids, NDArray[np.int64]]] = (),
     priority: NDArray[np.int64] | None = None,
 ) -> int:
     """Run the engine for the topology, and return how many services ran.
 
-    `profiles` are those of what is disturbed, `computing` the ids [segment, rank] of computation. `priority` is that
-    of each service, on links that serve higher ones first; nothing is disturbed then.
+    `profiles` are those of what is disturbed, `computing` what computes (`Unrolled.computing`). `priority` is that of
+    each service, on links that serve higher ones first.
     """
     if isinstance(topology, Alone):
         return topology.run(services)
@@ -133,7 +133,7 @@ def run_graph(
     if priority is not None:
         from legato.simulator.flow.priority import run_by_priority
 
-        return int(run_by_priority(*services, priority))
+        return int(run_by_priority(*services, priority, found) if found else run_by_priority(*services, priority))
     from legato.simulator.flow.engine import run_services
 
     return int(run_services(*services, found) if found else run_services(*services))

@@ -123,7 +123,7 @@ class ServiceProfiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Profiles:
-    """The profiles of the links, by their numbers, and of the computation of ranks."""
+    """The profiles of the links, and of the computation of workers, by their numbers in the network."""
 
     links: dict[int, Profile]
     compute: dict[int, Profile]
@@ -146,15 +146,18 @@ class Profiles:
     def __bool__(self) -> bool:
         return bool(self.links or self.compute)
 
-    def of_services(self, link: NDArray[np.int32], computing: Sequence[NDArray[np.int32]]) -> ServiceProfiles:
-        """The profiles of services, given their links and the ids [segment, rank] of those that compute."""
+    def of_services(
+        self, link: NDArray[np.int32], computing: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]
+    ) -> ServiceProfiles:
+        """The profiles of services, given their links, and those that compute: ids [segment, rank], and each rank's
+        worker."""
         of = np.full(len(link), -1, np.int32)
         every = [*self.links.values(), *self.compute.values()]
         for p, number in enumerate(self.links):
             of[link == number] = p
-        for p, rank in enumerate(self.compute, len(self.links)):
-            for ids in computing:
-                of[ids[:, rank]] = p
+        for p, number in enumerate(self.compute, len(self.links)):
+            for ids, workers in computing:
+                of[ids[:, workers == number]] = p
         first = np.cumsum([0, *(len(one.factor) for one in every)])
         start_s, factor = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
         return ServiceProfiles(of, first, start_s, factor)

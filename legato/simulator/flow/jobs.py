@@ -31,6 +31,7 @@ from legato.core.plan import Plan, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
 from legato.simulator.flow.case import Case, run_graph
+from legato.simulator.flow.disturbances import check_numbers
 from legato.simulator.flow.fabrics import Fabric
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.hierarchical import Hierarchical
@@ -91,7 +92,8 @@ class Job:
     def machines(self, network: Network, number: int) -> Network:
         """The hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
 
-        They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`.
+        They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`; nothing is
+        disturbed.
         """
         shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
         return replace(
@@ -107,6 +109,7 @@ class Job:
             link_scale=tuple(network.link_scale[h] for h in self.hosts) if network.link_scale else (),
             compute_scale=tuple(network.compute_scale[h] for h in self.hosts) if network.compute_scale else (),
             seed=network.seed + number,
+            disturbances=(),
         )
 
     def _has_whole_hosts(self, network: Network) -> bool:
@@ -141,10 +144,10 @@ class Job:
 class JobTimes:
     """What a job does in the window; seconds.
 
-    `alone_s` and `iteration_s` are the mean times of an iteration alone on the same hosts and beside the other jobs,
-    over `iterations` iterations; the shortest and the longest of these took `shortest_s` and `longest_s`.
-    `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a job ends fewer
-    than two iterations in the window, it starves: then all but `alone_s` is None.
+    `alone_s` and `iteration_s` are the mean times of an iteration alone on the same hosts, where nothing is disturbed,
+    and beside the other jobs, over `iterations` iterations; the shortest and the longest of these took `shortest_s` and
+    `longest_s`. `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a job
+    ends fewer than two iterations in the window, it starves: then all but `alone_s` is None.
     """
 
     name: str
@@ -228,6 +231,9 @@ class _Alone(NamedTuple):
 class SharedNetwork:
     """Jobs on a network, as one graph, which can be run again with other shifts.
 
+    Disturbances count from the start of the simulation; the numbers of workers are those of the network, and the
+    servers of all jobs are numbered through.
+
     Raises `InputError` on jobs that do not fit the network, `PlanError` on plans that do not fit their workloads or
     wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 20 million services (a
     million where transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
@@ -238,10 +244,9 @@ class SharedNetwork:
             raise TooLargeError(f"{len(jobs)} jobs (expected 1 to {_MOST_JOBS})")
         if not _FEWEST_ITERATIONS <= iterations <= _MOST_ITERATIONS:
             raise InputError(f"iterations: {iterations} (expected {_FEWEST_ITERATIONS} to {_MOST_ITERATIONS})")
-        if network.disturbances:
-            raise InputError("disturbances: they mean nothing where jobs are in a steady state (expected none)")
         self.jobs, self.network = tuple(jobs), network
         self._cases = [job.case(network, number) for number, job in enumerate(jobs)]
+        check_numbers(network.disturbances, {"server": sum(case.fabric.servers for case in self._cases)})
         self._check_size([iterations] * len(jobs))
         few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
         #: Seconds of an iteration of each job where there is no other one, with its pace.
@@ -321,10 +326,10 @@ class SharedNetwork:
         ends = tuple(_ends_s(unrolled, records) for unrolled in self._unrolled)
         end_s = min(float(one[-2]) for one in ends)
         begin_s = max(shifts) + (end_s - max(shifts)) / 4
-        times = tuple(self._times(i, one, begin_s, end_s) for i, one in enumerate(ends))
+        times = tuple(self._times(i, one, records, begin_s, end_s) for i, one in enumerate(ends))
         return SharedTimes(begin_s, end_s, times, ends, self._unrolled, records)
 
-    def _times(self, i: int, ends_s: Times, begin_s: float, end_s: float) -> JobTimes:
+    def _times(self, i: int, ends_s: Times, records: NDArray[Any], begin_s: float, end_s: float) -> JobTimes:
         name, workers, alone_s = self.jobs[i].name, len(self.jobs[i].hosts), self._alone[i].ends_s
         inside = np.flatnonzero((begin_s <= ends_s) & (ends_s <= end_s))
         if len(inside) < 3:
@@ -339,11 +344,11 @@ class SharedNetwork:
             iteration_s=iteration_s,
             shortest_s=float(each.min()),
             longest_s=float(each.max()),
-            utilization=_compute_s(self._unrolled[i], first + 1, last + 1) / iteration_s,
+            utilization=_computed_s(self._unrolled[i], records, first + 1, last + 1) / iteration_s,
         )
 
     def _simulate_alone(self, i: int, count: int) -> _Alone:
-        """So many iterations of a job that is alone on its hosts, begins at 0 and keeps no pace."""
+        """So many iterations of a job that is alone on its hosts, begins at 0, keeps no pace and is not disturbed."""
         (unrolled,), _, services = self._build([i], [count], wait=False)
         self._run(services, [unrolled])
         wired = services.records["link"] >= 0
@@ -353,13 +358,17 @@ class SharedNetwork:
     def _build(
         self, chosen: Sequence[int], counts: Sequence[int], *, wait: bool
     ) -> tuple[list[Unrolled], list[Ids], Services]:
-        """The graph of so many iterations of each chosen job, and the services that their iterations `wait` for."""
+        """The graph of so many iterations of each chosen job, and the services that their iterations `wait` for.
+
+        Without these, nothing is disturbed.
+        """
         graph, unrolled, begins = self._graph(), [], []
         servers = [case.fabric.servers for case in self._cases]
+        network = self.network if wait else replace(self.network, disturbances=())
         for i, count in zip(chosen, counts, strict=True):
             topology = Placed(
                 graph,
-                self.network,
+                network,
                 self.jobs[i].hosts,
                 servers=servers[i],
                 first_server=sum(servers[:i]),
@@ -379,7 +388,8 @@ class SharedNetwork:
         return np.repeat([ranked[level] for level in levels], np.diff([*starts, self.num_services]))
 
     def _run(self, services: Services, unrolled: Sequence[Unrolled], priority: NDArray[np.int64] | None = None) -> None:
-        done = run_graph(services, unrolled[0].topology, priority=priority)
+        computing = [half for one in unrolled for half in one.computing]
+        done = run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
         if done < len(services.records):
             left = len(services.records) - done
             raise PlanError(f"a plan waits for itself: {left} transfers or ops never start")
@@ -399,3 +409,12 @@ def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
     """Seconds in which a worker computes in an iteration, the mean over the workers and the iterations in the range."""
     each_s = unrolled.forward.duration_s.sum(axis=1) + unrolled.backward.duration_s.sum(axis=1)
     return float((each_s * unrolled.slowdown[first:last]).mean())
+
+
+def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
+    """The same after the engine has run, where computation may be slower for a while."""
+    if not unrolled.disturbed:
+        return _compute_s(unrolled, first, last)
+    halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]
+    each_s = [(records["end_s"][ids] - records["begin_s"][ids]).sum(axis=0).mean() for ids in halves]
+    return float(sum(each_s)) / (last - first)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from legato.core.errors import TooLargeError
+from legato.core.errors import InputError, TooLargeError
 from legato.core.workload import Workload
 from legato.simulator.flow.jobs import SharedNetwork, SharedTimes
 
@@ -79,8 +79,11 @@ def best_shifts(
 
     `priority` replaces the jobs' own priorities.
 
-    Raises `TooLargeError`, before it begins, if all simulations together have too many services.
+    Raises `InputError` if something is slower for a while, and `TooLargeError`, before it begins, if all simulations
+    together have too many services.
     """
+    if shared.network.disturbed:
+        raise InputError("best shifts: of jobs in a steady state (expected no disturbances)")
     levels = [job.priority for job in shared.jobs] if priority is None else list(priority)
     search = _Search(shared, levels, progress)
     shift_s, phases = search.best()

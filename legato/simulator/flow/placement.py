@@ -83,6 +83,10 @@ class Placed(Topology):
         self.servers, self.ranks = servers, np.arange(len(workers))
         self._host = np.concatenate([workers, network.workers + first_server + np.arange(servers)])
 
+    @property
+    def numbers(self) -> Hosts:
+        return self._host[: self.size]
+
     def _routes(
         self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
     ) -> Routes:

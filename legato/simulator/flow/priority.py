@@ -16,6 +16,8 @@ from heapq import heappop, heappush
 import numba
 import numpy as np
 
+from legato.simulator.flow.engine import served
+
 __all__ = ["run_by_priority"]
 
 _NONE = -1
@@ -54,10 +56,11 @@ def _merged(records, priority, left, right, a, b):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True)
-def run_by_priority(records, successors, num_links, priority):  # type: ignore[no-untyped-def]
+def run_by_priority(records, successors, num_links, priority, profiles=None):  # type: ignore[no-untyped-def]
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    Service i has `priority[i]`, a whole number; services with a higher one go first.
+    Service i has `priority[i]`, a whole number; services with a higher one go first. `profiles` are the
+    `ServiceProfiles` of a disturbed simulation.
     """
     total = len(records)
     free = np.zeros(num_links)
@@ -100,9 +103,10 @@ def run_by_priority(records, successors, num_links, priority):  # type: ignore[n
             records[i].begin_s = now
         service = records[i]
         begin, link = service.begin_s, service.link
-        end = max(begin + service.work_s, service.end_s)
+        stop = begin + service.work_s if profiles is None else served(profiles, i, begin, service.work_s)
+        end = max(stop, service.end_s)
         if link >= 0:
-            free[link] = begin + service.work_s
+            free[link] = stop
             if waiting[link] != _NONE and not woken[link]:
                 woken[link] = True
                 heappush(moments, (free[link], False, 0, 0.0, 0, np.int64(link)))  # type: ignore[misc]

@@ -85,7 +85,7 @@ class ComputeTimes:
             np.array([run.forward_s for run in runs]),
             np.array([run.backward_s for run in runs]),
             unrolled.slowdown,
-            unrolled.profiles.compute,
+            unrolled.disturbed,
         )
 
     def op_times(self, half: str, k: int) -> tuple[Times, Times]:

@@ -96,6 +96,11 @@ class Topology:
         return self.ranks
 
     @property
+    def numbers(self) -> Hosts:
+        """The number of each rank's worker in the network."""
+        return self.stand_ins
+
+    @property
     def members(self) -> Hosts:
         """The number of workers that each rank stands for."""
         return np.full(self.size, self.workers // self.size)
@@ -134,12 +139,15 @@ class Topology:
         return 2 * (self._hosts + host) + 1
 
     def links_of(self, kind: str, number: int) -> list[int]:
-        """The links of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine, in both directions."""
+        """The links of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine, in both directions.
+
+        Numbers are those of a network all of whose workers are simulated.
+        """
         if kind in ("uplink", "spine"):
             above = self.switches.links_of_leaf(number) if kind == "uplink" else self.switches.links_of_spine(number)
             found: list[int] = (4 * self._hosts + above).tolist()
             return found
-        host = self.server(number) if kind == "server" else self.worker(number)
+        host = self.network.workers + number if kind == "server" else number
         return [int(self.out_link(host)), int(self.in_link(host))]
 
     def s_per_byte(self) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.simulator.flow.compute import Stream, first_reads
-from legato.simulator.flow.disturbances import Profiles
+from legato.simulator.flow.disturbances import Profile, Profiles
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, fragment, overlaps
 from legato.simulator.flow.graph import Graph, Ids
@@ -112,9 +112,15 @@ class Unrolled:
         return self
 
     @property
-    def computing(self) -> list[Ids]:
-        """The ids [segment, rank] of all computation."""
-        return [half for run in self.iterations for half in (run.forward, run.backward)]
+    def computing(self) -> list[tuple[Ids, NDArray[np.int64]]]:
+        """The ids [segment, rank] of all computation, each with the numbers of the ranks' workers in the network."""
+        return [(half, self.topology.numbers) for run in self.iterations for half in (run.forward, run.backward)]
+
+    @property
+    def disturbed(self) -> dict[int, Profile]:
+        """The profiles of the ranks whose computation is slower for a while."""
+        compute, numbers = self.profiles.compute, self.topology.numbers.tolist()
+        return {rank: compute[number] for rank, number in enumerate(numbers) if number in compute}
 
     def fragments_of_tensor(self, fragments: Fragments) -> list[list[int]]:
         """For each tensor, the fragments that carry some of it."""

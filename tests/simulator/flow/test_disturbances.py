@@ -1,6 +1,5 @@
 """Links and workers that are slower for a while: an independent simulation in fractions, and closed forms."""
 
-import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.flows import ALPHA, BACKWARD, BYTES, COMPUTE, FORWARD, MANY, M, hosts_of, job, network
+from support.rates import disturbances, eighths, served
 from support.strategies import examples
 
 from legato.core.errors import InputError
@@ -20,41 +20,6 @@ from legato.simulator.flow.fair import run_fair
 from legato.simulator.flow.graph import NO_LINK, Graph
 
 LINKS = 2
-#: Powers of two, and eighths: all sums are exact.
-eighths = st.integers(0, 24).map(lambda n: n / 8)
-
-
-@st.composite
-def disturbances(draw, kind="link"):
-    start = draw(eighths)
-    factor = draw(st.sampled_from([1.0, 2.0, 4.0, math.inf]))
-    end = start + draw(st.integers(1, 16)) / 8
-    lasts = draw(st.booleans()) and factor < math.inf
-    return Disturbance(
-        kind=kind, number=draw(st.integers(0, 1)), factor=factor, start_s=start, end_s=math.inf if lasts else end
-    )
-
-
-def served(begin, work, these):
-    """When work ends: the first moment at which the integral of the speed, summed up over all moments, is large enough.
-
-    Written apart from the engine: there, the time is followed from one moment to the next; here, the integral from 0
-    on is inverted.
-    """
-    moments = sorted({Fraction(0), *(Fraction(t) for d in these for t in (d.start_s, d.end_s) if t < math.inf)})
-    speeds = []
-    for moment in moments:
-        factors = [d.factor for d in these if d.start_s <= moment < d.end_s]
-        speeds.append(Fraction(0) if math.inf in factors else 1 / Fraction(math.prod(factors)))
-    done = [Fraction(0)]  # at each moment
-    for (start, end), speed in zip(itertools.pairwise(moments), speeds, strict=False):
-        done.append(done[-1] + (end - start) * speed)
-    k = max(i for i, moment in enumerate(moments) if moment <= begin)
-    wanted = done[k] + (begin - moments[k]) * speeds[k] + work
-    if work == 0:
-        return begin
-    k = max(i for i, sofar in enumerate(done) if sofar < wanted)
-    return max(begin, moments[k] + (wanted - done[k]) / speeds[k])
 
 
 @st.composite
@@ -107,7 +72,7 @@ def test_the_engine_follows_rates_that_change_exactly(services, on_links, comput
     graph = built(services)
     profiles = Profiles.of([*on_links, *(replace(d, number=0) for d in computing)], lambda kind, number: [number])
     ids = np.flatnonzero(graph.records["link"] == NO_LINK)[:, None]
-    found = profiles.of_services(graph.records["link"], [ids]) if profiles else None
+    found = profiles.of_services(graph.records["link"], [(ids, np.zeros(1, np.int64))]) if profiles else None
     assert run_services(*graph, found) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(
         services, on_links, computing

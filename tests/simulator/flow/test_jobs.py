@@ -72,6 +72,94 @@ def test_jobs_that_share_nothing_are_alone(name, sharing):
             assert ends == pytest.approx(wanted.end_s, rel=1e-9) and times.slowdown == pytest.approx(1.0, rel=1e-9)
 
 
+def disturbed(net, *these):
+    """The network with (kind, number, factor, from, to) slower for a while."""
+    names = ("kind", "number", "factor", "start_s", "end_s")
+    return replace(net, disturbances=tuple(Disturbance(**dict(zip(names, one, strict=False))) for one in these))
+
+
+#: In the first two iterations of `MANY`, or from then on.
+BROKEN = [
+    ("link", 1, 3.0, 1e-4, 2e-2),
+    ("link", 0, math.inf, 2e-3, 5e-3),
+    ("uplink", 0, 7.0, 3e-3),
+    ("compute", 2, 5.0, 1e-3, 9e-2),
+]
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("name", FABRICS)
+def test_a_disturbed_job_alone_is_what_it_was(name, sharing):
+    """To the last bit, and for as many iterations."""
+    net = network(4, racks=2, oversubscription=2.0, sharing=sharing, **hosts_of(2, name))
+    broken = [*BROKEN, ("server", 0, 2.0, 1e-3)] if FABRICS[name].servers else BROKEN
+    jobs = [Job(name="a", workload=MANY, hosts=(0, 1, 2, 3), fabric=name)]
+    found, quiet = simulate_jobs(jobs, disturbed(net, *broken), iterations=4), simulate_jobs(jobs, net, iterations=4)
+    count = len(found.ends_s[0])
+    wanted = simulate_flow(MANY, None, name, disturbed(net, *broken), iterations=count)
+    assert (found.ends_s[0] == wanted.end_s).all() and found.ends_s[0][-1] > quiet.ends_s[0][-1]
+    assert found.jobs[0].alone_s == pytest.approx(quiet.jobs[0].alone_s, rel=1e-3)  # the mean over other iterations
+    (timeline,), iteration = found.timelines(), wanted.timeline()
+    assert {span.name for span in timeline.spans} == {span.name for span in iteration.spans}
+
+
+@pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("sharing", SHARING)
+def test_what_is_slower_all_the_time_is_slower(sharing, priorities):
+    """Links and workers, of hosts that both jobs have; factors of 1 change nothing. The jobs may run more iterations
+    where they are expected to take longer, but these are later."""
+    net = network(4, racks=2, oversubscription=2.0, sharing=sharing)
+    jobs = [
+        Job(name=name, workload=MANY, hosts=hosts, priority=priority)
+        for name, hosts, priority in zip("ab", [(2, 1, 3), (1, 0, 3, 2)], priorities, strict=True)
+    ]
+    never = disturbed(net, ("link", 1, 1.0), ("compute", 0, 1.0, 1e-3, 2e-3))
+    plain, same = simulate_jobs(jobs, net, iterations=6), simulate_jobs(jobs, never, iterations=6)
+    assert same.jobs == plain.jobs and all((a == b).all() for a, b in zip(same.ends_s, plain.ends_s, strict=True))
+    slow = disturbed(net, ("link", 1, 4.0), ("compute", 2, 2.0))
+    scaled = replace(net, link_scale=(1.0, 4.0, 1.0, 1.0), compute_scale=(1.0, 1.0, 2.0, 1.0))
+    found, wanted = simulate_jobs(jobs, slow, iterations=6), simulate_jobs(jobs, scaled, iterations=6)
+    for mine, theirs, before in zip(found.ends_s, wanted.ends_s, plain.ends_s, strict=True):
+        most = min(len(mine), len(theirs)) - 2  # the other job may be through when the last ones run
+        assert mine[:most] == pytest.approx(theirs[:most], rel=1e-9) and (mine[1:] > before[1 : len(mine)]).all()
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("failing_s, late", [(67.0, 0.0), (77.0, 3.0)])
+def test_a_link_that_fails_delays_who_sends(sharing, failing_s, late):
+    """The first job computes for 10 s of 16 s and sends for 6 s; host 1 has no link for 3 s of its fifth iteration,
+    from 64 s on: while it computes, or while it sends. Host 2, and with it the second job, has one all the time."""
+    net = network(4, sharing=sharing)
+    net = disturbed(replace(net, latency_s=0.0), ("link", 1, math.inf, failing_s, failing_s + 3))
+    jobs = [on_off("a", 10, 6), replace(on_off("b", 10, 6), hosts=(2, 3))]
+    found = simulate_jobs(jobs, net, iterations=8)
+    first, second = found.ends_s
+    assert first[:5] == pytest.approx([16, 32, 48, 64, 80 + late])
+    assert second[:5] == pytest.approx([16, 32, 48, 64, 80])
+    assert found.jobs[0].alone_s == pytest.approx(16) and found.jobs[0].longest_s == pytest.approx(16 + late)
+
+
+def test_a_worker_that_is_slower_computes_longer():
+    """Of 10 s of computation and 6 s of sending; one of two workers takes 20 s for it, and the other one waits."""
+    found = simulate_jobs([on_off("a", 10, 6)], disturbed(QUICK, ("compute", 1, 2.0)), iterations=8)
+    assert found.jobs[0].iteration_s == pytest.approx(26) and found.jobs[0].alone_s == pytest.approx(16)
+    assert found.jobs[0].utilization == pytest.approx((10 + 20) / 2 / 26)
+
+
+def test_servers_of_all_jobs_are_numbered_through():
+    net = network(4)
+    jobs = [
+        Job(name=name, workload=MANY, hosts=hosts, fabric="parameter-server")
+        for name, hosts in zip("ab", [(0, 1), (2, 3)], strict=True)
+    ]
+    plain, found = (simulate_jobs(jobs, one, iterations=4) for one in (net, disturbed(net, ("server", 1, 3.0))))
+    assert (found.ends_s[0][:4] == plain.ends_s[0][:4]).all()
+    wanted = simulate_flow(
+        MANY, None, "parameter-server", disturbed(network(2), ("server", 0, 3.0)), iterations=len(found.ends_s[1])
+    )
+    assert (found.ends_s[1] == wanted.end_s).all()
+
+
 def test_a_worker_has_the_speed_and_the_link_of_its_host():
     net = network(4, link_scale=(1.0, 4.0, 1.0, 2.0), compute_scale=(1.0, 1.0, 3.0, 1.0))
     found = simulate_jobs([Job(name="a", workload=MANY, hosts=(2, 1))], net, iterations=4)
@@ -384,9 +472,9 @@ def test_impossible_values_are_refused():
     ):
         with pytest.raises(InputError, match=words):
             replace(A, **values)
-    slow = Disturbance(kind="link", number=0, factor=2.0)
-    with pytest.raises(InputError, match="disturbances"):
-        simulate_jobs([A], replace(QUICK, disturbances=(slow,)))
+    for kind, number in (("server", 0), ("link", 2)):
+        with pytest.raises(InputError, match=f"{kind}: {number}"):
+            simulate_jobs([A], replace(QUICK, disturbances=(Disturbance(kind=kind, number=number, factor=2.0),)))
     with pytest.raises(InputError, match="5 workers of jobs on 4 hosts"):
         place([3, 2], "packed", network(4))
     with pytest.raises(InputError, match="did you mean 'spread'"):

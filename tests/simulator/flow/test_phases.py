@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.flows import job
 
-from legato.core.errors import TooLargeError
-from legato.simulator.flow import Job, Network, SharedNetwork, best_shifts
+from legato.core.errors import InputError, TooLargeError
+from legato.simulator.flow import Disturbance, Job, Network, SharedNetwork, best_shifts
 from legato.simulator.flow.phases import DRIFTS, GRID, _longest_row
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
@@ -90,6 +90,13 @@ def test_the_longest_row_goes_round():
     assert _longest_row([1.0, 2.0, 1.0, 1.0]) == (2, 3)
     assert _longest_row([3.0, 1.0, 2.0, 1.0005]) == (1, 1)
     assert _longest_row([1.0, 1.0]) == (0, 2)
+
+
+def test_there_is_no_best_shift_where_links_change():
+    slow = Disturbance(kind="link", number=0, factor=2.0, start_s=1.0)
+    shared = SharedNetwork([on_off("a", 12, 1)] * 2, replace(FAIR, disturbances=(slow,)))
+    with pytest.raises(InputError, match="expected no disturbances"):
+        best_shifts(shared)
 
 
 def test_a_search_that_takes_too_long_is_refused_before_it_begins(monkeypatch):

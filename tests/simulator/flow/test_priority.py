@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rates import disturbances, served
 from support.strategies import examples
 
+from legato.simulator.flow.disturbances import Profiles
 from legato.simulator.flow.engine import run_services
 from legato.simulator.flow.fair import run_fair
 from legato.simulator.flow.graph import NO_LINK, Graph
@@ -40,7 +42,7 @@ def built(services):
     return graph.freeze(LINKS)
 
 
-def naive(services):
+def naive(services, disturbed=()):
     """(begin, end) of each: of all that could begin at the earliest moment, the one with the highest priority."""
     begin, end, free = {}, {}, [Fraction(0)] * LINKS
 
@@ -60,10 +62,11 @@ def naive(services):
         i = unlinked[0] if unlinked else min(able, key=order)
         link, work_s, *_, befores = services[i]
         begin[i] = ready(i) if link == NO_LINK else max(ready(i), free[link])
+        stop = served(begin[i], Fraction(work_s), [one for one in disturbed if one.number == link])
         if link != NO_LINK:
-            free[link] = begin[i] + Fraction(work_s)
+            free[link] = stop
         tails = [end[b] + Fraction(services[b][2]) for b, cut in befores if cut]
-        end[i] = max([begin[i] + Fraction(work_s), *tails])
+        end[i] = max([stop, *tails])
     return [(begin[i], end[i]) for i in range(len(services))]
 
 
@@ -77,6 +80,16 @@ def test_the_engine_does_what_the_naive_one_does(services):
     graph = built(services)
     assert run_by_priority(*graph, priorities(services)) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(services)
+
+
+@given(graphs(), st.lists(disturbances(), max_size=4))
+@examples(200)
+def test_it_follows_rates_that_change_exactly(services, disturbed):
+    graph = built(services)
+    profiles = Profiles.of(disturbed, lambda kind, number: [number])
+    found = profiles.of_services(graph.records["link"], []) if profiles else None
+    assert run_by_priority(*graph, priorities(services), found) == len(services)
+    assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(services, disturbed)
 
 
 @given(graphs(seconds=st.floats(0.001, 1.0)))
