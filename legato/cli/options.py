@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -16,7 +15,7 @@ from legato.core.errors import InputError, LegatoError, missing_extra
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Disturbance, Network
+    from legato.simulator.flow import Network
 
 __all__ = [
     "Aggregation",
@@ -50,7 +49,6 @@ __all__ = [
     "Wire",
     "Workers",
     "check_installed",
-    "disturbances_of",
     "fabric_options",
     "machines_of",
     "split",
@@ -72,7 +70,13 @@ OVERSUBSCRIPTION_HELP = "Oversubscription of the links from a leaf to the spines
 JITTER_HELP = "Jitter of computation: sigma of a lognormal factor."
 SLOW_HELP = "Slowdown factor of the last worker's computation."
 SLOW_LINK_HELP = "Slowdown factor of the last worker's link."
+DISTURB_HELP = (
+    "Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) slower for a "
+    "while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until the end."
+)
+DISTURB_METAVAR = "KIND:NUMBER:FACTOR:FROM:TO,..."
 SEVERAL = " Several values are separated by commas."
+SEVERAL_TIMES = " Given several times, each is a value; none is the undisturbed network."
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 ClusterFile = Annotated[
@@ -358,23 +362,6 @@ def refuse_beside_cluster(**options: object) -> None:
 
 class Interrupted(LegatoError):
     """Ctrl-C ended a command; the message says what is left."""
-
-
-def disturbances_of(text: str) -> tuple[Disturbance, ...]:
-    """The disturbances in `KIND:NUMBER:FACTOR:FROM:TO,...`; see `legato simulate --help`. Raises `InputError`."""
-    from legato.simulator.flow import Disturbance
-
-    found = []
-    for part in split(text):
-        try:
-            kind, number, factor, start, *end = part.split(":")
-            (until,) = end or [""]
-            values: dict[str, Any] = {"number": int(number), "factor": math.inf if factor == "fails" else float(factor)}
-        except ValueError:
-            raise InputError(f"--disturb: {part!r} (expected something like link:7:4:10ms:30ms)") from None
-        values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
-        found.append(Disturbance(kind=cast(Any, kind), **values))
-    return tuple(found)
 
 
 def split(text: str) -> list[str]:

@@ -13,6 +13,8 @@ import msgspec
 import typer
 
 from legato.cli.options import (
+    DISTURB_HELP,
+    DISTURB_METAVAR,
     FABRIC_HELP,
     GPUS_PER_HOST_HELP,
     JITTER_HELP,
@@ -46,7 +48,6 @@ from legato.cli.options import (
     Servers,
     Sharing,
     Topology,
-    disturbances_of,
     fabric_options,
     machines_of,
     split,
@@ -107,13 +108,7 @@ def simulate(
     seed: Seed = 0,
     disturb: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
-            help="Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) "
-            "slower for a while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until "
-            "the end.",
-            rich_help_panel="Network",
-        ),
+        typer.Option(metavar=DISTURB_METAVAR, help=DISTURB_HELP, show_default="none", rich_help_panel="Network"),
     ] = None,
     placement: Placement = None,
     distribution: Distribution = None,
@@ -200,6 +195,7 @@ def simulate(
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
     from legato.simulator.flow import Network
+    from legato.simulator.flow.disturbances import parse_disturbances
     from legato.simulator.flow.network import last_worker
     from legato.simulator.flow.placement import num_hosts
 
@@ -241,7 +237,7 @@ def simulate(
         sharing=sharing,
         jitter=jitter,
         seed=seed,
-        disturbances=() if disturb is None else disturbances_of(disturb),
+        disturbances=() if disturb is None else parse_disturbances(disturb),
     )
     options = fabric_options(
         placement=placement,

@@ -13,6 +13,8 @@ from rich.table import Table
 from legato.cli.options import (
     BANDWIDTH,
     BANDWIDTH_HELP,
+    DISTURB_HELP,
+    DISTURB_METAVAR,
     FABRIC_HELP,
     GPUS_PER_HOST_HELP,
     JITTER_HELP,
@@ -24,6 +26,7 @@ from legato.cli.options import (
     SCHEDULER_HELP,
     SERVERS_HELP,
     SEVERAL,
+    SEVERAL_TIMES,
     SLOW_HELP,
     SLOW_LINK_HELP,
     SPINES_HELP,
@@ -103,6 +106,15 @@ def sweep(
     jitter: Annotated[str, _axis(JITTER_HELP)] = "0",
     slow: Annotated[str, _axis(SLOW_HELP)] = "1",
     slow_link: Annotated[str, _axis(SLOW_LINK_HELP)] = "1",
+    disturb: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar=DISTURB_METAVAR,
+            help=DISTURB_HELP + SEVERAL_TIMES,
+            show_default="none",
+            rich_help_panel="Network",
+        ),
+    ] = None,
     seed: Seed = 0,
     placement: Placement = None,
     distribution: Distribution = None,
@@ -137,6 +149,7 @@ def sweep(
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """
+    from legato.simulator.flow.disturbances import UNDISTURBED
     from legato.sweep import Grid
     from legato.sweep import sweep as run
     from legato.sweep.grid import fabric_names
@@ -163,6 +176,7 @@ def sweep(
         jitters=tuple(_factors("--jitter", jitter)),
         slows=tuple(_factors("--slow", slow)),
         slow_links=tuple(_factors("--slow-link", slow_link)),
+        disturbs=tuple(text.strip() for text in disturb or [UNDISTURBED]),
         **_network_axes(cluster, workers, servers, bandwidth, latency, reduce),
         server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
         sharing=sharing,
@@ -298,6 +312,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
         ("slow", lambda row: f"{row.slow:g}x"),
         ("slow link", lambda row: f"{row.slow_link:g}x"),
         ("jitter", lambda row: f"{row.jitter:g}"),
+        ("disturbed", lambda row: row.disturb),
         ("fabric", lambda row: row.fabric),
         ("servers", lambda row: str(row.servers or "")),
         ("scheduler", lambda row: row.scheduler),
@@ -319,7 +334,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
     table = Table(title=title, header_style="dim")
     kept = [(name, text) for name, text in cells if _is_shown(name, {text(row) for row in rows} - {""})]
     for name, _ in kept:
-        table.add_column(name, justify="left" if name in ("workload", "fabric", "scheduler") else "right")
+        table.add_column(name, justify="left" if name in ("workload", "disturbed", "fabric", "scheduler") else "right")
     for row in shown[:_MOST_SHOWN]:
         table.add_row(*(text(row) for _, text in kept))
     print_table(table, keys=[name for name, _ in kept].index("iteration"))

@@ -74,6 +74,7 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     slow: float = 1.0
     slow_link: float = 1.0
     jitter: float = 0.0
+    disturb: str = "none"
     iteration_s: float | None = None
     speedup: float | None = None
     lower_bound_s: float | None = None

@@ -16,7 +16,7 @@ from legato.report.tables import bar_percent, factor, heads, in_one_unit, percen
 
 __all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
 
-#: What a plot can have along its x axis: the field, its title, and how a value is written.
+#: What a plot can have along its x axis (if it is a number): the field, its title, and how a value is written.
 _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "workers": ("workers", lambda value: f"{value:,}"),
     "bandwidth_bps": ("link bandwidth", lambda value: format_bandwidth(value).removesuffix("/s")),
@@ -28,6 +28,7 @@ _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "slow": ("slowdown of the last worker", lambda value: f"{value:g}×"),
     "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}×"),
     "jitter": ("jitter", lambda value: f"{value:g}"),
+    "disturb": ("disturbed:", str),
 }
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
 _SAME = 1.0005  # iteration times whose ratio is smaller count as equal
@@ -48,7 +49,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
         mine = [row for row in rows if row.workload == name]
         drawn = []
         several = len({(row.fabric, row.scheduler) for row in mine}) > 1
-        for x in varying(mine) or [""]:
+        for x in [name for name in varying(mine) if name != "disturb"] or [""]:
             for y, caption in (("iteration_s", "Iteration time"), ("speedup", _over(mine))):
                 if y == "speedup" and not several:
                     continue
@@ -102,6 +103,7 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
         ("slow worker", lambda r: r.slow, lambda r: factor(r.slow)),
         ("slow link", lambda r: r.slow_link, lambda r: factor(r.slow_link)),
         ("jitter", lambda r: r.jitter, lambda r: f"{r.jitter:g}"),
+        ("disturbed", lambda r: r.disturb, lambda r: r.disturb),
         ("speedup", lambda r: r.speedup, lambda r: factor(r.speedup)),
         ("above bound", lambda r: r.gap, lambda r: percent(r.gap)),
         ("utilization", lambda r: r.utilization, lambda r: percent(r.utilization)),

@@ -15,6 +15,7 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.simulator.flow import FABRICS, Network
+from legato.simulator.flow.disturbances import UNDISTURBED, parse_disturbances
 from legato.simulator.flow.fabrics import check_options, fitting
 from legato.simulator.flow.network import Sharing, last_worker
 from legato.simulator.flow.run import check_iterations
@@ -32,7 +33,8 @@ _MOST_CELLS = 1_000_000
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
-    `servers` is 0 for fabrics without servers. `slow` and `slow_link` are
+    `servers` is 0 for fabrics without servers. `disturb` is the text of disturbances
+    (`legato.simulator.flow.disturbances.parse_disturbances`). `slow` and `slow_link` are
     slowdown factors of the last worker's computation and of its link. `options`
     are those of the fabric.
     """
@@ -58,6 +60,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     slow: float
     slow_link: float
     jitter: float
+    disturb: str
     server_bandwidth_bps: float | None
     reduce_s_per_byte: float
     sharing: Sharing
@@ -100,11 +103,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             compute_scale=last_worker("slow", self.slow, self.workers),
             jitter=self.jitter,
             seed=self.seed,
+            disturbances=parse_disturbances(self.disturb),
         )
 
 
 #: The axes of the machines: the field of a cell, and that of the grid; the last one changes fastest.
 MACHINE_AXES = {
+    "disturb": "disturbs",
     "jitter": "jitters",
     "slow_link": "slow_links",
     "slow": "slows",
@@ -131,7 +136,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     cell's fabric. `servers` is an axis of fabrics with servers only. `jitters`
     are sigmas of a lognormal factor on computation, drawn from `seed`. `slows`
     and `slow_links` are slowdown factors of the last worker's computation and of
-    its link. `options` go to the fabrics that have them
+    its link. `disturbs` are texts of disturbances ("none" is the undisturbed
+    network); beside them, all cells are of one iteration. `options` go to the fabrics that have them
     (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric
     with its first scheduler. At collective fidelity, all hosts are alike, behind
     one switch. Raises `InputError` on unknown names and numbers outside their
@@ -159,6 +165,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     slows: tuple[float, ...] = (1.0,)
     slow_links: tuple[float, ...] = (1.0,)
     jitters: tuple[float, ...] = (0.0,)
+    disturbs: tuple[str, ...] = (UNDISTURBED,)
     server_bandwidth_bps: float | None = None
     reduce_s_per_byte: float = 0.0
     sharing: Sharing = "fifo"
@@ -186,6 +193,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"a grid of {self.num_cells_at_most:,} cells (expected at most {_MOST_CELLS:,})")
         if self.iterations is not None:
             check_iterations(self.iterations)
+        if self._disturbed and self.iterations not in (None, 1):
+            raise InputError(
+                f"iterations: {self.iterations} (expected 1 with disturb, whose times count from its start)"
+            )
         check_options(self.fabrics, self.options)
         for name in self.fabrics:
             fitting(name, self.options)
@@ -195,6 +206,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(
                     "fidelity: collective has identical hosts and one switch (expected flow for anything else)"
                 )
+
+    @property
+    def _disturbed(self) -> bool:
+        return set(self.disturbs) != {UNDISTURBED}
 
     @property
     def num_cells_at_most(self) -> int:
@@ -240,7 +255,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             reduce_s_per_byte=self.reduce_s_per_byte,
             sharing=self.sharing,
             seed=self.seed,
-            iterations=self.iterations,
+            iterations=1 if self._disturbed else self.iterations,
             options=tuple(sorted(self.options.items())),
             **machines,
         )

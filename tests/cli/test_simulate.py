@@ -147,7 +147,7 @@ def test_a_slow_worker_and_jitter(capsys, workload):
 
 def test_every_option_that_is_about_the_network_is_one_of_sweep_too():
     options = {name: {p.name for p in get_command(app).commands[name].params} for name in ("simulate", "sweep")}
-    assert options["simulate"] - options["sweep"] == {"plan", "disturb", *JOBS}  # which belong to one network
+    assert options["simulate"] - options["sweep"] == {"plan", *JOBS}  # which belong to one network
 
 
 def test_a_cluster_file_is_the_network(capsys, workload, tmp_path):
@@ -263,7 +263,7 @@ def test_a_disturbance_beside_the_undisturbed_iteration(capsys, workload):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--disturb", "link:7"), "--disturb: 'link:7' (expected something like link:7:4:10ms:30ms)"),
+        (("--disturb", "link:7"), "disturb: 'link:7' (expected something like link:7:4:10ms:30ms)"),
         (("--disturb", "link:7:x:0"), "'link:7:x:0'"),
         (("--disturb", "link:1:2:3:4:5"), "'link:1:2:3:4:5'"),
         (("--disturb", "link:8:2:0"), "link: 8 (expected 0 to 7)"),

@@ -46,6 +46,23 @@ def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tm
     assert "finished cells" not in err
 
 
+def test_disturbances_are_an_axis(capsys, workload, tmp_path):
+    """5 MB in a ring of 4 take 6 ms on 10 Gbit/s after 20 ms of the backward pass; link 3 fails then for 1 ms."""
+    output, report = tmp_path / "s.csv", tmp_path / "s.html"
+    command = (workload, "--workers", 4, "--latency", 0, "--bandwidth", "10,20Gbit", "--jobs", 1, "-o", output)
+    assert run(capsys, "sweep", *command)[0] == 0
+    fails = ("--disturb", "none", "--disturb", "link:3:fails:22ms:23ms")
+    status, out, err = run(capsys, "sweep", *command, *fails, "--report", report)
+    assert status == 0 and "link:3:fails:22ms:23ms" in out and "link:3:fails:22ms:23ms" in report.read_text()
+    rows = list(csv.DictReader(output.open()))
+    assert [row["disturb"] for row in rows] == ["none", "none", *["link:3:fails:22ms:23ms"] * 2]
+    quiet, broken = ([float(row["iteration_s"]) for row in rows[i : i + 2]] for i in (0, 2))
+    assert broken == pytest.approx([seconds + 1e-3 for seconds in quiet])
+    before = output.with_name("s.csv.cells.jsonl").read_bytes()
+    _, _, err = run(capsys, "sweep", *command, *fails)
+    assert "finished cells" in err and output.with_name("s.csv.cells.jsonl").read_bytes() == before
+
+
 def test_what_failed_is_said(capsys, workload):
     status, out, err = run(capsys, "sweep", workload, "--scheduler", "plain,tac", "--jobs", 1)
     assert status == 0 and "failed" in out
@@ -69,6 +86,9 @@ def test_what_failed_is_said(capsys, workload):
         (("--racks", "99"), "racks: 99"),
         (("--oversubscription", "0"), "oversubscription: 0"),
         (("--jitter", "inf"), "jitter: inf"),
+        (("--disturb", "link:7"), "disturb: 'link:7' (expected something like link:7:4:10ms:30ms)"),
+        (("--disturb", "link:8:2:0"), "link: 8 (expected 0 to 7)"),
+        (("--disturb", "none", "--disturb", "link:1:2:0", "--iterations", 2), "iterations: 2 (expected 1 with disturb"),
         (("--sharing", "unfair"), "sharing"),
         (("--placement", "equal"), "placement: ring has no such option"),
         (("--iterations", "0"), "iterations: 0"),

@@ -4,8 +4,10 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +22,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import FileError, InputError, LegatoError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.compare import compare
-from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
+from legato.simulator.flow import FABRICS, Disturbance, Network, fabric, simulate_flow
 from legato.sweep import Grid, sweep, write_rows
 from legato.sweep.journal import Journal, journal_of
 from legato.sweep.parallel import in_parallel
@@ -387,11 +389,17 @@ def test_a_backend_that_is_not_installed(monkeypatch):
         ({"spines": (1, 2)}, "spines: 2 above one rack"),
         ({"gpus_per_host": (2,), "fidelity": "collective"}, "identical hosts"),
         ({"options": {"placement": "random"}}, "placement"),
+        ({"disturbs": ()}, "disturbs: empty"),
+        ({"disturbs": ("none", "link:2:2:0")}, "link: 2 (expected 0 to 1)"),
+        ({"disturbs": ("link:1:2",)}, "disturb: 'link:1:2' (expected something like"),
+        ({"disturbs": ("none, link:1:2:0",)}, "disturb: 'none'"),
+        ({"disturbs": ("none", "link:1:2:0"), "iterations": 2}, "iterations: 2 (expected 1 with disturb"),
+        ({"disturbs": ("none", "link:1:2:0"), "fidelity": "collective", "fabrics": ("ring",)}, "identical hosts"),
         ({"workers": tuple(range(1, 10**5)), "bandwidths_bps": tuple(map(float, range(1, 100)))}, "cells"),
     ],
 )
 def test_wrong_grids(changed, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=re.escape(words)):
         msgspec.structs.replace(GRID, **changed)
 
 
@@ -406,6 +414,39 @@ def test_files_hold_the_rows(tmp_path):
     assert read == [{key: "" if value is None else str(value) for key, value in row.items()} for row in built]
     assert journal_of(tmp_path / "s.csv").name == "s.csv.cells.jsonl"
     assert json.loads(msgspec.json.encode(rows)) == built
+
+
+def test_disturbed_cells_are_what_the_simulator_says():
+    """All of one iteration, so that they can be compared: without a barrier or with jitter, it would be three."""
+    texts = {
+        "none": (),
+        "link:3:fails:20ms:25ms": (Disturbance(kind="link", number=3, factor=math.inf, start_s=0.02, end_s=0.025),),
+        "compute:0:2:0, server:0:3:1ms:70ms": (
+            Disturbance(kind="compute", number=0, factor=2.0),
+            Disturbance(kind="server", number=0, factor=3.0, start_s=1e-3, end_s=0.07),
+        ),
+    }
+    axes = {"workers": (4,), "jitters": (0.1,), "bandwidths_bps": (1e9, 5e9), "disturbs": tuple(texts)}
+    rows = sweep(
+        Grid(workloads=(JOB,), fabrics=("parameter-server", "ring"), options={"barrier": False}, **axes), jobs=1
+    )
+    assert len(rows) == 2 * 2 * 3 and [row.disturb for row in rows[::2]] == [*texts, *texts]
+    for row in rows:
+        network = Network(workers=4, bandwidth_bps=row.bandwidth_bps, jitter=0.1, disturbances=texts[row.disturb])
+        if row.servers:
+            made = fabric(row.fabric, barrier=False)
+        elif "server" in row.disturb:
+            assert row.iteration_s is None and row.error == "server: 0 (there is no server)"
+            continue
+        else:
+            made = fabric(row.fabric)
+        assert row.iteration_s == simulate_flow(JOB, None, made, network, iterations=1).iteration_s
+        (base,) = [
+            one.iteration_s
+            for one in rows
+            if (one.fabric, one.bandwidth_bps, one.disturb) == ("parameter-server", row.bandwidth_bps, row.disturb)
+        ]
+        assert row.speedup == base / row.iteration_s
 
 
 def test_switches_and_hosts_of_all_kinds_are_what_the_simulator_says():

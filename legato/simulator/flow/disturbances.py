@@ -13,18 +13,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import InputError, unknown_name
+from legato.core.units import parse_seconds
 
-__all__ = ["DISTURBED", "Disturbance", "Profile", "Profiles", "ServiceProfiles", "check_numbers"]
+__all__ = [
+    "DISTURBED",
+    "UNDISTURBED",
+    "Disturbance",
+    "Profile",
+    "Profiles",
+    "ServiceProfiles",
+    "check_numbers",
+    "parse_disturbances",
+]
 
 #: What can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a spine, or a worker's
 #: computation.
 DISTURBED = ("link", "server", "uplink", "spine", "compute")
+#: No disturbances, as text.
+UNDISTURBED = "none"
 #: Every change of a rate makes a link that is shared fairly compute all rates again.
 _MOST_DISTURBANCES = 10_000
 _LARGEST_FACTOR = 1e6
@@ -61,6 +73,24 @@ class Disturbance:
             raise InputError(
                 f"end_s: {self.end_s} (expected the moment at which {self.kind} {self.number} works again)"
             )
+
+
+def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
+    """The disturbances in `KIND:NUMBER:FACTOR:FROM:TO,...`, such as `link:7:4:10ms:30ms`; `none` are none.
+
+    With the factor `fails`, what is named stands still; without TO, it is slower until the end. Raises `InputError`.
+    """
+    found = []
+    for part in [] if text.strip() == UNDISTURBED else text.split(","):
+        try:
+            kind, number, factor, start, *end = part.strip().split(":")
+            (until,) = end or [""]
+            values: dict[str, Any] = {"number": int(number), "factor": math.inf if factor == "fails" else float(factor)}
+        except ValueError:
+            raise InputError(f"disturb: {part.strip()!r} (expected something like link:7:4:10ms:30ms)") from None
+        values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
+        found.append(Disturbance(kind=cast(Any, kind), **values))
+    return tuple(found)
 
 
 class Profile(NamedTuple):
