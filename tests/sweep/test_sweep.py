@@ -258,12 +258,8 @@ def test_every_item_is_done_once_where_turns_end_early(workers_at_work):
     """Turns of several items, which take about as long as a turn may take."""
     found = list(in_parallel(_where, [0.03] * 20 + [0.0] * 500 + [0.03] * 20, jobs=2))
     assert sorted(seconds for seconds, *_ in found) == [0.0] * 500 + [0.03] * 40
-    assert len({pid for _, pid, _ in found}) > 1
-
-
-@pytest.mark.processes
-def test_few_short_items_are_done_here():
-    assert {pid for _, pid, _ in in_parallel(_where, range(0, -20, -1), jobs=2)} == {os.getpid()}
+    pids = {pid for _, pid, _ in found}
+    assert os.getpid() in pids and len(pids) > 1
 
 
 @pytest.mark.processes
