@@ -240,8 +240,35 @@ def built_in_hook_of_a_users_ddp():
     wrap_model(ddp, sgd(model.parameters()), default_buckets(model))
 
 
+class Depthwise(nn.Module):
+    """A convolution of one input channel per group, whose weight has the strides of another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, groups=3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(3 * 36, 10)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.conv(x)).flatten(1))
+
+    def batch(self, generator):
+        return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+def depthwise():
+    """Gradients that are views, and are added to."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Depthwise()
+        make = wrap if kind == "ddp" else lambda _, *given: plain(*given)
+        wrapped, optimizer = make(kind, model, adam(model.parameters()))
+        trained.append(train(wrapped, optimizer, STEPS, set_to_none=False))
+    return distance(*trained)
+
+
 ROWS = [
     fp16_hook, wrapped_hook, power_sgd_hook, own_hook, hook_of_a_users_ddp, hook_and_missing_gradients,
     sparse_embeddings, sparse_gradient_of_one_rank,
-    sparse_embedding_with_a_shared_weight, static_graph, ignored, own_group_again,
+    sparse_embedding_with_a_shared_weight, static_graph, ignored, own_group_again, depthwise,
 ]  # fmt: skip

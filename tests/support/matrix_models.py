@@ -163,24 +163,23 @@ def zeroed_after_backward():
     return compared(Uneven, sgd, ddp={"find_unused_parameters": True}, step=step)
 
 
-class Depthwise(nn.Module):
-    """A convolution of one input channel per group, whose weight has the strides of another memory format."""
+class Turning(nn.Module):
+    """A complex weight that only rank 0 uses."""
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, groups=3).to(memory_format=torch.channels_last)
-        self.head = nn.Linear(3 * 36, 10)
+        self.turn = nn.Parameter(torch.randn(12, dtype=torch.complex64))
+        self.head = nn.Linear(12, 10)
 
     def forward(self, x):
-        return self.head(F.gelu(self.conv(x)).flatten(1))
+        return self.head((x * self.turn).abs() if dist.get_rank() == 0 else x)
 
-    def batch(self, generator):
-        return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+    batch = Dense.batch
 
 
-def depthwise():
-    """Gradients that are views, and are added to."""
-    return compared(Depthwise, adam, set_to_none=False)
+def complex_on_one_rank():
+    """A complex gradient that one rank does not have."""
+    return compared(Turning, sgd, ddp={"find_unused_parameters": True})
 
 
 def missing_gradient():

@@ -264,6 +264,25 @@ def left_out():
     return found
 
 
+def evaluated():
+    """Evaluation between the steps, of a model with parameters that no optimizer has."""
+
+    def evaluate(optimizer, i):
+        optimizer.step()
+        if i > 1:
+            with torch.no_grad():
+                models[-1].eval()(torch.ones(i, 12))
+            models[-1].train()
+
+    models = []
+    return compared(
+        Dense,
+        lambda parameters: adam(list(parameters)[2:]),
+        after=lambda kind, wrapped, optimizer: models.append(wrapped),
+        step=evaluate,
+    )
+
+
 def added_to_the_optimizer():
     """Parameters of the model that the optimizer gets in the middle, with a state that it had before."""
 

@@ -180,6 +180,8 @@ class Reducer:
         for slot in self.slots:
             if slot.stage != IDLE:  # its gradient was sharded, and not used
                 gate.remove(slot)
+            if slot.whole is not None and slot.parameter.grad is slot.whole:
+                slot.parameter.grad = slot.whole.clone()  # the bucket is freed, and the next reducer finds no other use
             slot.release()
         for bucket in self.buckets:
             bucket.release()
@@ -197,9 +199,11 @@ class Reducer:
             )
         self._module_calls.end()
         self.backward_scope.forget()
-        for slot in self._in_arrival_order if self.shards is None else ():
-            if slot.stage == SENT:
+        for slot in self._in_arrival_order:
+            if slot.stage == SENT and self.shards is None:
                 self.resolve(slot)
+            elif slot.stage == SENT and slot.buckets[-1].owner < 0:  # no optimizer uses it, and compilers look at it
+                self.drop(slot)
 
     # ---- backward pass: sending -------------------------------------------------
 
@@ -543,7 +547,7 @@ class Reducer:
         grads, views = [], []
         with gate.invisible():
             for slot in slots:
-                if not slot.has_grad and not any(p.flag is not None and p.flag.item() > 0 for p in slot.slices):
+                if not slot.has_grad and not any(p.flag is not None and p.flag.abs().item() > 0 for p in slot.slices):
                     continue
                 optimizer_only = slot.update is not None and slot.update.drops_gradients
                 if slot.whole is not None and (optimizer_only or self._lends):

@@ -62,7 +62,7 @@ ROWS = [
     matrix_models.late_hooks,
     matrix_models.missing_gradient,
     matrix_models.zeroed_after_backward,
-    matrix_models.depthwise,
+    matrix_models.complex_on_one_rank,
     matrix_models.local_after_sending,
     matrix_models.averaged,
     matrix_models.inference,

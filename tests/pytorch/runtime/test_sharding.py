@@ -105,6 +105,13 @@ def test_clipping_by_norm(two_ranks, norm_type):
 def test_a_plan_that_comes_between_a_step_and_zero_grad(two_ranks, plans, set_to_none, shard):
     case = training.sharded, shard, matrix_sharded.plan_between, plans, set_to_none
     assert two_ranks.run(*case) == [0.0, 0.0]
+    assert two_ranks.run(training.lent, *case) == [0.0, 0.0]
+
+
+@SHARDS
+def test_compiled_again_with_parameters_that_no_optimizer_has(two_ranks, shard):
+    case = training.compiled, training.sharded, shard, matrix_sharded.evaluated
+    assert two_ranks.run(*case) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
