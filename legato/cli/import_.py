@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from legato.cli.options import Json
+from legato.cli.options import Json, keep_apart
 from legato.cli.output import note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -63,6 +63,7 @@ def import_(
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
+    keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
     only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
     only_step = {"--step": step, "--timeline": timeline, "--cluster": cluster}
     with progress("reading") as advance:

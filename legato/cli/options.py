@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -367,6 +368,16 @@ class Interrupted(LegatoError):
 def split(text: str) -> list[str]:
     """The names in `a, b`."""
     return [name.strip() for name in text.split(",")]
+
+
+def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
+    """Raise `InputError` if an option's file would overwrite one that is read, or another option's."""
+    taken = {path.resolve(): "one that is read" for path in reads}
+    for option, path in writes.items():
+        if path is not None:
+            if other := taken.get(path.resolve()):
+                raise InputError(f"--{option} {path}: the same file as {other}")
+            taken[path.resolve()] = f"--{option}"
 
 
 def check_installed(library: str, extra: str, purpose: str) -> None:

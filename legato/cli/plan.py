@@ -21,6 +21,7 @@ from legato.cli.options import (
     Shard,
     Wire,
     Workers,
+    keep_apart,
     machines_of,
     split,
 )
@@ -92,6 +93,7 @@ def plan(
     """
     from legato.schedule.compare import best, check_bounds, compare
 
+    keep_apart([workload, *([cluster] if cluster else [])], output=output, timeline=timeline)
     names = [] if scheduler == "all" else split(scheduler)
     most = None if max_message is None else parse_bytes(max_message)
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import typer
 from msgspec.structs import replace
 
-from legato.cli.options import Json
+from legato.cli.options import Json, keep_apart
 from legato.cli.output import note, print_json
 from legato.core import files
 from legato.core.cluster import Cluster
@@ -43,6 +43,7 @@ def report(
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
+    keep_apart(inputs or [], output=output)
     found = _read(inputs or [])
     timelines, workload, cluster = found.timelines(), found.one(Workload), found.one(Cluster)
     if not timelines and workload is None:
@@ -137,7 +138,9 @@ def trace(
 
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
-    found = _read([*(inputs or []), *(path for path in (workload, plan) if path is not None)])
+    given = [*(inputs or []), *(path for path in (workload, plan) if path is not None)]
+    keep_apart(given, output=output)
+    found = _read(given)
     timelines, job = found.timelines(), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})

@@ -49,6 +49,7 @@ from legato.cli.options import (
     Sharing,
     Topology,
     fabric_options,
+    keep_apart,
     machines_of,
     split,
 )
@@ -203,6 +204,7 @@ def simulate(
         raise InputError("--plan and --scheduler: give one or the other")
     if disturb is not None and not share and iterations not in (None, 1):
         raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
+    keep_apart([*workloads, *(path for path in (plan, cluster) if path)], output=output)
     jobs = [files.read(path, Workload) for path in workloads]
     given = JobOptions(fabric, scheduler, None if plan is None else str(plan), shift, pace, priority, hosts, best_shift)
     if not share:

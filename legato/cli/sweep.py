@@ -55,6 +55,7 @@ from legato.cli.options import (
     Topology,
     check_installed,
     fabric_options,
+    keep_apart,
     refuse_beside_cluster,
     split,
 )
@@ -156,6 +157,7 @@ def sweep(
     from legato.sweep.journal import Journal, journal_of
     from legato.sweep.parallel import check_backend
 
+    keep_apart(workloads, output=output, report=report)
     _check_outputs(output, report)
     check_backend(backend)
     grid = Grid(

@@ -54,8 +54,8 @@ class Shape:
     or three and a half times (`llama`, as in Llama 3 8B and 70B). Each token uses
     `active_experts` of `experts` MLPs. `tied`: one table for the embeddings and
     the output layer, by default in `gpt` only. Raises `InputError` on numbers
-    that are out of range or do not divide each other, and `TooLargeError` on
-    more than 4096 layers, or 32,768 layers times experts.
+    that are out of range (more than 4,096 layers, for instance) or do not divide
+    each other, and `TooLargeError` on more than 32,768 layers times experts.
     """
 
     layers: int
@@ -73,8 +73,9 @@ class Shape:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= _MOST:
-                raise InputError(f"{field.name}: {value} (expected 1 to {_MOST:,})")
+            most = _MOST_LAYERS if field.name == "layers" else _MOST
+            if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= most:
+                raise InputError(f"{field.name}: {value:,} (expected 1 to {most:,})")
         if self.hidden % self.heads:
             raise InputError(f"hidden: {self.hidden} (expected a multiple of the {self.heads} heads)")
         if self.kv_heads is not None and self.heads % self.kv_heads:
@@ -83,8 +84,6 @@ class Shape:
             raise InputError(f"active_experts: {self.active_experts} (expected at most the {self.experts} experts)")
         if self.experts > 1 and self.family == "gpt":
             raise InputError(f"experts: {self.experts} (expected 1: only the family of llama has experts)")
-        if self.layers > _MOST_LAYERS:
-            raise TooLargeError(f"layers: {self.layers:,} (expected at most {_MOST_LAYERS:,})")
         if self.layers * self.experts > _MOST_EXPERTS:
             size = f"{self.layers:,} x {self.experts:,}"
             raise TooLargeError(f"layers x experts: {size} (expected at most {_MOST_EXPERTS:,} together)")

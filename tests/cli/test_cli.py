@@ -515,3 +515,20 @@ def test_planning_needs_no_torch(workload):
     done = run_without("torch", "plan", workload, "--json")
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == len(SCHEDULERS)
+
+
+def test_no_file_is_overwritten_that_is_read_or_written_as_well(tmp_path, capsys):
+    job, plan, timeline = (tmp_path / f"{name}.json" for name in ("job", "plan", "timeline"))
+    run(capsys, "workload", "alexnet-v2", "-o", job)
+    known = job.read_bytes()
+    link = tmp_path / "link.json"
+    link.symlink_to(job)
+    for output in (job, link):
+        assert "one that is read" in fails(capsys, "plan", job, "-o", output)
+        assert "one that is read" in fails(capsys, "simulate", job, "-o", output)
+    assert "the same file as --output" in fails(capsys, "plan", job, "-o", plan, "--timeline", plan)
+    run(capsys, "plan", job, "--scheduler", "ddp", "-o", plan, "--timeline", timeline)
+    assert "one that is read" in fails(capsys, "trace", timeline, "-o", timeline)
+    page = tmp_path / "page.html"
+    assert "the same file as --output" in fails(capsys, "sweep", job, "-o", page, "--report", page)
+    assert job.read_bytes() == known and not page.exists()
