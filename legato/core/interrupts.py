@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import ParamSpec, TypeVar
 
-__all__ = ["HeldBack", "held_back", "ignore", "kept_from_children", "raise_once"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
+__all__ = ["held_back", "ignore", "kept_from_children", "raise_once"]
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
@@ -32,43 +28,19 @@ def raise_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-class HeldBack(list[tuple[int, FrameType | None]]):
-    """The interrupts that were held back: (signal number, frame) of each."""
-
-    _raises = False
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        self.append((number, frame))
-        if self._raises:
-            self._raises = False
-            raise KeyboardInterrupt
-
-    def cut_short(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
-        """Call a function that Ctrl-C may end; returns None if it has, or came before."""
-        self._raises = True
-        try:
-            return None if self else function(*arguments, **options)
-        except KeyboardInterrupt:
-            if not self:
-                raise
-            return None
-        finally:
-            self._raises = False
-
-
 @contextmanager
-def held_back() -> Iterator[HeldBack]:
+def held_back() -> Iterator[Sequence[object]]:
     """Collect the interrupts inside the block, and handle the first of them at its end.
 
     Yields what it has collected. Has no effect outside of the main thread, or where nothing handles
     SIGINT.
     """
-    held = HeldBack()
+    held: list[tuple[int, FrameType | None]] = []
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield held
         return
-    signal.signal(signal.SIGINT, held._hold)
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
         yield held
     finally:

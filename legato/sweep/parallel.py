@@ -5,11 +5,9 @@ killed at the end. joblib would do the same with its own backend, but it hands o
 be stopped together with the workers: it then prints tracebacks.
 
 [Note: turns]
-A worker needs a second to start, and a cell may take a millisecond. So a task is a *turn*: several cells, of which a
-worker does as many as there is time for, and returns the others. Guided self-scheduling (Polychronopoulos and Kuck,
-1987) makes turns shorter towards the end. This process takes turns as well, as one of the cores, and has done most
-cells of a small sweep when the first worker is ready. It cannot store what workers have done, nor give them more, while
-it has a turn. So after a long one it takes no other, and starts one more worker instead. Ctrl-C ends its turn at once.
+A cell may take a millisecond, as little as it takes to hand it over, or many minutes. So a task is a *turn*: several
+cells, of which a worker does as many as there is time for, and returns the others. Guided self-scheduling
+(Polychronopoulos and Kuck, 1987) makes turns shorter towards the end.
 """
 
 from __future__ import annotations
@@ -43,8 +41,6 @@ _MOMENT_S = 1e-3
 _TURN_S = 0.1
 #: A turn has at most so many cells, and at most one of so many parts of each core's share of those that are left.
 _MOST_IN_A_TURN, _PARTS = 200, 4
-#: Seconds of a turn of this process after which it takes no further one.
-_LONG_S = 1.0
 #: Cells per core and round, on backends that return results only when a round is done.
 _ROUND = 4
 
@@ -93,54 +89,29 @@ def _on_this_machine(function: Callable[[T], R], items: Sequence[T], cores: int)
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     left = deque(items)
-    turns: dict[Any, tuple[Any, list[T]]] = {}  # the pool and the items of each future
-    room: dict[Any, int] = {}  # how many more turns a pool may have
-
-    def next_turn() -> list[T]:
-        return [left.popleft() for _ in range(min(_MOST_IN_A_TURN, -(-len(left) // (_PARTS * cores))))]
-
-    def ended(some: list[T], results: list[R]) -> list[R]:
-        left.extendleft(reversed(some[len(results) :]))
-        return results
-
+    turns: dict[Any, list[T]] = {}
     with held_back() as interrupts, ExitStack() as stack:
-
-        def submit(pool: Any, some: list[T]) -> None:
-            turns[pool.submit(_turn, function, some)] = pool, some
-
-        def start(workers: int) -> None:
-            """Start workers, which have empty turns at first: what they begin with is not yet theirs."""
-            pool = ProcessPoolExecutor(workers)
-            stack.callback(pool.shutdown, kill_workers=True)
-            room[pool] = 0
-            for _ in range(_HANDED_OUT * workers):
-                submit(pool, [])
+        pool = ProcessPoolExecutor(cores)
+        stack.callback(pool.shutdown, kill_workers=True)
 
         def hand_out() -> None:
-            for pool in room:
-                while left and room[pool]:
-                    submit(pool, next_turn())
-                    room[pool] -= 1
+            with kept_from_children():
+                while left and len(turns) < _HANDED_OUT * cores:
+                    count = min(_MOST_IN_A_TURN, -(-len(left) // (_PARTS * cores)))
+                    some = [left.popleft() for _ in range(count)]
+                    turns[pool.submit(_turn, function, some)] = some
+            while not all(future.running() or future.done() for future in turns):
+                time.sleep(_MOMENT_S)  # a pool that is shut down before its thread has seen them prints a traceback
 
-        takes_part, more = True, cores - 1
         try:
-            while (left or any(some for _, some in turns.values())) and not interrupts:
-                with kept_from_children():
-                    if more:
-                        start(more)
-                    hand_out()
-                while not all(future.running() or future.done() for future in turns):
-                    time.sleep(_MOMENT_S)  # a pool that is shut down before its thread has seen them prints a traceback
-                mine, begin_s = next_turn() if takes_part else [], time.monotonic()
-                results = interrupts.cut_short(_turn, function, mine) or []
-                more = int(takes_part and time.monotonic() - begin_s > _LONG_S)
-                takes_part = takes_part and not more
-                yield from ended(mine, results)
-                done, _ = wait(turns, 0 if mine else _LOOK_S, FIRST_COMPLETED)
+            hand_out()
+            while turns and not interrupts:
+                done, _ = wait(turns, _LOOK_S, FIRST_COMPLETED)
                 for future in done:
-                    pool, some = turns.pop(future)
-                    room[pool] += 1
-                    yield from ended(some, future.result())
+                    some, results = turns.pop(future), future.result()
+                    left.extendleft(reversed(some[len(results) :]))
+                    yield from results
+                hand_out()
         except TerminatedWorkerError:
             raise LegatoError("a worker process was killed, perhaps because memory ran out: try fewer --jobs") from None
 

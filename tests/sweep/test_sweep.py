@@ -158,14 +158,8 @@ def test_journals_are_told_from_other_files(tmp_path):
         Journal(tmp_path)
 
 
-@pytest.fixture
-def workers_at_work(monkeypatch):
-    """This process takes only one turn, as where cells take long."""
-    monkeypatch.setattr("legato.sweep.parallel._LONG_S", -1.0)
-
-
 @pytest.mark.processes
-def test_processes_give_what_one_gives(workers_at_work):
+def test_processes_give_what_one_gives():
     assert timeless(sweep(GRID, jobs=2)) == timeless(sweep(GRID, jobs=1))
 
 
@@ -235,7 +229,7 @@ def test_machines_of_all_kinds_are_what_the_simulator_says():
 
 
 @pytest.mark.processes
-def test_processes_end_without_a_word_while_they_get_work(monkeypatch, workers_at_work):
+def test_processes_end_without_a_word_while_they_get_work(monkeypatch):
     """loky's thread is slow here: when it sees that the pool ends, it has not seen the last item."""
     from joblib.externals.loky.process_executor import _ExecutorManagerThread
 
@@ -248,28 +242,27 @@ def test_processes_end_without_a_word_while_they_get_work(monkeypatch, workers_a
     monkeypatch.setattr(_ExecutorManagerThread, "process_result_item", slow)
     monkeypatch.setattr(threading, "excepthook", errors.append)
     results = in_parallel(_where, range(0, -40, -1), jobs=2)
-    assert next(pid for _, pid, _ in results if pid != os.getpid())
+    assert next(results)
     results.close()
     assert not errors
 
 
 @pytest.mark.processes
-def test_every_item_is_done_once_where_turns_end_early(workers_at_work):
+def test_every_item_is_done_once_where_turns_end_early():
     """Turns of several items, which take about as long as a turn may take."""
     found = list(in_parallel(_where, [0.03] * 20 + [0.0] * 500 + [0.03] * 20, jobs=2))
     assert sorted(seconds for seconds, *_ in found) == [0.0] * 500 + [0.03] * 40
-    pids = {pid for _, pid, _ in found}
-    assert os.getpid() in pids and len(pids) > 1
+    assert os.getpid() not in {pid for _, pid, _ in found}
 
 
 @pytest.mark.processes
-def test_a_worker_that_is_killed(workers_at_work):
+def test_a_worker_that_is_killed():
     with pytest.raises(LegatoError, match="a worker process was killed"):
-        list(in_parallel(_ends_unless, [os.getpid()] * 40, jobs=2))
+        list(in_parallel(_ends, range(40), jobs=2))
 
 
 @pytest.mark.processes
-def test_ctrl_c_comes_between_results_and_never_to_the_workers(workers_at_work):
+def test_ctrl_c_comes_between_results_and_never_to_the_workers():
     """The first of three is raised when the pool has ended, and the handler from before is back."""
     raised = []
 
@@ -280,31 +273,12 @@ def test_ctrl_c_comes_between_results_and_never_to_the_workers(workers_at_work):
     before = signal.signal(signal.SIGINT, handler)
     try:
         results = in_parallel(_where, range(0, -1000, -1), jobs=2)
-        assert next(blocked for _, pid, blocked in results if pid != os.getpid())
+        assert next(results)[-1]
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             list(results)
         assert raised == [[]] and signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.processes
-def test_ctrl_c_ends_a_long_item_here():
-    """The item takes hours, so that the test ends only if it is cut short; the second Ctrl-C is ignored."""
-    handled = []
-
-    def handler(number, frame):
-        handled.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        for presses in (1, 2):
-            with pytest.raises(KeyboardInterrupt):
-                list(in_parallel(_presses_ctrl_c, [(os.getpid(), presses)] * 9, jobs=2))
-        assert handled == [signal.SIGINT] * 2 and signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -315,20 +289,8 @@ def _where(seconds):
     return seconds, os.getpid(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def _ends_unless(pid):
-    if os.getpid() != pid:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _presses_ctrl_c(item):
-    parent, presses = item
-    if os.getpid() == parent:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            for _ in range(presses - 1):
-                signal.raise_signal(signal.SIGINT)
-    time.sleep(36_000)
+def _ends(_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _machines(row):
