@@ -80,7 +80,7 @@ from legato.schedule.search.fill import Filled
 from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import CheapestCollective, Instance, local_search
 from legato.schedule.search.nested_messages import nested_messages
-from legato.schedule.search.op_orders import OrderValue, promising_orders, times_in_order
+from legato.schedule.search.op_orders import OrderValue, annealed_order, promising_orders, times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.schedule.search.rounding import MOST_SHARED, TOLERANCE, Rounding, check_rounding, exact_shares, rounded
 from legato.schedule.search.sharded_search import ShardedPeriod, groups_of, sharded_search
@@ -93,6 +93,10 @@ __all__ = ["legato"]
 _log = logging.getLogger("legato")
 #: For every round of the local search: moves of updates, and tries of the annealing from each start. They cost less.
 _MOVES, _ANNEALING_TRIES = 0.25, 64
+#: The same for moves of single ops, and the largest fraction of the budget for them.
+_OP_MOVES, _OP_MOVES_SHARE = 10, 0.2
+#: The part of the gap within which a plan should be of the bound in its order, where this is larger than the least one.
+_NEARER = 0.2
 #: Where partitioning has a price, only tensors of at least this fraction of all bytes are partitioned, in three passes.
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The largest fraction of the budget for the annealing.
@@ -172,11 +176,13 @@ def legato(
     published = dict.fromkeys((names[0], cheapest) if free_order else names[:1])
     for name in published:
         fastest.consider(_published(workload, cluster, name, max_message_bytes, _FIRST if large else PUBLISHED))
-    orders = _orders(workload, cluster, free_order, int(_MOVES * rounds), gap / 2, budget, seed)
+    anywhere = any_order if free_order else None
+    orders, least_s = _orders(workload, cluster, anywhere, rounds, gap / 2, budget, seed)
     if free_order:
         fastest.consider(_in_halves(workload, cluster, cheapest, most, [order for order, _ in orders]))
-        least_s = orders[0][1]
-        if cluster.cost(cheapest).startup_s > least_s * gap and not _good_enough(fastest, least_s, gap):
+        least_in_order_s = orders[0][1]
+        dear = cluster.cost(cheapest).startup_s > least_in_order_s * gap
+        if dear and not _good_enough(fastest, least_in_order_s, gap):
             # imported here because it compiles: other planning does without numba
             from legato.schedule.search.annealing import annealing, load_kernel
 
@@ -187,20 +193,22 @@ def legato(
         if k and budget.spent:
             break
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
+        enough_s = max(least_s * (1 + gap), bound_s * (1 + gap * _NEARER))
         for tails, whole_below in _searches(workload, cluster, in_order, order):
-            if fastest.seconds > bound_s * (1 + gap):
+            if fastest.seconds > enough_s:
                 blocks = Blocks(workload, ready, tails)
                 times = blocks.release_s, blocks.tail_s, blocks.nbytes
                 instance = Instance(*times, collectives, bound_s, budget, whole_below)
                 nested = nested_messages(instance)
                 fastest.consider(_plans(nested, instance, blocks, ready, workload, cluster, order))
-                if fastest.seconds > bound_s * (1 + gap):
-                    best = local_search(instance, gap=gap, rounds=rounds, seed=seed)
+                if fastest.seconds > enough_s:
+                    within = gap if bound_s <= least_s else enough_s / bound_s - 1
+                    best = local_search(instance, gap=within, rounds=rounds, seed=seed)
                     fastest.consider(_plans(best, instance, blocks, ready, workload, cluster, order))
     if large:
         for name in published:
             for scheduler in _contenders(cluster):
-                if fastest.seconds > orders[0][1] * (1 + gap):
+                if fastest.seconds > least_s * (1 + gap):
                     fastest.consider(_published(workload, cluster, name, max_message_bytes, [scheduler]))
     elif workload.phase_ops("optimizer"):
         captured_s = next(bound_s for order, bound_s in orders if not order)
@@ -376,16 +384,22 @@ def _with_captured_updates(order: tuple[int, ...], workload: Workload) -> tuple[
 def _arrange(fastest: _Fastest, instance: Instance, gap: float, rounds: int, seed: int) -> None:
     """Plan messages for the updates of the fastest plan, and updates for these messages, in turns.
 
-    In the last turn, every change of the messages is valued with its updates arranged.
+    Where the order of the updates is what makes the plan slow, a better one is searched for first. In the last turn,
+    every change of the messages is valued with its updates arranged.
     """
     workload, cluster = fastest.workload, fastest.cluster
     assert fastest.plan is not None
     captured = workload.iteration_order()
-    for _ in range(_TURNS):
+    value, annealed = OrderValue(workload, cheapest_line(cluster, workload.nbytes)), False
+    for _ in range(_TURNS + 1):
         before = fastest.seconds
         if before <= instance.bound_s * (1 + gap) or instance.budget.spent:
             return
         order = fastest.plan.op_order if moves_updates_only(fastest.plan, workload) else captured
+        if not annealed and before <= value(order) * (1 + gap):  # only another order can win anything
+            annealed, part, moves = True, instance.budget.part(_OP_MOVES_SHARE), _OP_MOVES * rounds
+            better = partial(annealed_order, rounds=moves, enough_s=instance.bound_s, budget=part, seed=seed)
+            order = better(workload, value, order, anywhere=False)
         ready, tails = times_in_order(workload, order)
         instance, blocks = instance._replace(release_s=ready, tail_s=tails), Blocks(workload, ready, tails)
         for search in (nested_messages, partial(local_search, gap=gap, rounds=rounds, seed=seed)):
@@ -506,24 +520,28 @@ def _contenders(cluster: Cluster) -> list[str]:
 
 
 def _orders(
-    workload: Workload, cluster: Cluster, free_order: bool, rounds: int, gap: float, budget: Budget, seed: int
-) -> list[tuple[tuple[int, ...], float]]:
+    workload: Workload, cluster: Cluster, anywhere: bool | None, rounds: int, gap: float, budget: Budget, seed: int
+) -> tuple[list[tuple[tuple[int, ...], float]], float]:
     """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
 
-    The order with the least bound comes first.
+    The order with the least bound comes first. Also a bound for all-reduces in any order that is allowed. `anywhere`
+    is that of `annealed_order`, or None where no op but the optimizer ops may move.
     """
     captured = ((), lower_bound(workload, cluster, all_reduce_only=True, thorough=False).seconds)
-    if not free_order:
-        return [captured]
+    if anywhere is None:
+        return [captured], captured[1]
     least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
     if len(workload.tensors) > MOST_BLOCKS:
         orders = [serialized_order(workload, update_order(workload))]
     else:
-        orders = promising_orders(workload, value, rounds=rounds, enough_s=enough_s, budget=budget, seed=seed)
+        part, moves = budget.part(_OP_MOVES_SHARE), (int(_MOVES * rounds), _OP_MOVES * rounds)
+        orders = promising_orders(
+            workload, value, anywhere=anywhere, moves=moves, enough_s=enough_s, budget=part, seed=seed
+        )
     found = [captured, *((order, max(least_s, value(order))) for order in orders)]
-    return sorted(found, key=lambda choice: choice[1])
+    return sorted(found, key=lambda choice: choice[1]), least_s
 
 
 def _in_halves(

@@ -1,4 +1,4 @@
-"""Orders of computation that are worth planning for, where the computation may be reordered.
+"""Orders of computation that are worth planning for: of all ops where they may be reordered, and of the updates.
 
 What is computed early can be sent early. Caramel's order makes bytes ready as early as
 possible, which suits a busy network. Where the network has time to spare, what is needed
@@ -11,6 +11,11 @@ order, and the others after them by falling tail, for the best such limit. Then 
 one at a time, as long as this helps. The value of an order comes from Jackson's preemptive
 schedule for the release times that the order gives: its optimum if messages could be
 partitioned for free (`jackson.py`).
+
+Last, single ops move (`annealed_order`), backward, optimizer and forward ops: a branch of the
+network can be computed while what another one needs is still on its way. In the captured
+order, only the optimizer ops move. Which update waits for which message is then decided
+together with the order in which the gradients arrive, and not only after it.
 """
 
 from __future__ import annotations
@@ -26,13 +31,16 @@ from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.search.budget import Budget
+from legato.simulator.period import Period
 
-__all__ = ["OrderValue", "promising_orders", "times_in_order"]
+__all__ = ["OrderValue", "annealed_order", "promising_orders", "times_in_order"]
 
 #: How many limits to try before refining around the best one.
 _LIMITS = 8
 #: What it costs to value an order: for each op and each tensor.
 _VALUE_S = 5e-7
+#: By how much, relatively, an order may be worse than the one before it at the start of the annealing; not at its end.
+_HEAT = 0.01
 
 
 def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -59,12 +67,101 @@ class OrderValue:
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
 
 
+class _Places:
+    """Where an op can stand, from its dependencies and from what may change places.
+
+    Backward ops stay before all others: an update among them could only make gradients late.
+    Unless `anywhere`, all but the optimizer ops stay in the captured order, or inside their
+    stretch of nodes of one graph.
+    """
+
+    def __init__(self, workload: Workload, *, anywhere: bool) -> None:
+        period = Period.of(workload)
+        self.after = [set(ops) for ops in period.waits]
+        for op, tensors in enumerate(period.reads):
+            self.after[op].update(period.ready_op[t] for t in tensors)
+        self.before: list[set[int]] = [set() for _ in self.after]
+        for op, ops in enumerate(self.after):
+            for other in ops:
+                self.before[other].add(op)
+        self.backward = [op.phase == "backward" for op in workload.ops]
+        self.stretch = [-1] * len(self.after)  # optimizer ops pass all forward ops
+        fixed = (op for phase in ("backward", "forward") for op in workload.phase_ops(phase))
+        key, number = None, 0
+        for op in fixed:
+            of = workload.ops[op]
+            last, key = key, (of.phase, "" if anywhere else of.graph or op)
+            number += key != last
+            self.stretch[op] = number
+
+    def of(self, op: int, place: int, order: Sequence[int]) -> tuple[int, int]:
+        """The first and the last place at which an op that stands at this place can stand."""
+        first = last = place
+        while first > 0 and self._may_pass(op, order[first - 1], self.after[op]):
+            first -= 1
+        while last + 1 < len(order) and self._may_pass(op, order[last + 1], self.before[op]):
+            last += 1
+        return first, last
+
+    def _may_pass(self, op: int, other: int, bound: set[int]) -> bool:
+        if other in bound or self.backward[op] != self.backward[other]:
+            return False
+        mine, its = self.stretch[op], self.stretch[other]
+        return mine == its or mine < 0 or its < 0
+
+
+def annealed_order(
+    workload: Workload,
+    value: OrderValue,
+    order: Sequence[int],
+    *,
+    anywhere: bool,
+    rounds: int,
+    enough_s: float,
+    budget: Budget,
+    seed: int,
+) -> tuple[int, ...]:
+    """The best order found from this one by `rounds` moves of single ops, or until it is worth `enough_s` seconds.
+
+    `anywhere`: all ops move, not only optimizer ops and the nodes of compiled graphs.
+    """
+    places, rng = _Places(workload, anywhere=anywhere), random.Random(seed)
+    movable = [op for op in order if anywhere or places.stretch[op] < 0 or workload.ops[op].graph]
+    now, now_s = list(order), value(order)
+    best, best_s = now, now_s
+    for k in range(rounds if movable else 0):
+        if best_s <= enough_s or budget.spent:
+            break
+        budget.spend(_VALUE_S * (len(workload.ops) + len(workload.tensors)))
+        op = rng.choice(movable)
+        place = now.index(op)
+        first, last = places.of(op, place, now)
+        if first == last:
+            continue
+        moved = now.copy()
+        moved.insert(rng.randint(first, last), moved.pop(place))
+        seconds = value(moved)
+        if seconds <= now_s + _HEAT * best_s * (1 - k / rounds) * rng.random():
+            now, now_s = moved, seconds
+            if now_s < best_s:
+                best, best_s = now, now_s
+    return tuple(best)
+
+
 def promising_orders(
-    workload: Workload, value: OrderValue, *, rounds: int, enough_s: float, budget: Budget, seed: int
+    workload: Workload,
+    value: OrderValue,
+    *,
+    anywhere: bool,
+    moves: tuple[int, int],
+    enough_s: float,
+    budget: Budget,
+    seed: int,
 ) -> list[tuple[int, ...]]:
     """Distinct orders of all ops of a period, without the captured one.
 
-    Moves updates `rounds` times, or until the value is `enough_s` seconds or the budget is spent.
+    Moves updates, and then single ops, so many times, or until the value is `enough_s` seconds or the
+    budget is spent. `anywhere` is that of `annealed_order`.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}
@@ -82,7 +179,7 @@ def promising_orders(
 
     best = split(coarse_to_fine(len(limits), lambda k: -takes(split(k)), first=_LIMITS))
     least, rng = takes(best), random.Random(seed)
-    for _ in range(rounds):
+    for _ in range(moves[0]):
         if least <= enough_s or budget.spent:
             break
         moved = best.copy()
@@ -91,4 +188,9 @@ def promising_orders(
         if seconds < least:
             best, least = moved, seconds
     orders = [serialized_order(workload, chosen) for chosen in (best, updates, urgent)]
+    start = orders[0] if anywhere else workload.iteration_order()
+    found = annealed_order(
+        workload, value, start, anywhere=anywhere, rounds=moves[1], enough_s=enough_s, budget=budget, seed=seed
+    )
+    orders.insert(0, found)
     return [order for order in dict.fromkeys(orders) if order != workload.iteration_order()]

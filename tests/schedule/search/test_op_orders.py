@@ -13,7 +13,7 @@ from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.bound.lower_bound import cheapest_line
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.op_orders import OrderValue, promising_orders
+from legato.schedule.search.op_orders import OrderValue, annealed_order, promising_orders
 from legato.simulator.collective import iteration_time
 
 
@@ -23,10 +23,10 @@ def test_the_highest_is_found_where_values_rise_and_then_fall(count, top, first)
 
 
 @examples(40)
-@given(workloads(), clusters())
-def test_promising_orders_are_orders_and_none_is_the_captured_one(workload, cluster):
+@given(workloads(), clusters(), st.booleans())
+def test_promising_orders_are_orders_and_none_is_the_captured_one(workload, cluster, anywhere):
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
-    orders = promising_orders(workload, value, rounds=5, enough_s=0.0, budget=Budget(), seed=0)
+    orders = promising_orders(workload, value, anywhere=anywhere, moves=(5, 30), enough_s=0.0, budget=Budget(), seed=0)
     assert len(set(orders)) == len(orders) and workload.iteration_order() not in orders
     for order in orders:
         plan = replace(schedule("fifo", workload, cluster), op_order=order)
@@ -60,7 +60,7 @@ def test_what_is_needed_late_is_computed_behind_what_would_wait_for_it():
     """The last layer's weights are large and read last: made first, they delay all; made last, they fit beside it."""
     workload, cluster = layers(6, 16, 16), Cluster(2, {"c": LinearCost(0.0, 1.5 / 16)})
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
-    best = promising_orders(workload, value, rounds=0, enough_s=0.0, budget=Budget(), seed=0)[0]
+    best = promising_orders(workload, value, anywhere=True, moves=(0, 0), enough_s=0.0, budget=Budget(), seed=0)[0]
     updates = update_order(workload)
     others = [workload.iteration_order(), serialized_order(workload, updates)]
     assert value(best) < min(map(value, others))
@@ -68,3 +68,52 @@ def test_what_is_needed_late_is_computed_behind_what_would_wait_for_it():
     assert iteration_time(workload, plan, cluster) < iteration_time(
         workload, schedule("legato", workload, cluster), cluster
     )
+
+
+def annealed(workload, cluster, *, anywhere, rounds=400):
+    value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
+    start = workload.iteration_order()
+    order = annealed_order(
+        workload, value, start, anywhere=anywhere, rounds=rounds, enough_s=0.0, budget=Budget(), seed=0
+    )
+    assert value(order) <= value(start)
+    return order
+
+
+@examples(60)
+@given(workloads(), clusters(), st.booleans())
+def test_moved_ops_stay_where_they_may_be(workload, cluster, anywhere):
+    order = annealed(workload, cluster, anywhere=anywhere, rounds=60)
+    check_plan(replace(schedule("fifo", workload, cluster), op_order=order), workload)
+    phases = [workload.ops[op].phase for op in order]
+    assert "backward" not in phases[len(workload.phase_ops("backward")) :]
+    if not anywhere:
+        fixed = [op for op in order if workload.ops[op].phase != "optimizer"]
+        assert fixed == workload.phase_ops("backward") + workload.phase_ops("forward")
+
+
+def test_only_nodes_of_one_graph_change_places():
+    """Two branches; the gradient of the second is large, so it should be computed first, and can be in one graph."""
+    workload, cluster = branches(graph=True), Cluster(2, {"c": LinearCost(0.0, 1.0 / 16)})
+    moved = [op for op in annealed(workload, cluster, anywhere=False) if workload.ops[op].phase == "backward"]
+    assert moved == [3, 2]
+    apart = branches(graph=False)
+    assert annealed(apart, cluster, anywhere=False) == apart.iteration_order()
+    assert annealed(apart, cluster, anywhere=True) != apart.iteration_order()
+
+
+def branches(graph):
+    name = "graph 0/{}/{}" if graph else "{} {}"
+    ops = [Op(name.format("forward", i), "forward", 1.0, (0,) if i else ()) for i in range(2)]
+    ops += [Op(name.format("backward", i), "backward", 1.0) for i in range(2)]
+    return Workload("branches", tuple(ops), (Tensor("small", 16, 2, (1,)), Tensor("large", 64, 3, (0,))))
+
+
+def test_an_update_moves_behind_the_forward_ops_that_do_not_need_it():
+    """The large tensor's update would keep the stream from the forward pass; and its gradient may arrive later."""
+    ops = [Op("f0", "forward", 4.0), Op("f1", "forward", 1.0, (0,)), Op("b0", "backward", 1.0)]
+    ops += [Op("u0", "optimizer", 1.0), Op("u1", "optimizer", 4.0)]
+    tensors = Tensor("0", 16, 2, (0, 3)), Tensor("1", 64, 2, (1, 4))
+    workload, cluster = Workload("updates", tuple(ops), tensors), Cluster(2, {"c": LinearCost(0.0, 1.0 / 16)})
+    assert annealed(workload, cluster, anywhere=False) == (2, 3, 0, 4, 1)
+    assert iteration_time(workload, schedule("legato", workload, cluster), cluster) == 1 + 1 + 1 + 4 + 4 + 1
