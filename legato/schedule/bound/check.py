@@ -20,6 +20,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.check_sequences import check_sequences
+from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
@@ -88,6 +89,8 @@ def verify_bound(
         proved = _step(every, cluster, walk, chosen, step_last)
     elif case == "nested":
         proved = _nested(workload, cluster, walk, bound.certificate, all_reduce_only)
+    elif case == "whole":
+        proved = check_whole(workload, cluster, walk, bound.certificate, all_reduce_only)
     elif case == "sequences":
         proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
     else:

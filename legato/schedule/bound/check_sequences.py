@@ -9,7 +9,7 @@ by going through sets of ops, and follows the states for all delivered bytes at 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.workload import Workload
 from legato.schedule.bound.lower_bound import Certificate
+from legato.schedule.bound.waiting_updates import WHOLE
 
 __all__ = ["Walk", "check_sequences"]
 
@@ -36,8 +37,13 @@ class Walk(Protocol):
     scale: int
     reorders: bool
 
+    @property
+    def phase(self) -> Sequence[str]: ...
+    @property
+    def compute_setting(self) -> str: ...
     def release(self, t: int) -> int: ...
     def tail(self, t: int) -> int: ...
+    def forward(self, t: int) -> int: ...
     def needs(self, t: int) -> set[int]: ...
 
 
@@ -52,7 +58,8 @@ def check_sequences(
             raise InputError(f"certificate: levels of bytes (expected 0, 1 and rising numbers up to {total})")
     if all_reduce_only and certificate.levels[0] != certificate.levels[1]:
         raise InputError("certificate: bytes collected and delivered at different levels by all-reduces")
-    if any(walk.tail(b) >= walk.tail(a) for a, b in pairwise(certificate.tensors)):
+    later = _later(walk)
+    if any(later(b) >= later(a) for a, b in pairwise(certificate.tensors)):
         raise InputError("certificate: tensors (expected falling tails)")
     if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, all_reduce_only).fits():
         raise InputError(f"bound: a sequence of messages may take {float(claimed)} s")
@@ -83,7 +90,7 @@ class _Relaxed:
         self.release_s = {op: sum(walk.duration[i] for i in needs) for op, needs in self.needs.items()}
         first, own = certificate.tensors[0], self.nbytes[certificate.tensors[0]]
         others = [t for t in range(len(self.nbytes)) if t != first]
-        tail = [walk.tail(t) for t in range(len(self.nbytes))]
+        tail, later = ([*map(of, range(len(self.nbytes)))] for of in (walk.tail, _later(walk)))
         x, y = certificate.levels
         x_most, y_most = ([*(level - 1 for level in levels[1:]), levels[-1]] for levels in (x, y))
         self._price(cluster, (x, x_most, y, y_most), own, walk.scale)
@@ -92,17 +99,80 @@ class _Relaxed:
         release = [self.ready([], others, x), self.ready([first], everything, joined)]
         before = [np.zeros((len(x), len(x)), np.int64)] * 2
         for mark in certificate.tensors:
-            covered = [t for t in others if tail[t] >= tail[mark]]
+            covered = [t for t in others if later[t] >= later[mark]]
             carried = sum(self.nbytes[t] for t in covered)
             at = self.ready([first, *covered], everything, joined)
             release.append(np.where(np.array(x_most) < carried, _NEVER, at))
             earlier = [max(carried - most + level, 0) for most in x_most for level in x]
             before.append(self.ready([], covered, earlier).reshape(len(x), len(x)))
         self.release, self.before = np.array(release), np.array(before)
-        near, nbytes = [self.down(tail[t]) for t in others], [self.nbytes[t] for t in others]
-        self.left = _in_turn(near, nbytes, [y[-1] - most for most in y_most])
-        limits = [self.down(tail[mark]) for mark in certificate.tensors]
-        self.limit = np.array([limits[0], *limits, 0])
+        self.finish = [0, 0]
+        for mark in certificate.tensors:
+            alone = ((self.down(walk.release(t)), self.nbytes[t]) for t in range(len(later)) if later[t] >= later[mark])
+            self.finish.append(self._alone(sorted(alone)))
+        self.after = self._after(tail, later, certificate.tensors, y_most)
+        if _updating(walk):
+            waits = np.repeat(self._updates(workload, [most + own for most in y_most])[:, None], len(release), axis=1)
+            waits[:, 0] = self._updates(workload, y_most, never=first)
+            self.after = np.maximum(self.after, self._after(later, later, certificate.tensors, y_most) + waits)
+
+    def _alone(self, ready: Sequence[tuple[int, int]]) -> int:
+        """When all of these (release time, bytes) can be collected at the earliest."""
+        sent = np.array([0, *accumulate(self.down(self.price * nbytes) for _, nbytes in ready)])
+        finish = np.zeros(len(ready) + 1, np.int64)
+        for j, (at, _) in enumerate(ready):
+            start = (np.maximum(finish[: j + 1], at) - sent[: j + 1]).min()
+            finish[j + 1] = start + self.alpha + sent[j + 1]
+        return int(finish[-1])
+
+    def _after(self, of: list[int], later: list[int], marks: Sequence[int], delivered: Sequence[int]) -> Array:
+        """By level delivered and coverage before an all-gather: the least of these times of what is left after it."""
+        others = [t for t in range(len(of)) if t != marks[0]]
+        near, nbytes = [self.down(of[t]) for t in others], [self.nbytes[t] for t in others]
+        left = _in_turn(near, nbytes, [sum(nbytes) - most for most in delivered])
+        limits = [min(self.down(of[t]) for t in range(len(of)) if later[t] >= later[mark]) for mark in marks]
+        least: Array = np.maximum(left[:, None], np.array([limits[0], *limits, 0]))
+        return least
+
+    def _updates(self, workload: Workload, complete: Sequence[int], never: int | None = None) -> Array:
+        """For each amount of bytes, the least time of the updates that wait if complete tensors have no more.
+
+        For each set of the tensors with the largest shares, the others fill what is left in parts.
+        """
+        shares = [0] * len(self.nbytes)
+        for op, phase in enumerate(self.walk.phase):
+            if phase == "optimizer":
+                read = [t for t, tensor in enumerate(workload.tensors) if op in tensor.readers]
+                total = sum(self.nbytes[t] for t in read)
+                for t in read:
+                    shares[t] += self.duration[op] * self.nbytes[t] // total
+        may = sorted((t for t in range(len(shares)) if t != never), key=lambda t: shares[t], reverse=True)
+        whole, parts = may[:WHOLE], may[WHOLE:]
+        parts.sort(key=lambda t: Fraction(shares[t], self.nbytes[t]), reverse=True)
+        until = [*accumulate((self.nbytes[t] for t in parts), initial=0)]
+        seconds = [*accumulate((shares[t] for t in parts), initial=0)]
+        sets = {0: 0}  # the most time by bytes
+        for t in whole:
+            for nbytes, done in [*sets.items()]:
+                sets[nbytes + self.nbytes[t]] = max(sets.get(nbytes + self.nbytes[t], 0), done + shares[t])
+        most, kept = -1, []
+        for nbytes, done in sorted(sets.items()):
+            if done > most:
+                most = done
+                kept.append((nbytes, done))
+        waiting = []
+        for amount in complete:
+            best = 0
+            for nbytes, done in kept:
+                if nbytes <= amount:
+                    k = bisect_left(until, amount - nbytes, hi=len(until) - 1)
+                    more = seconds[k]
+                    if until[k] > amount - nbytes:  # a part of the last one, rounded up
+                        t = parts[k - 1]
+                        more = seconds[k - 1] - (-shares[t] * (amount - nbytes - until[k - 1]) // self.nbytes[t])
+                    best = max(best, done + more)
+            waiting.append(sum(shares) - best)
+        return np.array(waiting)
 
     def down(self, value: int | Fraction) -> int:
         """In units, rounded down."""
@@ -119,6 +189,7 @@ class _Relaxed:
         slope = (min(a + b * total for a, b in costs) - alpha) / total
         share = Fraction(scale, 1 if self.all_reduce_only else 2)
         self.alpha, self.first = self.down(alpha * share), self.down(slope * share * own)
+        self.price = slope * share
         least_x, most_x, least_y, most_y = (np.array([self.down(slope * share * n) for n in of]) for of in levels)
         self.x, self.y = (least_x, most_x + (most_x > 0)), (least_y, most_y + (most_y > 0))
 
@@ -167,7 +238,7 @@ class _Relaxed:
 
     def fits(self) -> bool:
         """Whether everything can be delivered in time."""
-        delivered, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.limit))
+        delivered, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.release))
         least = np.full((len(self.x[0]), delivered, len(self.release), limits), _NEVER)
         least[0, 0, 0, 0] = 0
         for i in range(len(least)):
@@ -195,7 +266,7 @@ class _Relaxed:
     def _halves(self, least: Array, i: int, c: int) -> None:
         """Find all states with level i collected and coverage c from the states before them."""
         (least_x, most_x), (least_y, most_y) = self.x, self.y
-        kinds = range(len(self.limit))
+        kinds = range(len(self.release))
         own = np.array([[(self.first + 1) * ((before > 0) + (last > 0)) for last in kinds] for before in kinds])
         spent = self._collected(least, i, c, (most_x[: i + 1, None] + most_y)[:, :, None, None] + own)
         spent = np.where((least_y > most_x[: i + 1, None])[:, :, None, None], _NEVER, spent).min(axis=(0, 2))
@@ -203,12 +274,15 @@ class _Relaxed:
             if least_y[j] > most_x[i]:
                 break
             least[i, j, c, : c + 1] = spent[j, : c + 1]
+            if c > 1:
+                done = most_x[i] + most_y[j] + (self.first + 1) * (1 + (np.arange(c + 1) > 0))
+                least[i, j, c, : c + 1] = np.maximum(least[i, j, c, : c + 1], self.finish[c] - done)
             for a in sorted({0, min(c, 1), c}):
                 if j or a:
                     earlier = least[i, : j + 1, c, : a + 1].copy()
                     earlier[j, a] = _NEVER
                     end = earlier + self.alpha + least_x[i] + least_y[j] + self.first * ((c > 1) + (a > 1))
-                    late = end > _CLAIMED - np.maximum(self.left[: j + 1, None], self.limit[: a + 1])
+                    late = end > _CLAIMED - self.after[: j + 1, : a + 1]
                     delivered = np.where(late, _NEVER, earlier + self.alpha).min()
                     least[i, j, c, a] = min(least[i, j, c, a], delivered)
         least[i, :, c] = np.minimum(least[i, :, c], _NEVER)
@@ -218,9 +292,19 @@ class _Relaxed:
         least_x, most_x = self.x
         own = np.where(np.arange(len(self.release)) > 0, self.first + 1, 0)[None, None, :, None]
         spent = self._collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
+        spent = np.maximum(spent, self.finish[c] - most_x[i] - self.first - 1)
         end = spent + least_x[i] + self.first * (c > 1)
-        late = end > _CLAIMED - np.maximum(self.left[: i + 1, None], self.limit[: c + 1])
+        late = end > _CLAIMED - self.after[: i + 1, : c + 1]
         least[i, 0, c, 0] = min(np.where(late, _NEVER, spent).min(), _NEVER)
+
+
+def _updating(walk: Walk) -> bool:
+    return walk.compute_setting == "one" and "optimizer" in walk.phase
+
+
+def _later(walk: Walk) -> Callable[[int], int]:
+    """What the limits are those of: tails, or the forward ops of tails where updates count apart."""
+    return walk.forward if _updating(walk) else walk.tail
 
 
 def _in_turn(near: Sequence[int], nbytes: Sequence[int], amounts: Sequence[int]) -> Array:

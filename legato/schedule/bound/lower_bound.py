@@ -81,6 +81,9 @@ waits for needs a message of its own after it (`last_message.py`).
 *Nested.* Sets that lie inside each other are sent in stretches of time that do, too,
 each of a whole number of messages; what arrives last is updated last (`nested.py`).
 
+*Whole.* Large tensors are updated when they are complete, and meanwhile the stream has little to
+do. In which order they arrive is a path, and the best one gives a bound (`whole.py`).
+
 *Sequences.* Where messages are expensive, all sequences of them are followed at once,
 with the least time that each state needs (`sequences.py`).
 
@@ -163,6 +166,8 @@ from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import nested
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
+from legato.schedule.bound.waiting_updates import Updates
+from legato.schedule.bound.whole import whole
 from legato.schedule.published.merge_optimal import merge_neighbours
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute, Period
@@ -182,7 +187,18 @@ _ROUNDING = 1e-9
 
 
 Case = Literal[
-    "compute", "processor", "release", "tail", "both", "between", "last", "nested", "sequences", "update", "step"
+    "compute",
+    "processor",
+    "release",
+    "tail",
+    "both",
+    "between",
+    "last",
+    "nested",
+    "whole",
+    "sequences",
+    "update",
+    "step",
 ]
 
 
@@ -280,10 +296,15 @@ def lower_bound(
     if chain is not None:
         found = _certified("nested", chain.seconds, chain.tensors, first, last_s)
         found = msgspec.structs.replace(found, certificate=msgspec.structs.replace(found.certificate, sets=chain.sets))
+    updates = Updates(workload, order) if compute == "one" and workload.phase_ops("optimizer") else None
+    if updates is not None:
+        large = whole(workload, times, updates, line, all_reduce_only, beat_s=found.seconds)
+        if large is not None:
+            found = _certified("whole", large.seconds, large.tensors, first, last_s)
     if not thorough:
         return found
     ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
-    relaxed = sequences(times, nbytes, line, all_reduce_only, ready, beat_s=found.seconds)
+    relaxed = sequences(times, nbytes, line, all_reduce_only, ready, beat_s=found.seconds, updates=updates)
     if relaxed is None:
         return found
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)

@@ -64,6 +64,7 @@ from legato.core.cluster import LinearCost
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.capacity import Capacity, HalvesCapacity, capacities
+from legato.schedule.bound.waiting_updates import update_times
 
 __all__ = ["Chain", "NestedBound", "NestedSets", "longest_too_short", "nested"]
 
@@ -152,7 +153,7 @@ def nested(
     updating = None
     if one_stream and line.beta_s_per_byte > 0 and workload.phase_ops("optimizer"):
         released, _ = capacities((times.release_s, times.tail_s), nbytes, line, all_reduce_only)
-        updating = _Updating(*_update_times(workload), released)
+        updating = _Updating(*update_times(workload), released)
     chain = Chain(times.release_s, times.tail_s, nbytes, line, all_reduce_only=all_reduce_only, updating=updating)
     for order in chain.orders():
         sizes = chain.sizes(order, most)
@@ -248,23 +249,3 @@ class Chain:
         edges, until = (np.cumsum(np.append(0.0, of[order])) for of in (self.work_s, seconds))
         found: Floats = np.interp(work, edges, until)
         return found
-
-
-def _update_times(workload: Workload) -> tuple[Floats, Floats]:
-    """By tensor: the time of all updates that wait for it, or more, and its share of the updates that read it."""
-    ops, count = workload.ops, len(workload.tensors)
-    own, share = np.zeros(count), np.zeros(count)
-    read: dict[int, list[int]] = {}
-    for t, tensor in enumerate(workload.tensors):
-        for reader in set(tensor.readers):
-            if ops[reader].phase == "optimizer":
-                read.setdefault(reader, []).append(t)
-    for op, tensors in read.items():
-        total = sum(workload.tensors[t].nbytes for t in tensors)
-        for t in tensors:
-            own[t] += ops[op].duration_s
-            share[t] += ops[op].duration_s * workload.tensors[t].nbytes / total
-    updates = workload.phase_ops("optimizer")
-    if any(ops[dep].phase == "optimizer" for op in updates for dep in ops[op].deps):
-        own[:] = sum(ops[op].duration_s for op in updates)
-    return own, share

@@ -26,8 +26,8 @@ class Relaxed(NamedTuple):
     delivered_s: Floats  # the same for bytes delivered
     release_s: Floats  # by coverage and level: when its gradients are ready
     before_s: Floats  # by coverage, level and previous level: when what earlier messages carried was ready
-    left_s: Floats  # by level delivered: the tail of what is left
-    limit_s: Floats  # by coverage, from 1 on: the tail of a tensor that is not collected
+    finish_s: Floats  # by coverage: when that can be collected at the earliest
+    after_s: Floats  # by level delivered and coverage before an all-gather: the least time from its end on
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -39,7 +39,7 @@ def _begun(release_s: float, level: int, alpha_s: float) -> float:
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
     """Messages are halves. A state is both levels, the coverage, and the coverage at the last all-gather."""
-    alpha_s, first_s, x, y, release_s, before_s, left_s, limit_s = relaxed
+    alpha_s, first_s, x, y, release_s, before_s, finish_s, after_s = relaxed
     count, delivered, coverages = x.shape[1], y.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
     most = seconds - x[0, -1] - y[0, -1] - 2 * first_s
@@ -69,13 +69,14 @@ def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
                                 if p < i:
                                     spent = min(spent, least[p, j, c, a])
                                 best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
+                        if c > 1:
+                            best = max(best, finish_s[c] - x[1, i] - y[1, j] - first_s * (1 + (a > 0)))
                     if (j > 0 or a > 0) and (a < 2 or a == c):
                         until = seconds - x[0, i] - y[0, j] - alpha_s - first_s * ((c > 1) + (a > 1))
                         for p in range(j + 1):
                             for last in range(a + 1):
                                 spent = least[i, p, c, last]
-                                late = max(left_s[p], limit_s[max(last - 1, 0)])
-                                if (p < j or last < a) and spent <= until - late:
+                                if (p < j or last < a) and spent <= until - after_s[p, last]:
                                     best = min(best, spent + alpha_s)
                     if best <= most:
                         least[i, j, c, a] = best
@@ -87,7 +88,7 @@ def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fits_all_reduces(seconds: float, relaxed: Relaxed) -> bool:
     """Messages are all-reduces. A state is the level (of bytes collected and delivered) and the coverage."""
-    alpha_s, first_s, x, _, release_s, before_s, left_s, limit_s = relaxed
+    alpha_s, first_s, x, _, release_s, before_s, finish_s, after_s = relaxed
     count, coverages = x.shape[1], len(release_s)
     seconds *= 1 + _ROUNDING
     least = np.full((count, coverages), _NEVER)
@@ -105,9 +106,9 @@ def fits_all_reduces(seconds: float, relaxed: Relaxed) -> bool:
                         spent = max(spent, release_s[1, p] - done)
                     if last < c:
                         spent = max(spent, _begun(before_s[c, i, p], p, alpha_s) - done)
-                    spent += alpha_s
+                    spent = max(spent + alpha_s, finish_s[c] - x[1, i] - first_s)
                     end = spent + x[0, i] + first_s * (c > 1)
-                    if end <= seconds - max(left_s[p], limit_s[max(last - 1, 0)]):
+                    if end <= seconds - after_s[p, last]:
                         best = min(best, spent)
             least[i, c] = best
     return bool(least[-1, -1] < _NEVER)

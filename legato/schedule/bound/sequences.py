@@ -19,8 +19,15 @@ on bytes: u grows by alpha/2 with every message, and by the time that the networ
   that completed it started after the least time for L(k) and x bytes. As long as this is
   k, all-gathers leave a tensor of L(k + 1) behind that is not collected. So the next
   all-gather after them ends at T minus the limit of L(k + 1) at the latest.
+- *Updates.* What is complete before an all-gather has y bytes at most, so of the updates at least
+  g(y) seconds come after its end (`waiting_updates.py`), and so does the forward pass from the
+  first reader of what has not been delivered before it. So in the two arguments above, the least
+  time of these forward ops, plus g(y), may stand for the tail. Then the limits are those of the
+  forward ops alone.
 - *Before.* The message that completes L(k) carries everything of it that earlier ones did
   not. What earlier ones carried was computed before the last of these began.
+- *Alone.* All of L(k) cannot be collected before it could be if nothing else were sent: f of
+  `merge_optimal.py` for its release times.
 - *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no other
   bytes can take its place. When the first message with bytes of it starts, it has been
   computed, in addition to the x bytes that were collected. The work for it counts when
@@ -39,7 +46,7 @@ alpha + beta * bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +54,8 @@ import numpy as np
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.release_times import Amounts, FixedReleaseTimes, Floats, ReleaseTimes
+from legato.schedule.bound.waiting_updates import Updates, WaitingUpdates
+from legato.schedule.published.merge_optimal import merge_neighbours
 
 __all__ = ["Levels", "SequencesBound", "sequences"]
 
@@ -54,8 +63,8 @@ __all__ = ["Levels", "SequencesBound", "sequences"]
 _DEAR = 0.002
 #: Floats count bytes exactly up to here.
 _MOST_BYTES = 2**53
-#: Levels of bytes and limits of tails: a coarse pass first, then a fine one.
-_COARSE, _FINE = (24, 6), (72, 12)
+#: Levels of bytes and limits of tails: a coarse pass first, then a fine one, and a finer one where that is quick.
+_COARSE, _FINE, _FINEST = (24, 6), (72, 12), (216, 12)
 #: The relative precision of the bound, and the allowance for rounding errors.
 _EXACT, _ROUNDING = 5e-4, 1e-9
 
@@ -79,18 +88,37 @@ def sequences(
     ready: ReleaseTimes,
     *,
     beat_s: float,
+    updates: Updates | None = None,
 ) -> SequencesBound | None:
-    """The best bound found, or None if that is not above `beat_s` seconds."""
+    """The best bound found, or None if that is not above `beat_s` seconds.
+
+    Without `updates`, they count only as parts of tails.
+    """
     if line.alpha_s <= _DEAR * beat_s or len(nbytes) < 2 or sum(nbytes) > _MOST_BYTES:
         return None
-    best = None
-    for levels, limits in (_COARSE, _FINE):
-        problem = _Problem(times, nbytes, line, all_reduce_only, ready, levels, limits)
-        short = _longest_too_short(problem, beat_s)
-        if short is not None:
-            beat_s = short * (1 - _ROUNDING)
-            best = SequencesBound(beat_s, problem.tensors, problem.levels)
+    waiting = None
+    if updates is not None:
+        waiting = _Waiting(np.array(times.tail_s), WaitingUpdates(updates.share_s, nbytes))
+        times = times._replace(tail_s=updates.forward_s.tolist())
+    best, firsts = None, list(dict.fromkeys(_firsts(times, nbytes, line)))
+    quick = all_reduce_only and isinstance(ready, FixedReleaseTimes)
+    for levels, limits in (_COARSE, _FINEST if quick else _FINE):
+        for first in firsts:
+            problem = _Problem(times, nbytes, line, all_reduce_only, ready, levels, limits, first, waiting)
+            short = _longest_too_short(problem, beat_s)
+            if short is not None:
+                beat_s = short * (1 - _ROUNDING)
+                best = SequencesBound(beat_s, problem.tensors, problem.levels)
+        if not quick:
+            firsts = [best.tensors[0] if best else firsts[0]]
     return best
+
+
+def _firsts(times: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> Iterator[int]:
+    """The tensors to follow: the one that would take longest alone, and of those that are needed first, the largest."""
+    release, tail, everything = times.release_s, times.tail_s, range(len(nbytes))
+    yield max(everything, key=lambda t: release[t] + line.beta_s_per_byte * nbytes[t] + tail[t])
+    yield max(everything, key=lambda t: (tail[t], nbytes[t]))
 
 
 def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
@@ -105,6 +133,13 @@ def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
         if not problem.fits(short + step):
             short += step
     return short
+
+
+class _Waiting(NamedTuple):
+    """Tails with all updates, and the updates apart."""
+
+    tail_s: Floats
+    updates: WaitingUpdates
 
 
 class _Problem:
@@ -122,9 +157,11 @@ class _Problem:
         ready: ReleaseTimes,
         levels: int,
         limits: int,
+        first: int,
+        waiting: _Waiting | None,
     ) -> None:
-        self.all_reduce_only, self.tensors = all_reduce_only, _marks(times, nbytes, line, limits)
-        first = self.tensors[0]
+        """The tails are those without the updates that are `waiting`."""
+        self.all_reduce_only, self.tensors = all_reduce_only, _marks(times, nbytes, first, limits)
         others, own = [t for t in range(len(nbytes)) if t != first], nbytes[first]
         needed = FixedReleaseTimes(times.tail_s, nbytes)
         self.levels = _levels(times, nbytes, others, ready, needed, all_reduce_only, levels)
@@ -147,9 +184,44 @@ class _Problem:
             s_per_byte * np.array([y, y_most]),
             np.array(release),
             np.array(before),
-            needed.part_s(others, y[-1] - y_most),
-            np.array([*(times.tail_s[mark] for mark in self.tensors), 0.0]),
+            self._finish_s(times, nbytes, LinearCost(share * line.alpha_s, s_per_byte)),
+            self._after_s(np.array(times.tail_s), nbytes, waiting, y_most),
         )
+
+    def _finish_s(self, times: HeadsTails, nbytes: Sequence[int], cost: LinearCost) -> Floats:
+        """By coverage: when all of L(k) can be collected at the earliest, if nothing else is."""
+        finish = [0.0, 0.0]
+        for mark in self.tensors:
+            covered = [t for t in range(len(nbytes)) if times.tail_s[t] >= times.tail_s[mark]]
+            covered.sort(key=times.release_s.__getitem__)
+            finished, _ = merge_neighbours([times.release_s[t] for t in covered], [nbytes[t] for t in covered], cost)
+            finish.append(finished)
+        return np.array(finish)
+
+    def _after_s(self, tail_s: Floats, nbytes: Sequence[int], waiting: _Waiting | None, delivered: Amounts) -> Floats:
+        """By level delivered before an all-gather, and coverage before it: the least time from its end on."""
+        first = self.tensors[0]
+        others = [t for t in range(len(nbytes)) if t != first]
+        left = sum(nbytes[t] for t in others) - delivered
+        missing = [tail_s >= tail_s[mark] for mark in self.tensors]  # one of L(k) is, by k
+
+        def least(near: Floats) -> Floats:
+            limits = [float(near[of].min()) for of in missing]
+            found: Floats = np.maximum(
+                FixedReleaseTimes(near.tolist(), nbytes).part_s(others, left)[:, None],
+                np.array([limits[0], *limits, 0.0]),
+            )
+            return found
+
+        after = least(tail_s)
+        if waiting is None:
+            return after
+        updates = waiting.updates
+        waits = np.repeat(
+            updates.least_s((delivered + nbytes[first]).astype(np.float64))[:, None], after.shape[1], axis=1
+        )
+        waits[:, 0] = updates.least_s(delivered.astype(np.float64), never=[first])
+        return np.maximum(least(waiting.tail_s), after + waits)
 
     def fits(self, seconds: float) -> bool:
         """Whether some sequence of messages takes at most this long."""
@@ -162,10 +234,9 @@ class _Problem:
         return bool((fits_all_reduces if self.all_reduce_only else fits_halves)(seconds, Relaxed(*self.arrays)))
 
 
-def _marks(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, limits: int) -> tuple[int, ...]:
-    """Tensors with falling tails: first the one that would take longest alone, then some that divide the rest."""
-    release, tail = times.release_s, times.tail_s
-    marks = [max(range(len(nbytes)), key=lambda t: release[t] + line.beta_s_per_byte * nbytes[t] + tail[t])]
+def _marks(times: HeadsTails, nbytes: Sequence[int], first: int, limits: int) -> tuple[int, ...]:
+    """Tensors with falling tails: the first, then some that divide the rest."""
+    tail, marks = times.tail_s, [first]
     for limit in np.linspace(tail[marks[0]], min(tail), limits)[1:]:
         lower = [t for t in range(len(nbytes)) if limit <= tail[t] < tail[marks[-1]]]
         if lower:
