@@ -47,10 +47,7 @@ def best_of_all(workload, cluster):
     The stream never idles while an op can run, which is the best for given arrivals.
     """
     units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
-    until = list(itertools.accumulate(workload.ops[i].duration_s for i in workload.phase_ops("backward")))
-    place = {op: k for k, op in enumerate(workload.phase_ops("backward"))}
-    ready = [until[place[tensor.ready_after]] for tensor in workload.tensors]
-    best, seen = float("inf"), set()
+    ready, best, seen = ready_s(workload), float("inf"), set()
     for numbers in itertools.product(range(len(units)), repeat=len(units)):
         messages = tuple(
             tuple(t for t, number in zip(units, numbers, strict=True) if number == k) for k in range(len(units))
@@ -66,6 +63,34 @@ def best_of_all(workload, cluster):
                     arrival[t] = now
         best = min(best, work_conserving_order(workload, arrival)[1])
     return best
+
+
+def best_with_halves(workload, cluster):
+    """The same for sequences of reduce-scatters and all-gathers: every unit is in one of each, in this order."""
+    units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
+    ready, cost, best = ready_s(workload), cluster.cost(), float("inf")
+    slots = range(2 * len(units))
+    for places in itertools.product(list(itertools.combinations(slots, 2)), repeat=len(units)):
+        now, arrival = 0.0, [0.0] * len(workload.tensors)
+        for slot in slots:
+            scattered, gathered = ([t for t, at in zip(units, places, strict=True) if at[k] == slot] for k in (0, 1))
+            if scattered and gathered:
+                break
+            if scattered or gathered:
+                now = max(now, *(ready[t] for t in scattered), 0.0)
+                now += (cost.alpha_s + cost.beta_s_per_byte * UNIT * len(scattered + gathered)) / 2
+            for t in gathered:
+                arrival[t] = now
+        else:
+            best = min(best, work_conserving_order(workload, arrival)[1])
+    return best
+
+
+def ready_s(workload):
+    """When the gradients are ready, by tensor."""
+    backward = workload.phase_ops("backward")
+    until = list(itertools.accumulate(workload.ops[i].duration_s for i in backward))
+    return [until[backward.index(tensor.ready_after)] for tensor in workload.tensors]
 
 
 def case(seed):
@@ -86,6 +111,19 @@ def test_against_brute_force(seed):
         bound = lower_bound(workload, cluster, order=order, all_reduce_only=all_reduce_only)
         assert bound.seconds <= best * (1 + 1e-12)
         verify_bound(bound, workload, cluster, order=order, all_reduce_only=all_reduce_only)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_against_brute_force_with_halves(seed):
+    draw = random.Random(seed)
+    units = draw.choice([[1, 1], [1, 2], [2, 1], [1, 1, 1]])
+    times = [[float(draw.randint(0, most)) for _ in units] for most in (2, 3, 5)]
+    workload, cluster = chain(times[0], times[1], units, times[2]), cluster_of(draw.choice([0.5, 2.0, 6.0]), 2.0)
+    best = best_with_halves(workload, cluster)
+    for order in ("captured", "any"):
+        bound = lower_bound(workload, cluster, order=order)
+        assert bound.seconds <= best * (1 + 1e-12)
+        verify_bound(bound, workload, cluster, order=order)
 
 
 def survey(count):
