@@ -95,6 +95,8 @@ _log = logging.getLogger("legato")
 _MOVES, _ANNEALING_TRIES = 0.25, 64
 #: The same for moves of single ops, and the largest fraction of the budget for them.
 _OP_MOVES, _OP_MOVES_SHARE = 10, 0.2
+#: The largest fraction of the budget for other orders than the captured one, where there are updates to arrange.
+_FREE_SHARE = 0.6
 #: The part of the gap within which a plan should be of the bound in its order, where this is larger than the least one.
 _NEARER = 0.2
 #: Where partitioning has a price, only tensors of at least this fraction of all bytes are partitioned, in three passes.
@@ -177,7 +179,10 @@ def legato(
     for name in published:
         fastest.consider(_published(workload, cluster, name, max_message_bytes, _FIRST if large else PUBLISHED))
     anywhere = any_order if free_order else None
-    orders, least_s = _orders(workload, cluster, anywhere, rounds, gap / 2, budget, seed)
+    # Arranging updates takes work, too, which only plans in the captured order have.
+    arranges = bool(workload.phase_ops("optimizer")) and not large
+    free = budget.part(_FREE_SHARE) if free_order and arranges else budget
+    orders, least_s = _orders(workload, cluster, anywhere, rounds, gap / 2, free, seed)
     if free_order:
         fastest.consider(_in_halves(workload, cluster, cheapest, most, [order for order, _ in orders]))
         least_in_order_s = orders[0][1]
@@ -186,19 +191,20 @@ def legato(
             # imported here because it compiles: other planning does without numba
             from legato.schedule.search.annealing import annealing, load_kernel
 
-            budget.wait(load_kernel())  # takes seconds on its first use on a machine
-            part, tries = budget.part(_ANNEALING_SHARE), _ANNEALING_TRIES * rounds
+            free.wait(load_kernel())  # takes seconds on its first use on a machine
+            part, tries = free.part(_ANNEALING_SHARE), _ANNEALING_TRIES * rounds
             fastest.consider([annealing(workload, cluster, cheapest, rounds=tries, budget=part, seed=seed)])
     for k, (order, bound_s) in enumerate(orders):
-        if k and budget.spent:
-            break
+        own = free if order else budget
+        if k and own.spent:
+            continue
         ready, in_order = times_in_order(workload, order or workload.iteration_order())
         enough_s = max(least_s * (1 + gap), bound_s * (1 + gap * _NEARER))
         for tails, whole_below in _searches(workload, cluster, in_order, order):
             if fastest.seconds > enough_s:
                 blocks = Blocks(workload, ready, tails)
                 times = blocks.release_s, blocks.tail_s, blocks.nbytes
-                instance = Instance(*times, collectives, bound_s, budget, whole_below)
+                instance = Instance(*times, collectives, bound_s, own, whole_below)
                 nested = nested_messages(instance)
                 fastest.consider(_plans(nested, instance, blocks, ready, workload, cluster, order))
                 if fastest.seconds > enough_s:
@@ -210,7 +216,7 @@ def legato(
             for scheduler in _contenders(cluster):
                 if fastest.seconds > least_s * (1 + gap):
                     fastest.consider(_published(workload, cluster, name, max_message_bytes, [scheduler]))
-    elif workload.phase_ops("optimizer"):
+    elif arranges:
         captured_s = next(bound_s for order, bound_s in orders if not order)
         nbytes = [tensor.nbytes for tensor in workload.tensors]
         for whole_below in _whole_below(workload, cluster):
