@@ -5,6 +5,7 @@ import io
 import random
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -262,6 +263,25 @@ def left_out():
     compared(Dense, head, step=lambda o, i: None, inner=norm, steps=1)
     assert torch.isclose(*norms, rtol=1e-6), norms
     return found
+
+
+def left_out_last():
+    """Parameters that no optimizer has, whose gradients go out after the all-gathers of the others."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = nn.Sequential(Dense(), nn.Linear(10, 100_000), nn.Linear(100_000, 10))
+        model.batch = model[0].batch
+        optimizer = adam(model[0].parameters())
+        if kind == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            whole = [Message((Slice(name, 0, p.nbytes),)) for name, p in model.named_parameters()]
+            halves = [msgspec.structs.replace(m, kind=kind) for m in whole for kind in ("reduce_scatter", "all_gather")]
+            plan = Plan("in turns", tuple(halves), forward_overlap=True, shard=SHARD[-1])
+            wrapped, optimizer = wrap_model(model, optimizer, plan)
+        trained.append(train(wrapped, optimizer, 4))
+    return distance(*trained)
 
 
 def evaluated():

@@ -185,7 +185,8 @@ class Shards:
                     self._gather(first, second, 0.0)
         self._owed.clear()
         self._scatter()
-        for _, second in self._gathered:
+        for first, second in self._gathered:
+            self._wait(first)  # that of parameters in no optimizer may still be in flight, in memory that is freed now
             self._wait(second)
             self._check_marks(second)
             self._free(second)

@@ -60,6 +60,7 @@ ROWS = [
     matrix_models.zeroed_after_backward,
     matrix_sharded.copied_between,
     matrix_sharded.left_out,
+    matrix_sharded.left_out_last,
     matrix_sharded.added_to_the_optimizer,
 ]
 
