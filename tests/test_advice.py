@@ -183,9 +183,8 @@ def test_import_writes_the_network_and_says_what_a_plan_lacks(tmp_path, capsys):
     path = written(tmp_path)
     status, _, _ = run(capsys, "import", "kineto", path, "-o", tmp_path / "w.json", "--cluster", tmp_path / "c.json")
     assert status == 0 and json.loads((tmp_path / "c.json").read_text())["workers"] == 2
-    status, _, err = run(
-        capsys, "import", "kineto", written(tmp_path, "n.json", shapes=False, sized=False), "-o", tmp_path / "n.json"
-    )
+    path = written(tmp_path, "n.json", shapes=False, sized=False)
+    status, _, err = run(capsys, "import", "kineto", path, "-o", tmp_path / "w.json")
     assert status == 2 and "310 us" in err and err.splitlines()[-1].startswith("legato: no workload: ProfilerStep#")
 
 

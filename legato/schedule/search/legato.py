@@ -26,6 +26,10 @@ Where messages and computation share a machine (`Cluster.contention`), all this 
 twice, with the costs of messages beside computation and of messages alone, and the
 simulator, which knows the contention, judges.
 
+Where the startup time of a message is a considerable part of the iteration, few messages are
+sent. Each of them is then tried in two halves, a reduce-scatter and an all-gather, which are
+arranged and improved like those of sharded plans (`sharded_search.py`).
+
 All this is for the captured order of computation. Where the order is free, it is also
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
 messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
@@ -70,7 +74,7 @@ from legato.schedule.basics.heads_tails import Order, heads_tails
 from legato.schedule.basics.joined import divided
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.basics.sharded import check_shard, sharded
-from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
+from legato.schedule.bound.lower_bound import cheapest_line, kind_of, lower_bound
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
 from legato.schedule.search.arranged import arranged_search
@@ -103,6 +107,9 @@ _NEARER = 0.2
 _WHOLE_BELOW = (1.0, 1 / 16, 0.0)
 #: The largest fraction of the budget for the annealing.
 _ANNEALING_SHARE = 0.8
+#: The largest fraction of the budget for messages in two halves, and by how much these should be faster, since they are
+#: twice as many.
+_PAIRS_SHARE, _WORTH_PAIRS = 0.3, 0.002
 #: Of a search for sharded plans: the part of the budget for unsharded ones, from how many plans to start, and how many
 #: changes to try for every round. They cost less.
 _UNSHARDED, _STARTS, _CHANGES = 0.25, 5, 8
@@ -223,6 +230,8 @@ def legato(
         for whole_below in _whole_below(workload, cluster):
             instance = Instance([], [], nbytes, collectives, captured_s, budget, whole_below)
             _arrange(fastest, instance, gap, rounds, seed)
+    if not large and cluster.cost(cheapest).startup_s > least_s * gap:
+        _in_pairs(fastest, collectives, gap, rounds, budget.part(_PAIRS_SHARE), seed)
     if any_order and fastest.seconds > least_s * (1 + gap):
         options = {"collective": collective, "gap": gap, "rounds": rounds, "seed": seed}
         options |= {"work": work, "limit_s": limit_s, "max_message_bytes": max_message_bytes}
@@ -278,10 +287,7 @@ def _sharded(
         for groups, arranged in sharded_search(
             period, starts, partition=partition, enough_s=enough_s, rounds=rounds, seed=options["seed"]
         ):
-            messages = []
-            for message in divided(period.messages(groups, arranged), collectives.most):
-                name, depth = _way(collectives, cluster, message.nbytes)
-                messages.append(msgspec.structs.replace(message, collective=name, depth=depth))
+            messages = _with_ways(period.messages(groups, arranged), collectives, cluster)
             plan = compose("legato", messages, workload, cluster, forward_overlap=True)
             fastest.consider([msgspec.structs.replace(plan, op_order=arranged.op_order, shard=shard)])
     for scheduler in PUBLISHED if large else ():
@@ -565,6 +571,43 @@ def _in_halves(
         plan = halves(workload, cluster, ready, tails, collective, most)
         plans.append(msgspec.structs.replace(plan, op_order=order))
     return plans
+
+
+def _in_pairs(
+    fastest: _Fastest, collectives: CheapestCollective, gap: float, rounds: int, budget: Budget, seed: int
+) -> None:
+    """Search for plans whose messages are all sent in two halves, each when it is worth most."""
+    workload, cluster, plan = fastest.workload, fastest.cluster, fastest.plan
+    assert plan is not None
+    in_pairs = _Fastest(workload, cluster, fastest.simulated, fastest.most)
+    kind, captured = kind_of(plan, workload)._replace(all_reduce_only=False), workload.iteration_order()
+    enough_s = lower_bound(workload, cluster, **kind._asdict()).seconds * (1 + gap)
+    messages = [message for message in plan.messages if message.kind != "all_gather"]
+    scattered = [msgspec.structs.replace(message, kind="reduce_scatter") for message in messages]
+    for order in dict.fromkeys((plan.op_order or captured, captured)):
+        if min(fastest.seconds, in_pairs.seconds) <= enough_s or budget.spent:
+            break
+        period = ShardedPeriod(workload, 1, _half_s(collectives, cluster), order, budget, sharded=False)
+        for groups, arranged in sharded_search(
+            period,
+            [groups_of(scattered, workload)],
+            partition=not cluster.unpack_s_per_byte,
+            enough_s=enough_s,
+            rounds=_CHANGES * rounds,
+            seed=seed,
+        ):
+            found = _with_ways(period.messages(groups, arranged), collectives, cluster)
+            paired = compose("legato", found, workload, cluster, forward_overlap=True)
+            in_pairs.consider([msgspec.structs.replace(paired, op_order=() if order == captured else order)])
+    if in_pairs.plan is not None and in_pairs.seconds < fastest.seconds * (1 - _WORTH_PAIRS):
+        fastest.consider([in_pairs.plan])
+
+
+def _with_ways(messages: Iterable[Message], collectives: CheapestCollective, cluster: Cluster) -> Iterator[Message]:
+    """The messages, none too large, each with its cheapest collective and depth."""
+    for message in divided(messages, collectives.most):
+        name, depth = _way(collectives, cluster, message.nbytes)
+        yield msgspec.structs.replace(message, collective=name, depth=depth)
 
 
 def _searches(

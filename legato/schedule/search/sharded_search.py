@@ -15,6 +15,9 @@ the forward pass reads first before the rest, whole groups or among those to be 
 borders are moved. At the end the orders of the halves and of the updates themselves are
 changed, in which the network and the stream may wait for what is urgent.
 
+Plans that shard nothing, but send every all-reduce in two halves, are found in the same way.
+There a group can be gathered as soon as it is scattered, and updates keep their places.
+
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
 
@@ -61,11 +64,19 @@ class Arranged(NamedTuple):
 class ShardedPeriod:
     """A period whose halves and updates can be arranged; `order` has the backward and the forward ops in their order.
 
-    `half_s(nbytes)` is the cost of a half.
+    `half_s(nbytes)` is the cost of a half. If not `sharded`, gradients are gathered and not parameters: a half can go
+    as soon as its group is scattered, and updates stay where `order` has them, between the forward ops.
     """
 
     def __init__(
-        self, workload: Workload, workers: int, half_s: Callable[[int], float], order: Sequence[int], budget: Budget
+        self,
+        workload: Workload,
+        workers: int,
+        half_s: Callable[[int], float],
+        order: Sequence[int],
+        budget: Budget,
+        *,
+        sharded: bool = True,
     ) -> None:
         ops, period = workload.ops, Period.of(workload)
         self.workload, self.half_s, self.budget = workload, half_s, budget
@@ -76,7 +87,8 @@ class ShardedPeriod:
             self.backward_s += ops[op].duration_s
             end[op] = self.backward_s
         self.release_s = [end[op] for op in period.ready_op]
-        self.forward = [op for op in order if ops[op].phase == "forward"]
+        self.gather_from_s = self.backward_s if sharded else 0.0
+        self.forward = [op for op in order if ops[op].phase in (("forward",) if sharded else ("forward", "optimizer"))]
         self.reads = [period.reads[op] for op in self.forward]
         self.forward_s = [ops[op].duration_s for op in self.forward]
         self.read_by: list[list[int]] = [[] for _ in workload.tensors]
@@ -84,11 +96,11 @@ class ShardedPeriod:
             for t in tensors:
                 self.read_by[t].append(k)
         self.first_read = [min(readers, default=len(self.forward)) for readers in self.read_by]
-        self.updates = [op for op in order if ops[op].phase == "optimizer"]
+        self.updates = [op for op in order if ops[op].phase == "optimizer"] if sharded else []
         self.update_s = {op: ops[op].duration_s / workers for op in self.updates}
         self.update_reads = {op: period.reads[op] for op in self.updates}
         self.update_waits = {op: [dep for dep in period.waits[op] if dep in self.update_s] for op in self.updates}
-        self.updates_of = period.updates
+        self.updates_of = period.updates if sharded else [[] for _ in workload.tensors]
         self.followers: dict[int, list[int]] = {op: [] for op in self.updates}
         for op in self.updates:
             for dep in self.update_waits[op]:
@@ -168,7 +180,7 @@ class _Arrangement:
                 self.groups_with[t].append(k)
         self.gather_waits = [len(tensors) for tensors in self.tensors]  # tensors still to be updated
         self.can_go = [max(period.release_s[t] for t in tensors) for tensors in self.tensors]
-        self.can_go += [period.backward_s] * self.count  # parameters are gathered when nothing reads the old ones
+        self.can_go += [period.gather_from_s] * self.count  # parameters when nothing reads the old ones
         self.forward_waits = [len(tensors) for tensors in period.reads]
         self.forward_since = [period.backward_s] * len(period.reads)
         self.coming = [(moment, k) for k, moment in enumerate(self.can_go[: self.count])]  # halves, by when they can go

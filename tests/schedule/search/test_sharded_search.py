@@ -58,6 +58,27 @@ def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cl
         assert again == arranged
 
 
+@examples(100)
+@given(st.data(), workloads(), clusters(max_collectives=1))
+def test_halves_of_all_reduces_are_arranged_as_the_simulator_says(data, workload, cluster):
+    groups, cost = groups_of(data.draw(sharded_plans(workload, cluster)).messages, workload), cluster.cost()
+    order = workload.iteration_order()
+    period = ShardedPeriod(workload, 1, lambda nbytes: cost.cost(nbytes) / 2, order, Budget(), sharded=False)
+    for rank in period.ranks(groups):
+        arranged = period.arrange(groups, rank)
+        found = Plan("p", tuple(period.messages(groups, arranged)), True)
+        assert iteration_time(workload, found, cluster) == pytest.approx(arranged.seconds, rel=1e-12, abs=1e-12)
+
+
+def test_two_messages_in_halves_beat_all_plans_of_all_reduces():
+    """On a ring of 512, a message costs 31 ms; reduce-scatters run before, all-gathers after what is needed at once."""
+    job, cluster = model("googlenet"), Cluster.derive(512, 3e9, 30e-6, collectives=["ring"])
+    plan = schedule("legato", job, cluster)
+    assert is_runnable(plan, job) and len(plan.messages) == 4
+    all_reduces = lower_bound(job, cluster, all_reduce_only=True).seconds
+    assert iteration_time(job, plan, cluster) < 0.95 * all_reduces
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_sharded_plan_of_whole_tensors_is_much_faster(seed, fused):
