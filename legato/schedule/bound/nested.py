@@ -63,10 +63,11 @@ import numpy.typing as npt
 from legato.core.cluster import LinearCost
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import HeadsTails
+from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.capacity import Capacity, HalvesCapacity, capacities
 from legato.schedule.bound.waiting_updates import update_times
 
-__all__ = ["Chain", "NestedBound", "NestedSets", "longest_too_short", "nested"]
+__all__ = ["Chain", "NestedBound", "NestedSets", "nested"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -157,24 +158,10 @@ def nested(
     chain = Chain(times.release_s, times.tail_s, nbytes, line, all_reduce_only=all_reduce_only, updating=updating)
     for order in chain.orders():
         sizes = chain.sizes(order, most)
-        short = longest_too_short(chain.sets(order, sizes), beat_s)
+        short = longest_too_short(chain.sets(order, sizes), beat_s, step=_STEP, exact=_EXACT)
         if short is not None:
             beat_s, best = short, NestedBound(short, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
     return best
-
-
-def longest_too_short(problem: NestedSets, at_least_s: float) -> float | None:
-    """The longest time found that is too short, or None if none above `at_least_s` is."""
-    short, step = at_least_s * (1 + _EXACT), _STEP * at_least_s
-    if problem.fits(short):
-        return None
-    while not problem.fits(short + step):
-        short, step = short + step, 2 * step
-    while step > _EXACT * short:
-        step /= 2
-        if not problem.fits(short + step):
-            short += step
-    return short
 
 
 class _Updating(NamedTuple):

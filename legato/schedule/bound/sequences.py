@@ -53,6 +53,7 @@ import numpy as np
 
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
+from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.release_times import Amounts, FixedReleaseTimes, Floats, ReleaseTimes
 from legato.schedule.bound.waiting_updates import Updates, WaitingUpdates
 from legato.schedule.published.merge_optimal import merge_neighbours
@@ -105,7 +106,7 @@ def sequences(
     for levels, limits in (_COARSE, _FINEST if quick else _FINE):
         for first in firsts:
             problem = _Problem(times, nbytes, line, all_reduce_only, ready, levels, limits, first, waiting)
-            short = _longest_too_short(problem, beat_s)
+            short = longest_too_short(problem, beat_s, step=4 * _EXACT, exact=_EXACT)
             if short is not None:
                 beat_s = short * (1 - _ROUNDING)
                 best = SequencesBound(beat_s, problem.tensors, problem.levels)
@@ -119,20 +120,6 @@ def _firsts(times: HeadsTails, nbytes: Sequence[int], line: LinearCost) -> Itera
     release, tail, everything = times.release_s, times.tail_s, range(len(nbytes))
     yield max(everything, key=lambda t: release[t] + line.beta_s_per_byte * nbytes[t] + tail[t])
     yield max(everything, key=lambda t: (tail[t], nbytes[t]))
-
-
-def _longest_too_short(problem: _Problem, at_least_s: float) -> float | None:
-    """The longest time found that is too short for every sequence, or None if none above `at_least_s` is."""
-    short, step = at_least_s * (1 + _EXACT), 4 * _EXACT * at_least_s
-    if problem.fits(short):
-        return None
-    while not problem.fits(short + step):
-        short, step = short + step, 2 * step
-    while step > _EXACT * short:
-        step /= 2
-        if not problem.fits(short + step):
-            short += step
-    return short
 
 
 class _Waiting(NamedTuple):

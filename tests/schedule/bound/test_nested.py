@@ -17,9 +17,10 @@ from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, Certificate, cheapest_line, lower_bound
-from legato.schedule.bound.nested import NestedSets, longest_too_short, nested
+from legato.schedule.bound.nested import NestedSets, nested
 from legato.simulator.collective import iteration_time
 
 
@@ -168,7 +169,7 @@ def test_the_table_finds_the_best_way_to_begin_and_end(count, seed):
     work = np.sort(rng.integers(1, 20, count).astype(float))
     updates, innermost = (work + np.sort(rng.integers(0, 9, (count, count)), axis=1) for _ in range(2))
     sets = NestedSets(release, tail, forward, work, updates, innermost, work + rng.integers(0, 9, count), 2.0, 1.0)
-    assert longest_too_short(sets, 1e-3) == pytest.approx(least_by_hand(sets), rel=1e-6)
+    assert longest_too_short(sets, 1e-3, step=1e-3, exact=1e-7) == pytest.approx(least_by_hand(sets), rel=1e-6)
 
 
 @pytest.mark.parametrize(
