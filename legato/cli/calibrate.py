@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from legato.cli.options import WORKERS_HELP, Json
+from legato.cli.options import WORKERS_HELP, Json, keep_apart
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -58,6 +58,7 @@ def calibrate(
     Example: [bold]torchrun --nproc-per-node 2 --no-python legato calibrate -o cluster.json[/]
     """
     if nccl_tests is not None:
+        keep_apart([nccl_tests], output=output)
         _read(nccl_tests, workers, output, json)
         return
     if workers is not None:

@@ -526,6 +526,7 @@ def test_no_file_is_overwritten_that_is_read_or_written_as_well(tmp_path, capsys
     for output in (job, link):
         assert "one that is read" in fails(capsys, "plan", job, "-o", output)
         assert "one that is read" in fails(capsys, "simulate", job, "-o", output)
+        assert "one that is read" in fails(capsys, "calibrate", "--nccl-tests", job, "-o", output)
     assert "the same file as --output" in fails(capsys, "plan", job, "-o", plan, "--timeline", plan)
     run(capsys, "plan", job, "--scheduler", "ddp", "-o", plan, "--timeline", timeline)
     assert "one that is read" in fails(capsys, "trace", timeline, "-o", timeline)
