@@ -37,6 +37,8 @@ __all__ = ["import_execution_traces", "is_graph", "pairs"]
 
 #: `Tensor(float)` and `GenericList[Tensor(float)]`.
 _TENSOR = re.compile(r"^(?:GenericList\[)*Tensor\(([^)]*)\).*$")
+#: The operators that start all-reduces, of lists of tensors.
+_ALL_REDUCE = "c10d::allreduce"
 
 
 class _Values(msgspec.Struct):
@@ -174,6 +176,20 @@ class _Graph:
                 if tells and columns.detail(row) is None:
                     shapes, types = node.described()
                     columns.describe(row, Arguments(dims=_raw(shapes), types=_raw(types)))
+        self._describe_lost(trace, trace.annotation)
+
+    def _describe_lost(self, trace: Trace, columns: EventColumns) -> None:
+        """Give the all-reduces that the execution trace lost the shapes of the operators that started them.
+
+        One of gloo's that ends as the trace does may be missing from it. Its id follows its operator's.
+        """
+        for row in range(len(columns.start)):
+            node = self._nodes.get(int(columns.record[row]) - 1)
+            if node is None or not node.name.startswith(_ALL_REDUCE) or columns.detail(row) is not None:
+                continue
+            shapes, types = node.described()
+            if COLLECTIVE_NAME.match(trace.named(columns, row)) and shapes and types and isinstance(shapes[0], list):
+                columns.describe(row, Arguments(dims=_raw(shapes[0]), types=_raw(types[:1] * len(shapes[0]))))
 
     def dependencies(self, step: TracedStep, notes: Notes) -> list[TracedOp]:
         """The step's ops with their dependencies; an op outside all known operators depends on the op before it."""

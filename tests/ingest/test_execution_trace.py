@@ -59,15 +59,31 @@ def traced(tmp_path_factory):
     return folder
 
 
-@pytest.mark.processes
-def test_shapes_that_only_the_graph_has(traced, tmp_path):
+@pytest.fixture(scope="module")
+def without_shapes(traced):
+    """The profiler trace of rank 0 as it is written without `record_shapes`."""
     times = json.loads((traced / "times0.json").read_text())
     for event in times["traceEvents"]:
         for key in ("Input Dims", "Input type"):
             event.get("args", {}).pop(key, None)
-    (tmp_path / "times.json").write_text(json.dumps(times))
-    assert import_kineto([tmp_path / "times.json"]).workload is None
-    found = import_execution_traces([traced / "graph0.json", tmp_path / "times.json"])
+    (traced / "times.json").write_text(json.dumps(times))
+    return traced / "times.json"
+
+
+@pytest.mark.processes
+def test_collectives_that_the_graph_lost_as_it_ended(traced, without_shapes, tmp_path):
+    graph = json.loads((traced / "graph0.json").read_text())
+    marks = [node for node in graph["nodes"] if node["name"] == "gloo:all_reduce"]
+    graph["nodes"] = [node for node in graph["nodes"] if node not in marks]
+    (tmp_path / "graph.json").write_text(json.dumps(graph))
+    found = import_execution_traces([tmp_path / "graph.json", without_shapes])
+    assert marks and sorted(t.nbytes for t in found.workload.tensors) == SIZES
+
+
+@pytest.mark.processes
+def test_shapes_that_only_the_graph_has(traced, without_shapes):
+    assert import_kineto([without_shapes]).workload is None
+    found = import_execution_traces([traced / "graph0.json", without_shapes])
     expected = import_execution_traces([traced / "graph0.json", traced / "times0.json"], name=found.workload.name)
     assert sorted(t.nbytes for t in found.workload.tensors) == SIZES
     assert found.workload == expected.workload and found.plan == expected.plan is not None
