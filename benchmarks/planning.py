@@ -152,7 +152,7 @@ def large(tensors: int, model: str) -> None:
 #: The bounds of `large`, with the arguments of `lower_bound`.
 BOUNDS: dict[str, dict[str, Any]] = {
     "lower_bound": {},
-    "lower_bound, all-reduces": {"all_reduce_only": True},
+    "lower_bound, all-reduces": {"sends": "all_reduces"},
     "lower_bound, any order": {"order": "any"},
     "lower_bound, unlimited": {"compute": "unlimited"},
 }

@@ -29,7 +29,8 @@ from legato.core.cluster import Cluster
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
-from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 

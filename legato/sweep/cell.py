@@ -11,7 +11,8 @@ from legato.core.errors import LegatoError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.schedule import schedule
-from legato.schedule.bound.lower_bound import kind_of, lower_bound
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
 from legato.simulator.flow import plain_plan, simulate_flow
 from legato.simulator.flow.fabrics import Fabric, fitting

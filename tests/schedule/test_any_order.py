@@ -22,6 +22,7 @@ from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, Certificate, lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator.collective import iteration_time
 from legato.simulator.period import Period
 
@@ -79,18 +80,18 @@ class AnyOrder(Optimum):
         return replace(super().plan_of(sends), op_order=tuple(order))
 
 
-@pytest.mark.parametrize("all_reduce_only", [False, True], ids=["halves too", "all-reduces only"])
+@pytest.mark.parametrize("sends", ["halves", "pairs", "all_reduces"])
 @pytest.mark.parametrize("seed", range(CASES))
-def test_the_bound_for_any_order_is_below_the_optimum(seed, all_reduce_only):
+def test_the_bound_for_any_order_is_below_the_optimum(seed, sends):
     workload, cluster = case(seed)
-    best = AnyOrder(workload, cluster, all_reduce_only)
+    best = AnyOrder(workload, cluster, sends)
     check_plan(best.plan, workload)
     assert iteration_time(workload, best.plan, cluster) == best.seconds
-    bound = lower_bound(workload, cluster, order="any", all_reduce_only=all_reduce_only)
-    verify_bound(bound, workload, cluster, order="any", all_reduce_only=all_reduce_only)
+    bound = lower_bound(workload, cluster, order="any", sends=sends)
+    verify_bound(bound, workload, cluster, order="any", sends=sends)
     assert best.seconds >= bound.seconds * (1 - 1e-12)
     ours = schedule("legato", workload, cluster, any_order=True)
-    if not all_reduce_only or {message.kind for message in ours.messages} == {"all_reduce"}:
+    if sends in ("halves", kind_of(ours, workload).sends):
         assert iteration_time(workload, ours, cluster) >= best.seconds * (1 - 1e-12)
 
 
@@ -111,9 +112,9 @@ FORKED = Cluster(2, {"c": LinearCost(4.0, 1.0)})
 
 def test_what_is_not_computed_in_time_needs_a_message_of_its_own():
     """Either a waits for b, and both arrive at 5 + 6, 3 s before the end; or a arrives at 2 + 5, and b 5 s later."""
-    bound = lower_bound(FORK, FORKED, order="any", all_reduce_only=True)
+    bound = lower_bound(FORK, FORKED, order="any", sends="all_reduces")
     assert bound.seconds == pytest.approx(13) and bound.certificate.case == "last"
-    assert verify_bound(bound, FORK, FORKED, order="any", all_reduce_only=True) == 13
+    assert verify_bound(bound, FORK, FORKED, order="any", sends="all_reduces") == 13
     assert iteration_time(FORK, schedule("legato", FORK, FORKED, any_order=True), FORKED) == 13
 
 
@@ -128,10 +129,9 @@ def survey(count):
     gaps = collections.defaultdict(list)
     for seed in range(count):
         workload, cluster = case(seed)
-        best, only = (AnyOrder(workload, cluster, all_reduce_only).seconds for all_reduce_only in (False, True))
+        best, only = (AnyOrder(workload, cluster, sends).seconds for sends in ("halves", "all_reduces"))
         bound, sums = (
-            lower_bound(workload, cluster, order="any", all_reduce_only=all_reduce_only).seconds
-            for all_reduce_only in (False, True)
+            lower_bound(workload, cluster, order="any", sends=sends).seconds for sends in ("halves", "all_reduces")
         )
         ours = iteration_time(workload, schedule("legato", workload, cluster, any_order=True), cluster)
         gaps["bound"].append(1 - bound / best)

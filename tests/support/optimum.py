@@ -16,14 +16,14 @@ UNIT = 16
 class Optimum:
     """The best iteration there is: `seconds`, and a `plan` that takes them.
 
-    `all_reduce_only`: of all-reduces only. In the model times are half seconds, as a half costs half. A slot is one
-    message or, at the end, nothing.
+    `sends`: what messages may be, as for `lower_bound`. In the model times are half seconds, as a half costs half. A
+    slot is one message or, at the end, nothing.
     """
 
     KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
-    def __init__(self, workload, cluster, all_reduce_only=False):
-        self.workload, self.all_reduce_only, cost = workload, all_reduce_only, cluster.cost()
+    def __init__(self, workload, cluster, sends="halves"):
+        self.workload, self.sends_only, cost = workload, sends, cluster.cost()
         self.alpha, self.beta = int(cost.alpha_s), int(cost.beta_s_per_byte * UNIT)
         self.units = [tensor.nbytes // UNIT for tensor in workload.tensors]
         known = int(2 * iteration_time(workload, schedule("merge-optimal", workload, cluster), cluster))
@@ -37,6 +37,8 @@ class Optimum:
         for k in self.slots:
             free, used_before = self.slot(k, free, used_before)
         self.whole_tensors()
+        if sends == "pairs":
+            self.pairs()
         self.model.minimize(self.period)
         self.solver = cp_model.CpSolver()
         self.solver.parameters.num_workers = 1
@@ -62,7 +64,7 @@ class Optimum:
         kind_of = {kind: model.new_bool_var("") for kind in self.KINDS}
         used = sum(kind_of.values())
         model.add(used <= used_before)
-        if self.all_reduce_only:
+        if self.sends_only == "all_reduces":
             model.add(used == kind_of["all_reduce"])
         for kind in self.KINDS:
             for t in tensors:
@@ -92,6 +94,20 @@ class Optimum:
             self.model.add(scattered == gathered)
             for k, later in itertools.combinations(self.slots, 2):
                 self.model.add(self.holds["all_gather", k, t] + self.holds["reduce_scatter", later, t] <= 1)
+
+    def pairs(self):
+        """Every reduce-scatter has an all-gather of the same units, and the other way round."""
+        pairs = {(k, later): self.model.new_bool_var("") for k, later in itertools.combinations(self.slots, 2)}
+        for k in self.slots:
+            for kind, own in (("reduce_scatter", 0), ("all_gather", 1)):
+                of = [pair for slots, pair in pairs.items() if slots[own] == k]
+                for t in range(len(self.units)):
+                    self.model.add(self.holds[kind, k, t] <= sum(of))
+                self.model.add(sum(of) <= 1)
+        for (k, later), pair in pairs.items():
+            for t in range(len(self.units)):
+                scattered, gathered = self.sends["reduce_scatter", k, t], self.sends["all_gather", later, t]
+                self.model.add(scattered == gathered).only_enforce_if(pair)
 
     def plan_of(self, sends):
         unsent = [list(range(count)) for count in self.units]

@@ -98,19 +98,30 @@ def plans(draw, workload, cluster, halves=True, op_order=None):
 @st.composite
 def sharded_plans(draw, workload, cluster, op_order=None):
     """Any cut, merge, order and collective of the halves of a plan that shards the optimizer or the gradients."""
+    messages = draw(_in_pairs(workload, cluster, ["reduce_scatter"]))
+    order = draw(op_order) if op_order is not None else ()
+    shard = draw(st.sampled_from(["optimizer", "gradients"]))
+    return Plan("random", tuple(messages), draw(st.booleans()), order, shard=shard)
+
+
+@st.composite
+def paired_plans(draw, workload, cluster, op_order=None):
+    """The same of all-reduces, and of their halves in pairs with the same slices."""
+    messages = draw(_in_pairs(workload, cluster, ["all_reduce", "reduce_scatter"]))
+    return Plan("random", tuple(messages), draw(st.booleans()), draw(op_order) if op_order is not None else ())
+
+
+@st.composite
+def _in_pairs(draw, workload, cluster, kinds):
     pieces = []
     for tensor in workload.tensors:
         cuts = sorted(draw(st.sets(st.integers(1, max(1, tensor.nbytes - 1)), max_size=1)) - {tensor.nbytes})
         spans = zip([0, *cuts], [*cuts, tensor.nbytes], strict=True)
-        pieces += [("reduce_scatter", Slice(tensor.name, *span)) for span in spans]
-    scattered = draw(_merged(pieces, cluster))
+        pieces += [(draw(st.sampled_from(kinds)), Slice(tensor.name, *span)) for span in spans]
+    first = draw(_merged(pieces, cluster))
+    scattered = [message for message in first if message.kind == "reduce_scatter"]
     gathered = [replace(message, kind="all_gather") for message in draw(st.permutations(scattered))]
-    messages = [*scattered, *gathered]
-    if draw(st.booleans()):
-        messages = _pulled_forward(messages)
-    order = draw(op_order) if op_order is not None else ()
-    shard = draw(st.sampled_from(["optimizer", "gradients"]))
-    return Plan("random", tuple(messages), draw(st.booleans()), order, shard=shard)
+    return _pulled_forward([*first, *gathered]) if draw(st.booleans()) else [*first, *gathered]
 
 
 @st.composite

@@ -115,11 +115,15 @@ def is_runnable(plan: Plan, workload: Workload) -> bool:
     It sends all-reduces, or their halves in pairs with the same slices. It runs ops in the captured order; only
     inside a graph of a compiled model it can run the nodes in any order.
     """
-    scattered = [message.slices for message in plan.messages if message.kind == "reduce_scatter"]
-    gathered = [message.slices for message in plan.messages if message.kind == "all_gather"]
+    return gathers_what_it_scatters(plan) and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
+
+
+def gathers_what_it_scatters(plan: Plan) -> bool:
+    """Whether a plan sends all-reduces, or their halves in pairs with the same slices, and nothing else."""
+    scattered = {message.slices for message in plan.messages if message.kind == "reduce_scatter"}
+    gathered = {message.slices for message in plan.messages if message.kind == "all_gather"}
     kinds = {message.kind for message in plan.messages}
-    sendable = kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and set(gathered) <= set(scattered)
-    return sendable and (not plan.op_order or _moves_nodes_only(plan.op_order, workload))
+    return kinds <= {"all_reduce", "reduce_scatter", "all_gather"} and gathered <= scattered
 
 
 def moves_updates_only(plan: Plan, workload: Workload) -> bool:

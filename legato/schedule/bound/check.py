@@ -22,6 +22,7 @@ from legato.schedule.basics.sharded import check_shard, with_sharded_updates, wi
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
+from legato.schedule.bound.plan_kind import Sends
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
@@ -40,7 +41,7 @@ def verify_bound(
     *,
     compute: Compute = "one",
     order: Order = "captured",
-    all_reduce_only: bool = False,
+    sends: Sends = "halves",
     shard: Shard = "none",
     step_last: bool = False,
     wire: bool = False,
@@ -59,16 +60,17 @@ def verify_bound(
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":
-        if all_reduce_only:
-            raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
+        if sends == "all_reduces":
+            raise InputError(f"sends: 'all_reduces' with shard {shard!r} (expected halves or pairs)")
         check_shard(shard)
+        sends = "pairs"
         every = workload
         workload = with_sharded_updates(workload, cluster.workers)
         if case not in ("compute", "processor"):
             workload = without_updates(workload)
     elif case in ("update", "step"):
         raise InputError(f"certificate: case {case!r} without a shard")
-    walk = _Walk(workload, compute, order)
+    walk, all_reduce_only = _Walk(workload, compute, order), sends == "all_reduces"
     if case == "compute":
         proved = Fraction(walk.compute(), _SCALE)
     elif case == "processor":
@@ -88,14 +90,14 @@ def verify_bound(
             raise InputError("certificate: case 'step' with unlimited streams (expected one)")
         proved = _step(every, cluster, walk, chosen, step_last)
     elif case == "nested":
-        proved = _nested(workload, cluster, walk, bound.certificate, all_reduce_only)
+        proved = _nested(workload, cluster, walk, bound.certificate, sends)
     elif case == "whole":
-        proved = check_whole(workload, cluster, walk, bound.certificate, all_reduce_only)
+        proved = check_whole(workload, cluster, walk, bound.certificate, sends)
     elif case == "sequences":
-        proved = check_sequences(workload, cluster, walk, bound.certificate, all_reduce_only)
+        proved = check_sequences(workload, cluster, walk, bound.certificate, sends)
     else:
         near, far = (walk.release, walk.tail) if case == "release" else (walk.tail, walk.release)
-        proved = _network(workload, cluster, {t: near(t) for t in chosen}, all_reduce_only) + Fraction(
+        proved = _network(workload, cluster, {t: near(t) for t in chosen}, sends) + Fraction(
             min(map(far, chosen)), _SCALE
         )
     if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
@@ -115,10 +117,10 @@ def _shared_processor(workload: Workload, cluster: Cluster, compute: Compute) ->
     return alpha + (beta + Fraction(cluster.contention.pack_s_per_byte)) * nbytes
 
 
-def _network(workload: Workload, cluster: Cluster, near: dict[int, int], all_reduce_only: bool) -> Fraction:
-    """f(near), plus alpha/2 where halves are allowed."""
-    end = _End(workload, cluster, near, all_reduce_only)
-    return Fraction(end.finish[-1] + (0 if all_reduce_only else end.half), end.unit)
+def _network(workload: Workload, cluster: Cluster, near: dict[int, int], sends: Sends) -> Fraction:
+    """f(near), plus alpha/2 where halves need not be sent in pairs."""
+    end = _End(workload, cluster, near, sends != "halves")
+    return Fraction(end.finish[-1] + end.alpha - end.half, end.unit)
 
 
 def _both_ends(
@@ -189,9 +191,7 @@ def _between(
     return (begin + entire.alpha + own + last * entire.total) / entire.unit
 
 
-def _nested(
-    workload: Workload, cluster: Cluster, walk: _Walk, certificate: Certificate, all_reduce_only: bool
-) -> Fraction:
+def _nested(workload: Workload, cluster: Cluster, walk: _Walk, certificate: Certificate, sends: Sends) -> Fraction:
     """The claimed seconds, as `nested.py` defines them. Raises `InputError` if messages may take no longer.
 
     Counts in parts of the claimed time, everything rounded down. Goes through the sets from
@@ -203,7 +203,7 @@ def _nested(
         raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(certificate.tensors)})")
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
     everything = range(len(workload.tensors))
-    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)
+    entire = _End(workload, cluster, dict.fromkeys(everything, 0), sends != "halves")
     sets = [certificate.tensors[:size] for size in sizes]
     release, tail, forward = (
         [min(map(of, tensors)) * entire.total for tensors in sets] for of in (walk.release, walk.tail, walk.forward)
@@ -213,34 +213,34 @@ def _nested(
     alone = [0] * len(sets)
     updates = _Updates(workload, walk, entire)
     if updates.shares:
-        released = _Carried(workload, cluster, {t: walk.release(t) for t in everything}, all_reduce_only, entire)
+        released = _Carried(workload, cluster, {t: walk.release(t) for t in everything}, sends == "all_reduces", entire)
         left = [entire.slope * entire.total - released.by(moment) for moment in release]
         least = entire.slope * min(workload.tensors[t].nbytes for t in sets[0])
         later, innermost = (
             [[updates.least(of - done + whole, capped=True) for of in left] for done in work] for whole in (0, least)
         )
-        first = updates.least(left[0], capped=True)
-        alone = [max(updates.least(done, capped=False), first) for done in work]
+        others = updates.least(left[0], capped=True)
+        alone = [max(updates.least(done, capped=False), others) for done in work]
 
     def parts(seconds: int) -> int:
         return int(seconds * _CLAIMED // (claimed * entire.unit)) if claimed else 0
 
     release, tail, forward, work, alone = ([*map(parts, of)] for of in (release, tail, forward, work, alone))
-    half, once = parts(entire.half), parts(entire.alpha - entire.half)
+    first, once = parts(entire.half), parts(entire.alpha - entire.half)
     messages = {(0, 0): 1}
     for t in range(len(sets)):
         if t:
             grown = messages.copy()
             for (i, j), count in messages.items():
-                for ends, more in (((t, j), 1), ((i, t), 1), ((t, t), 2)):
+                for ends, more in (((t, j), 1), ((i, t), 1), ((t, t), 1 if sends == "pairs" else 2)):
                     grown[ends] = min(grown.get(ends, count + more), count + more)
             messages = grown
         updated = [[*map(parts, of[t])] for of in (innermost, later)]
-        updated[0][0] = min(alone[t], half + updated[0][0])
+        updated[0][0] = min(alone[t], first + updated[0][0])
         messages = {
             (i, j): count
             for (i, j), count in messages.items()
-            if once + count * half + release[i] + work[t]
+            if once + count * first + release[i] + work[t]
             + max(tail[j], forward[j] + updated[j > 0][i]) <= _CLAIMED
         }  # fmt: skip
         if not messages:

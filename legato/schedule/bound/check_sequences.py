@@ -19,7 +19,9 @@ import numpy as np
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.workload import Workload
+from legato.schedule.bound.check_pairs import pairs_fit
 from legato.schedule.bound.lower_bound import Certificate
+from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.waiting_updates import WHOLE
 
 __all__ = ["Walk", "check_sequences"]
@@ -48,7 +50,7 @@ class Walk(Protocol):
 
 
 def check_sequences(
-    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, all_reduce_only: bool
+    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, sends: Sends
 ) -> Fraction:
     """The claimed seconds. Raises `InputError` if some sequence of messages may take no longer."""
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
@@ -56,12 +58,12 @@ def check_sequences(
     for levels in certificate.levels:
         if levels[:2] != (0, 1) or levels[-1] != total or any(b <= a for a, b in pairwise(levels)):
             raise InputError(f"certificate: levels of bytes (expected 0, 1 and rising numbers up to {total})")
-    if all_reduce_only and certificate.levels[0] != certificate.levels[1]:
+    if sends == "all_reduces" and certificate.levels[0] != certificate.levels[1]:
         raise InputError("certificate: bytes collected and delivered at different levels by all-reduces")
     later = _later(walk)
     if any(later(b) >= later(a) for a, b in pairwise(certificate.tensors)):
         raise InputError("certificate: tensors (expected falling tails)")
-    if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, all_reduce_only).fits():
+    if claimed <= 0 or _Relaxed(workload, cluster, walk, claimed, certificate, sends).fits():
         raise InputError(f"bound: a sequence of messages may take {float(claimed)} s")
     return claimed
 
@@ -79,10 +81,11 @@ class _Relaxed:
         walk: Walk,
         claimed: Fraction,
         certificate: Certificate,
-        all_reduce_only: bool,
+        sends: Sends,
     ) -> None:
         self.nbytes = [tensor.nbytes for tensor in workload.tensors]
-        self.walk, self.all_reduce_only = walk, all_reduce_only
+        self.walk, self.sends, self.all_reduce_only = walk, sends, sends == "all_reduces"
+        self.claimed, self.never = _CLAIMED, _NEVER
         self.unit = claimed * walk.scale / _CLAIMED
         self.duration = [self.down(seconds) for seconds in walk.duration]
         self.producer = [tensor.ready_after for tensor in workload.tensors]
@@ -93,7 +96,8 @@ class _Relaxed:
         tail, later = ([*map(of, range(len(self.nbytes)))] for of in (walk.tail, _later(walk)))
         x, y = certificate.levels
         x_most, y_most = ([*(level - 1 for level in levels[1:]), levels[-1]] for levels in (x, y))
-        self._price(cluster, (x, x_most, y, y_most), own, walk.scale)
+        self.levels = x, x_most, y, y_most
+        self._price(cluster, self.levels, own, walk.scale)
 
         everything, joined = [first, *others], [level + own for level in x]
         release = [self.ready([], others, x), self.ready([first], everything, joined)]
@@ -238,6 +242,8 @@ class _Relaxed:
 
     def fits(self) -> bool:
         """Whether everything can be delivered in time."""
+        if self.sends == "pairs":
+            return pairs_fit(self)
         delivered, limits = (1, 1) if self.all_reduce_only else (len(self.y[0]), len(self.release))
         least = np.full((len(self.x[0]), delivered, len(self.release), limits), _NEVER)
         least[0, 0, 0, 0] = 0
@@ -247,7 +253,7 @@ class _Relaxed:
                     (self._all_reduces if self.all_reduce_only else self._halves)(least, i, c)
         return bool(least[-1, -1, -1, -1] < _NEVER)
 
-    def _collected(self, least: Array, i: int, c: int, done: Array) -> Array:
+    def collected(self, least: Array, i: int, c: int, done: Array) -> Array:
         """The least times after a message to level i and coverage c, for every state before it.
 
         `done` is the most work that may have been done, also by state.
@@ -268,7 +274,7 @@ class _Relaxed:
         (least_x, most_x), (least_y, most_y) = self.x, self.y
         kinds = range(len(self.release))
         own = np.array([[(self.first + 1) * ((before > 0) + (last > 0)) for last in kinds] for before in kinds])
-        spent = self._collected(least, i, c, (most_x[: i + 1, None] + most_y)[:, :, None, None] + own)
+        spent = self.collected(least, i, c, (most_x[: i + 1, None] + most_y)[:, :, None, None] + own)
         spent = np.where((least_y > most_x[: i + 1, None])[:, :, None, None], _NEVER, spent).min(axis=(0, 2))
         for j in range(len(least_y)):
             if least_y[j] > most_x[i]:
@@ -291,7 +297,7 @@ class _Relaxed:
         """The same for all-reduces, where everything that is collected is delivered."""
         least_x, most_x = self.x
         own = np.where(np.arange(len(self.release)) > 0, self.first + 1, 0)[None, None, :, None]
-        spent = self._collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
+        spent = self.collected(least, i, c, most_x[: i + 1, None, None, None] + own)[:, 0, : c + 1, 0]
         spent = np.maximum(spent, self.finish[c] - most_x[i] - self.first - 1)
         end = spent + least_x[i] + self.first * (c > 1)
         late = end > _CLAIMED - self.after[: i + 1, : c + 1]

@@ -19,6 +19,7 @@ from legato.core.errors import InputError
 from legato.core.workload import Workload
 from legato.schedule.bound.check_sequences import Walk
 from legato.schedule.bound.lower_bound import Certificate
+from legato.schedule.bound.plan_kind import Sends
 
 __all__ = ["check_whole"]
 
@@ -28,15 +29,13 @@ _CLAIMED, _MOST = 2**48, 10
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def check_whole(
-    workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, all_reduce_only: bool
-) -> Fraction:
+def check_whole(workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, sends: Sends) -> Fraction:
     """The claimed seconds. Raises `InputError` if the tensors may arrive such that an iteration takes less."""
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
     if walk.compute_setting != "one" or len(certificate.tensors) > _MOST:
         count = len(certificate.tensors)
         raise InputError(f"certificate: case 'whole' with {count} tensors (expected at most {_MOST}, on one stream)")
-    if claimed <= 0 or _Stream(workload, cluster, walk, claimed, certificate.tensors, all_reduce_only).fits():
+    if claimed <= 0 or _Stream(workload, cluster, walk, claimed, certificate.tensors, sends).fits():
         raise InputError(f"bound: an iteration may take less than {float(claimed)} s as whole tensors arrive")
     return claimed
 
@@ -49,7 +48,7 @@ class _Stream:
         walk: Walk,
         claimed: Fraction,
         large: tuple[int, ...],
-        all_reduce_only: bool,
+        sends: Sends,
     ) -> None:
         self.large, count = large, len(workload.tensors)
         self.unit = claimed * walk.scale / _CLAIMED
@@ -57,8 +56,9 @@ class _Stream:
         costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
         slope = (min(a + b * sum(nbytes) for a, b in costs) - alpha) / sum(nbytes)
-        self.alpha = self.down(alpha * walk.scale / (1 if all_reduce_only else 2))
-        self.once = 0 if all_reduce_only else self.alpha
+        self.alpha = self.down(alpha * walk.scale / (2 if sends == "halves" else 1))
+        self.once = self.alpha if sends == "halves" else 0
+        self.last = self.down(alpha * walk.scale / (1 if sends == "all_reduces" else 2))
         self.work = [self.down(slope * walk.scale * n) for n in nbytes]
         self.release = [self.down(walk.release(t)) for t in range(count)]
         self.forward = [self.down(walk.forward(t)) for t in range(count)]
@@ -119,9 +119,9 @@ class _Stream:
         missing = max(self.forward[t] for t in self.large if t not in before.inside)
         end = np.maximum(self.once + after.alone, self.once + after.time_for(after.own + self.needed))
         already = before.own + self.needed
-        end = np.where(already > 0, np.maximum(end, self.once + self.alpha + before.time_for(already)), end)
+        end = np.where(already > 0, np.maximum(end, self.once + self.last + before.time_for(already)), end)
         room = np.minimum(
-            after.done_by(end - self.once) - after.own, before.done_by(end - self.once - self.alpha) - before.own
+            after.done_by(end - self.once) - after.own, before.done_by(end - self.once - self.last) - before.own
         )
         updated = self._updates(np.maximum(room, max(self.free, 0)))
         done = sum(self.share[t] for t in before.inside) + updated + np.minimum(self.allowed, self.passes - missing)

@@ -92,6 +92,12 @@ above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
 b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
 alpha) with messages that pay alpha first.
 
+*Pairs.* If every message is an all-reduce or one of two halves, and what one half
+scatters is what the other one gathers, then both halves of the pairs l >= j come after
+R(j). So "release" and "tail" are those of all-reduces only. "Nested" and "whole" also
+prove more for pairs than for any halves, and "sequences" follows which of them are
+under way.
+
 *Processor.* Where messages and computation share a processor (`Cluster.contention`),
 take a message that needs c seconds on its own and takes o from computation, and let p
 be the part of its way on which it is beside computation: the stream is busy p * o
@@ -104,7 +110,7 @@ the simulator lets it take,
 *Shards.* Where workers update their shards only (`Plan.shard`), leave the optimizer ops
 out of the workload: every message still waits for its gradients, and every forward op for
 the all-gathers of what it reads, in the same times or earlier. So what a sharded plan does
-is a schedule of this workload, in halves, and all of the above holds for it, with tails
+is a schedule of this workload, in pairs, and all of the above holds for it, with tails
 of forward ops alone. And no worker computes less than its own shard's updates and all
 other ops ("compute" and "processor", with updates divided by the number of workers).
 
@@ -148,13 +154,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.core.plan import Plan, Shard
+from legato.core.plan import Shard
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import MOST_BITS, Detours, HeadsTails, Order, heads_tails
@@ -164,6 +170,7 @@ from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import nested
+from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.bound.waiting_updates import Updates
@@ -172,7 +179,7 @@ from legato.schedule.published.merge_optimal import merge_neighbours
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute, Period
 
-__all__ = ["Bound", "Certificate", "PlanKind", "cheapest_line", "kind_of", "lower_bound"]
+__all__ = ["Bound", "Certificate", "cheapest_line", "lower_bound"]
 
 #: How many late deliveries of Jackson's schedule to examine.
 _TRIES = 6
@@ -243,7 +250,7 @@ def lower_bound(
     *,
     compute: Compute = "one",
     order: Order = "captured",
-    all_reduce_only: bool = False,
+    sends: Sends = "halves",
     shard: Shard = "none",
     step_last: bool = False,
     wire: bool = False,
@@ -252,9 +259,11 @@ def lower_bound(
     """The largest of the bounds above over the sets tried.
 
     It holds for every plan that `legato.simulator.collective` accepts under the same
-    `compute` and `shard`, and with an `op_order` that `order` allows. With `all_reduce_only`, it
-    holds only for plans that send nothing but all-reduces, and is sharper; with `shard`
-    and `step_last`, only for plans whose optimizer ops all follow the backward pass. It holds for
+    `compute` and `shard`, and with an `op_order` that `order` allows. It is sharper where it
+    holds only for plans that send nothing but all-reduces (`sends="all_reduces"`), or these
+    and reduce-scatters and all-gathers in pairs with the same slices (`"pairs"`), as all sharded
+    plans do. With `shard`
+    and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
     plans with messages in a wire format (`Message.wire`) only with `wire`. Without
     `thorough`, it leaves out "sequences", which takes longest to find, and "nested" tries
     fewer sets. In any order,
@@ -265,21 +274,20 @@ def lower_bound(
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":
-        if all_reduce_only:
-            raise InputError(f"all_reduce_only: with shard {shard!r} (expected halves: False)")
+        if sends == "all_reduces":
+            raise InputError(f"sends: 'all_reduces' with shard {shard!r} (expected halves or pairs)")
         return _sharded(workload, cluster, compute, order, shard, step_last, thorough)
-    times = heads_tails(workload, compute, order)
-    alpha_share = 1.0 if all_reduce_only else 0.5
+    times, all_reduce_only = heads_tails(workload, compute, order), sends == "all_reduces"
     line = cheapest_line(cluster, workload.nbytes)
     nothing = Bound(times.compute_s, Certificate("compute", (), times.compute_s, 0.0, 0.0))
     if cluster.contention is not None and compute == "one":
         nothing = _processor(workload, cluster, times.compute_s)
     sets = dict.fromkeys(_promising_sets(workload, cluster, times))  # in order, each once
-    bounds = [_one_end(case, tensors, workload, cluster, times, alpha_share) for case, tensors in sets]
+    bounds = [_one_end(case, tensors, workload, cluster, times, sends) for case, tensors in sets]
     bounds.sort(key=lambda bound: bound.seconds, reverse=True)
     best = [bound.certificate.tensors for bound in bounds if len(bound.certificate.tensors) > 1]
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
-        bounds.append(_both_ends(tensors, workload, cluster, times, alpha_share))
+        bounds.append(_both_ends(tensors, workload, cluster, times, all_reduce_only))
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
     reorders = order == "any" and compute == "one" and len(workload.ops) <= MOST_BITS
     detours = Detours(workload, line.beta_s_per_byte) if reorders else None
@@ -292,19 +300,19 @@ def lower_bound(
         found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
     first, last_s = min(times.release_s), min(times.tail_s)
     most = {} if thorough else {"most": _FEW_SETS}
-    chain = nested(workload, times, line, all_reduce_only, beat_s=found.seconds, one_stream=compute == "one", **most)
+    chain = nested(workload, times, line, sends, beat_s=found.seconds, one_stream=compute == "one", **most)
     if chain is not None:
         found = _certified("nested", chain.seconds, chain.tensors, first, last_s)
         found = msgspec.structs.replace(found, certificate=msgspec.structs.replace(found.certificate, sets=chain.sets))
     updates = Updates(workload, order) if compute == "one" and workload.phase_ops("optimizer") else None
     if updates is not None:
-        large = whole(workload, times, updates, line, all_reduce_only, beat_s=found.seconds)
+        large = whole(workload, times, updates, line, sends, beat_s=found.seconds)
         if large is not None:
             found = _certified("whole", large.seconds, large.tensors, first, last_s)
     if not thorough:
         return found
     ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
-    relaxed = sequences(times, nbytes, line, all_reduce_only, ready, beat_s=found.seconds, updates=updates)
+    relaxed = sequences(times, nbytes, line, sends, ready, beat_s=found.seconds, updates=updates)
     if relaxed is None:
         return found
     sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
@@ -323,7 +331,7 @@ def _sharded(
     """What holds without the optimizer ops, and what their shards add ("Shards", "Update" and "Step")."""
     check_shard(shard)
     plain, whole = without_updates(workload), with_sharded_updates(workload, cluster.workers)
-    found = [lower_bound(plain, cluster, compute=compute, order=order, thorough=thorough)]
+    found = [lower_bound(plain, cluster, compute=compute, order=order, sends="pairs", thorough=thorough)]
     compute_s = heads_tails(whole, compute, order).compute_s
     found.append(Bound(compute_s, Certificate("compute", (), compute_s, 0.0, 0.0)))
     if cluster.contention is not None and compute == "one":
@@ -394,11 +402,11 @@ def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: f
 
 
 def _both_ends(
-    tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails, alpha_share: float
+    tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails, all_reduce_only: bool
 ) -> Bound:
     """What S proves with the argument "both", for the best of some moments."""
     line = cheapest_line(cluster, sum(workload.tensors[t].nbytes for t in tensors))
-    half = LinearCost(line.alpha_s * alpha_share, line.beta_s_per_byte)
+    half = LinearCost(line.alpha_s * (1.0 if all_reduce_only else 0.5), line.beta_s_per_byte)
     capacities = []
     for near in (times.release_s, times.tail_s):
         inward = sorted(tensors, key=near.__getitem__)
@@ -425,17 +433,17 @@ def _one_end(
     workload: Workload,
     cluster: Cluster,
     times: HeadsTails,
-    alpha_share: float,
+    sends: Sends,
 ) -> Bound:
     """What S proves with the argument "release", or with "tail", which is the same backwards in time."""
     near, far = (times.release_s, times.tail_s) if case == "release" else (times.tail_s, times.release_s)
     inward = sorted(tensors, key=lambda t: near[t])
     sizes = [workload.tensors[t].nbytes for t in inward]
     line = cheapest_line(cluster, sum(sizes))
-    half = LinearCost(line.alpha_s * alpha_share, line.beta_s_per_byte)
-    arrival, _ = merge_neighbours([near[t] for t in inward], sizes, half)
+    first_s = line.alpha_s * (0.5 if sends == "halves" else 1.0)
+    arrival, _ = merge_neighbours([near[t] for t in inward], sizes, LinearCost(first_s, line.beta_s_per_byte))
     first, last = near[inward[0]], min(far[t] for t in tensors)
-    network = arrival + line.alpha_s * (1 - alpha_share) - first
+    network = arrival + line.alpha_s - first_s - first
     before, after = (first, last) if case == "release" else (last, first)
     return Bound(before + network + after, Certificate(case, tuple(sorted(tensors)), before, network, after))
 
@@ -483,30 +491,3 @@ def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[
     while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
         k -= 1
     return pieces[k][1]
-
-
-class PlanKind(NamedTuple):
-    """Which bound holds for a plan: what to give to `lower_bound`."""
-
-    order: Order
-    all_reduce_only: bool
-    shard: Shard = "none"
-    step_last: bool = False
-    wire: bool = False
-
-
-def kind_of(plan: Plan, workload: Workload) -> PlanKind:
-    """Which bound holds for a plan: its `order`, whether it sends all-reduces only, what it shards, where it steps, and
-    whether it has messages in a wire format.
-
-    `step_last`: it shards something, and its optimizer ops follow the backward pass.
-    """
-    order = plan.op_order or workload.iteration_order()
-    phases = [workload.ops[op].phase for op in order]
-    ops = [op for op, phase in zip(order, phases, strict=True) if phase != "optimizer"]
-    backward = workload.phase_ops("backward")
-    kept = ops == backward + workload.phase_ops("forward")
-    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
-    step_last = plan.shard != "none" and "optimizer" not in phases[: len(backward)]
-    wire = any(message.wire is not None for message in plan.messages)
-    return PlanKind("captured" if kept else "any", all_reduce_only, plan.shard, step_last, wire)

@@ -38,7 +38,10 @@ S(t - 1).
 
 Where halves of all-reduces may be sent, the innermost range has two of them, and every
 other range one more at least for each of its new ends: alpha/2 stands for alpha, and
-another alpha/2 is added once.
+another alpha/2 is added once. If halves are sent in pairs, both of a pair with bytes of S(t)
+are in the range of S(t). Where this begins earlier or ends later than the one inside it, the
+half that does belongs to a pair without bytes of S(t - 1). So a range has one pair more, at
+alpha, if it has one new end or two, since both may be of the same pair.
 
 A schedule of T seconds exists only if, from the innermost set outwards, i, j and m can be
 chosen such that these hold for every set. For given i and j, the least m is the best, so one
@@ -65,6 +68,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.capacity import Capacity, HalvesCapacity, capacities
+from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.waiting_updates import update_times
 
 __all__ = ["Chain", "NestedBound", "NestedSets", "nested"]
@@ -92,6 +96,7 @@ class NestedSets(NamedTuple):
     `message_s` is what each message pays first, and `once_s` what is paid once. `updates_s`
     has what takes the place of beta * B(t) + q(j) where updates count, without f(j), by i
     and t; `innermost_s` the same for j = 1, and `alone_s`, by t, for one message.
+    `both_ends` is how many messages two new ends need.
     """
 
     release_s: Floats
@@ -103,6 +108,7 @@ class NestedSets(NamedTuple):
     alone_s: Floats
     message_s: float
     once_s: float
+    both_ends: int
 
     def fits(self, seconds: float) -> bool:
         """Whether i, j and m can be chosen for every set such that no inequality is hurt."""
@@ -123,7 +129,7 @@ class NestedSets(NamedTuple):
             else:
                 inside = paid[:t, :t]
                 paid[t, :t], paid[:t, t] = inside.min(axis=0) + self.message_s, inside.min(axis=1) + self.message_s
-                paid[t, t] = inside.min() + 2 * self.message_s
+                paid[t, t] = inside.min() + self.both_ends * self.message_s
             now = paid[: t + 1, : t + 1]
             updates = np.repeat(self.updates_s[: t + 1, t, None], t + 1, axis=1)
             updates[:, 0] = self.innermost_s[: t + 1, t]
@@ -139,7 +145,7 @@ def nested(
     workload: Workload,
     times: HeadsTails,
     line: LinearCost,
-    all_reduce_only: bool,
+    sends: Sends,
     *,
     beat_s: float,
     one_stream: bool = True,
@@ -153,9 +159,9 @@ def nested(
     nbytes = [tensor.nbytes for tensor in workload.tensors]
     updating = None
     if one_stream and line.beta_s_per_byte > 0 and workload.phase_ops("optimizer"):
-        released, _ = capacities((times.release_s, times.tail_s), nbytes, line, all_reduce_only)
+        released, _ = capacities((times.release_s, times.tail_s), nbytes, line, sends == "all_reduces")
         updating = _Updating(*update_times(workload), released)
-    chain = Chain(times.release_s, times.tail_s, nbytes, line, all_reduce_only=all_reduce_only, updating=updating)
+    chain = Chain(times.release_s, times.tail_s, nbytes, line, sends=sends, updating=updating)
     for order in chain.orders():
         sizes = chain.sizes(order, most)
         short = longest_too_short(chain.sets(order, sizes), beat_s, step=_STEP, exact=_EXACT)
@@ -182,13 +188,14 @@ class Chain:
         nbytes: Sequence[int],
         line: LinearCost,
         *,
-        all_reduce_only: bool,
+        sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
         """`release_s`, `tail_s` and `nbytes` are by tensor. Without `updating`, updates do not count."""
         self.release_s, self.tail_s, self.updating = np.array(release_s), np.array(tail_s), updating
         self.work_s = line.beta_s_per_byte * np.array(nbytes, dtype=np.float64)
-        self.message_s = line.alpha_s * (1.0 if all_reduce_only else 0.5)
+        self.message_s = line.alpha_s * (0.5 if sends == "halves" else 1.0)
+        self.both_ends = 1 if sends == "pairs" else 2
         self.once_s = line.alpha_s - self.message_s
 
     def orders(self) -> list[Ints]:
@@ -228,7 +235,8 @@ class Chain:
             innermost = later + self._least(capped, left + least * (1 - _ROUNDING))
             later = later + self._least(capped, left)
             alone = work + np.maximum(self._least(updating.share_s, work), self._least(capped, total - before[0]))
-        return NestedSets(release, tail, forward, work, later, innermost, alone, self.message_s, self.once_s)
+        paid = self.message_s, self.once_s, self.both_ends
+        return NestedSets(release, tail, forward, work, later, innermost, alone, *paid)
 
     def _least(self, seconds: Floats, work: Floats) -> Floats:
         """The least seconds, given by tensor, of tensors with this much work."""

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Relaxed", "fits_all_reduces", "fits_halves"]
+__all__ = ["Relaxed", "begun", "fits_all_reduces", "fits_halves"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class Relaxed(NamedTuple):
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _begun(release_s: float, level: int, alpha_s: float) -> float:
+def begun(release_s: float, level: int, alpha_s: float) -> float:
     """When the previous message has paid alpha, if it carries what is ready then; level 0 has no previous message."""
     return release_s + alpha_s if level > 0 and release_s > 0.0 else 0.0
 
@@ -56,16 +56,16 @@ def fits_halves(seconds: float, relaxed: Relaxed) -> bool:
                         for p in range(i + 1):
                             if y[0, j] > x[1, p]:
                                 continue
-                            begun = _begun(before_s[c, i, p], p, alpha_s)
+                            start = begun(before_s[c, i, p], p, alpha_s)
                             done = x[1, p] + y[1, j]
                             if a == 0 and (c > 0 or p < i):
                                 spent = least[p, j, 0, 0]
                                 if c > 0:
-                                    spent = max(spent, max(release_s[1, p], begun) - done)
+                                    spent = max(spent, max(release_s[1, p], start) - done)
                                 best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
                             if c > 0:
                                 done += first_s * (1 + (a > 0))
-                                spent = max(covered[p, j, c, a], begun - done)
+                                spent = max(covered[p, j, c, a], start - done)
                                 if p < i:
                                     spent = min(spent, least[p, j, c, a])
                                 best = min(best, max(spent, release_s[c, i] - done) + alpha_s)
@@ -105,7 +105,7 @@ def fits_all_reduces(seconds: float, relaxed: Relaxed) -> bool:
                     if last < c and last == 0:
                         spent = max(spent, release_s[1, p] - done)
                     if last < c:
-                        spent = max(spent, _begun(before_s[c, i, p], p, alpha_s) - done)
+                        spent = max(spent, begun(before_s[c, i, p], p, alpha_s) - done)
                     spent = max(spent + alpha_s, finish_s[c] - x[1, i] - first_s)
                     end = spent + x[0, i] + first_s * (c > 1)
                     if end <= seconds - after_s[p, last]:

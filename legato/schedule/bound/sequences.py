@@ -28,6 +28,11 @@ on bytes: u grows by alpha/2 with every message, and by the time that the networ
   not. What earlier ones carried was computed before the last of these began.
 - *Alone.* All of L(k) cannot be collected before it could be if nothing else were sent: f of
   `merge_optimal.py` for its release times.
+- *Pairs.* Where halves are sent in pairs, each with the same bytes, it matters which are under way,
+  scattered but not gathered. If none is, x = y. If one is, the next all-gather delivers all of x.
+  If two are, and x' bytes were collected before the second, then the first has x' - y bytes, the
+  second one x - x', and an all-gather delivers either. Of more, the sizes are not followed; when
+  one of three is gathered, the two others may have any. Each that is under way still has to pay alpha/2.
 - *First.* One tensor of L(1), of n bytes, is not counted in x and y, so that no other
   bytes can take its place. When the first message with bytes of it starts, it has been
   computed, in addition to the x bytes that were collected. The work for it counts when
@@ -54,6 +59,7 @@ import numpy as np
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.bisection import longest_too_short
+from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.release_times import Amounts, FixedReleaseTimes, Floats, ReleaseTimes
 from legato.schedule.bound.waiting_updates import Updates, WaitingUpdates
 from legato.schedule.published.merge_optimal import merge_neighbours
@@ -66,6 +72,8 @@ _DEAR = 0.002
 _MOST_BYTES = 2**53
 #: Levels of bytes and limits of tails: a coarse pass first, then a fine one, and a finer one where that is quick.
 _COARSE, _FINE, _FINEST = (24, 6), (72, 12), (216, 12)
+#: The same instead of the fine pass for pairs, which have more states.
+_OF_PAIRS = (48, 6)
 #: The relative precision of the bound, and the allowance for rounding errors.
 _EXACT, _ROUNDING = 5e-4, 1e-9
 
@@ -85,7 +93,7 @@ def sequences(
     times: HeadsTails,
     nbytes: Sequence[int],
     line: LinearCost,
-    all_reduce_only: bool,
+    sends: Sends,
     ready: ReleaseTimes,
     *,
     beat_s: float,
@@ -102,10 +110,10 @@ def sequences(
         waiting = _Waiting(np.array(times.tail_s), WaitingUpdates(updates.share_s, nbytes))
         times = times._replace(tail_s=updates.forward_s.tolist())
     best, firsts = None, list(dict.fromkeys(_firsts(times, nbytes, line)))
-    quick = all_reduce_only and isinstance(ready, FixedReleaseTimes)
-    for levels, limits in (_COARSE, _FINEST if quick else _FINE):
+    quick = sends == "all_reduces" and isinstance(ready, FixedReleaseTimes)
+    for levels, limits in (_COARSE, _FINEST if quick else _OF_PAIRS if sends == "pairs" else _FINE):
         for first in firsts:
-            problem = _Problem(times, nbytes, line, all_reduce_only, ready, levels, limits, first, waiting)
+            problem = _Problem(times, nbytes, line, sends, ready, levels, limits, first, waiting)
             short = longest_too_short(problem, beat_s, step=4 * _EXACT, exact=_EXACT)
             if short is not None:
                 beat_s = short * (1 - _ROUNDING)
@@ -140,7 +148,7 @@ class _Problem:
         times: HeadsTails,
         nbytes: Sequence[int],
         line: LinearCost,
-        all_reduce_only: bool,
+        sends: Sends,
         ready: ReleaseTimes,
         levels: int,
         limits: int,
@@ -148,7 +156,8 @@ class _Problem:
         waiting: _Waiting | None,
     ) -> None:
         """The tails are those without the updates that are `waiting`."""
-        self.all_reduce_only, self.tensors = all_reduce_only, _marks(times, nbytes, first, limits)
+        self.sends, self.tensors = sends, _marks(times, nbytes, first, limits)
+        all_reduce_only = sends == "all_reduces"
         others, own = [t for t in range(len(nbytes)) if t != first], nbytes[first]
         needed = FixedReleaseTimes(times.tail_s, nbytes)
         self.levels = _levels(times, nbytes, others, ready, needed, all_reduce_only, levels)
@@ -212,13 +221,12 @@ class _Problem:
 
     def fits(self, seconds: float) -> bool:
         """Whether some sequence of messages takes at most this long."""
-        from legato.schedule.bound.sequence_states import (  # compiled when needed first
-            Relaxed,
-            fits_all_reduces,
-            fits_halves,
-        )
+        # imported here because they are compiled when needed first
+        from legato.schedule.bound.paired_states import fits_pairs
+        from legato.schedule.bound.sequence_states import Relaxed, fits_all_reduces, fits_halves
 
-        return bool((fits_all_reduces if self.all_reduce_only else fits_halves)(seconds, Relaxed(*self.arrays)))
+        fits = {"all_reduces": fits_all_reduces, "pairs": fits_pairs, "halves": fits_halves}[self.sends]
+        return bool(fits(seconds, Relaxed(*self.arrays)))
 
 
 def _marks(times: HeadsTails, nbytes: Sequence[int], first: int, limits: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ that is not complete. What is left comes after y:
 - v(s): the forward pass less the time of the ops that need the largest of what is missing. All
   others with as long a time must be complete for more, which takes some bytes.
 - y: A, B and s bytes have travelled by then, and A and s bytes before the last message, which
-  pays alpha (alpha/2 where halves may be sent). A and B alone need f(A and B), as in "release".
+  pays alpha (alpha/2 where halves may be sent, also in pairs). A and B alone need f(A and B), as
+  in "release".
 
 y grows by beta a byte at least. If g grew faster, for the first bytes, all of those count as
 complete. So only the s at which v grows have to be tried. As W arrives, A goes from the empty set to
@@ -36,6 +37,7 @@ from legato.core.cluster import LinearCost
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.capacity import Capacity
+from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.waiting_updates import Updates
 
 __all__ = ["WholeBound", "whole"]
@@ -59,7 +61,7 @@ def whole(
     times: HeadsTails,
     updates: Updates,
     line: LinearCost,
-    all_reduce_only: bool,
+    sends: Sends,
     *,
     beat_s: float,
 ) -> WholeBound | None:
@@ -68,7 +70,7 @@ def whole(
     if line.beta_s_per_byte <= 0 or float(share.max()) < _DEAR * beat_s:
         return None
     large = sorted(range(len(share)), key=lambda t: -share[t])[:_LARGE]
-    seconds = _Stream(workload, times, line, all_reduce_only, large, updates).least_s(beat_s)
+    seconds = _Stream(workload, times, line, sends, large, updates).least_s(beat_s)
     return WholeBound(seconds, tuple(large)) if seconds > beat_s else None
 
 
@@ -80,7 +82,7 @@ class _Stream:
         workload: Workload,
         times: HeadsTails,
         line: LinearCost,
-        all_reduce_only: bool,
+        sends: Sends,
         large: Sequence[int],
         updates: Updates,
     ) -> None:
@@ -88,8 +90,9 @@ class _Stream:
         self.release_s, self.large, self.share = np.array(times.release_s), large, share
         self.work_s = line.beta_s_per_byte * np.array([float(tensor.nbytes) for tensor in workload.tensors])
         self.nbytes = [tensor.nbytes for tensor in workload.tensors]
-        self.cost = LinearCost(line.alpha_s * (1.0 if all_reduce_only else 0.5), line.beta_s_per_byte)
+        self.cost = LinearCost(line.alpha_s * (0.5 if sends == "halves" else 1.0), line.beta_s_per_byte)
         self.once_s = line.alpha_s - self.cost.alpha_s
+        self.last_s = line.alpha_s * (1.0 if sends == "all_reduces" else 0.5)  # what the last message pays first
         ops = workload.ops
         self.pass_s = sum(ops[op].duration_s for op in workload.phase_ops("forward"))
         self.left_s = self.pass_s + float(share.sum())  # updates that read nothing may run at any time
@@ -149,10 +152,10 @@ class _Stream:
         for needed, allowed in zip(self.needed_s, self.allowed_s, strict=True):
             least = max(alone, self.once_s + with_it.needed((both + needed) * (1 - _ROUNDING)))
             if own + needed > 0:
-                least = max(least, self.once_s + self.cost.alpha_s + before_it.needed((own + needed) * (1 - _ROUNDING)))
+                least = max(least, self.once_s + self.last_s + before_it.needed((own + needed) * (1 - _ROUNDING)))
             more = min(
                 with_it.carried(least - self.once_s) - both,
-                before_it.carried(least - self.once_s - self.cost.alpha_s) - own,
+                before_it.carried(least - self.once_s - self.last_s) - own,
             )
             updated = float(np.interp(max(more, self.free_s, 0.0), self.edges, self.until))
             best = min(best, least + self.left_s - done - updated - min(allowed, self.pass_s - missing))

@@ -74,7 +74,8 @@ from legato.schedule.basics.heads_tails import Order, heads_tails
 from legato.schedule.basics.joined import divided
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.basics.sharded import check_shard, sharded
-from legato.schedule.bound.lower_bound import cheapest_line, kind_of, lower_bound
+from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.caramel import MAX_DEPTH
 from legato.schedule.search.arranged import arranged_search
@@ -544,10 +545,10 @@ def _orders(
     The order with the least bound comes first. Also a bound for all-reduces in any order that is allowed. `anywhere`
     is that of `annealed_order`, or None where no op but the optimizer ops may move.
     """
-    captured = ((), lower_bound(workload, cluster, all_reduce_only=True, thorough=False).seconds)
+    captured = ((), lower_bound(workload, cluster, sends="all_reduces", thorough=False).seconds)
     if anywhere is None:
         return [captured], captured[1]
-    least_s = lower_bound(workload, cluster, order="any", all_reduce_only=True, thorough=False).seconds
+    least_s = lower_bound(workload, cluster, order="any", sends="all_reduces", thorough=False).seconds
     value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
     enough_s = least_s * (1 + gap)
     if len(workload.tensors) > MOST_BLOCKS:
@@ -580,7 +581,7 @@ def _in_pairs(
     workload, cluster, plan = fastest.workload, fastest.cluster, fastest.plan
     assert plan is not None
     in_pairs = _Fastest(workload, cluster, fastest.simulated, fastest.most)
-    kind, captured = kind_of(plan, workload)._replace(all_reduce_only=False), workload.iteration_order()
+    kind, captured = kind_of(plan, workload)._replace(sends="pairs"), workload.iteration_order()
     enough_s = lower_bound(workload, cluster, **kind._asdict()).seconds * (1 + gap)
     messages = [message for message in plan.messages if message.kind != "all_gather"]
     scattered = [msgspec.structs.replace(message, kind="reduce_scatter") for message in messages]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.strategies import clusters, examples, op_orders, plans, workloads
+from support.strategies import clusters, examples, op_orders, paired_plans, plans, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
@@ -17,9 +17,11 @@ from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, Certificate, lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator.collective import iteration_time
 
 settings_of_bound = st.sampled_from([("one", "captured"), ("one", "any"), ("unlimited", "captured")])
+SENDS = ["halves", "pairs", "all_reduces"]
 
 # Backward: op 3 (1 s), then ops 4 and 5 (2 s, 4 s), which do not need one another. Forward: 0 (3 s), then 1 and 2
 # (5 s, 7 s), which do not need one another either. Tensor a is updated by op 6 and read by 0, b is read by 2, c by
@@ -110,16 +112,16 @@ def test_unknown_settings():
 def test_no_plan_is_faster(data, workload, cluster, setting, reorder):
     compute, order = setting
     orders = op_orders(workload, captured=order == "captured") if reorder else None
-    plan = data.draw(plans(workload, cluster, op_order=orders))
+    drawn = data.draw(st.sampled_from([plans, paired_plans]))
+    plan = data.draw(drawn(workload, cluster, op_order=orders))
     try:
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
-    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
+    sends = kind_of(plan, workload).sends
     # A part in 10**12 for the one division in the bound, the slope between several collectives.
-    assert seconds >= lower_bound(
-        workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
-    ).seconds * (1 - 1e-12)
+    bound = lower_bound(workload, cluster, compute=compute, order=order, sends=sends)
+    assert seconds >= bound.seconds * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -129,17 +131,15 @@ def test_no_scheduler_is_faster(name, workload, cluster, setting):
     plan = schedule(name, workload, cluster)
     seconds = iteration_time(workload, plan, cluster, compute=compute)
     order = "any" if plan.op_order else order
-    all_reduce_only = all(message.kind == "all_reduce" for message in plan.messages)
-    assert seconds >= lower_bound(
-        workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only
-    ).seconds * (1 - 1e-12)
+    bound = lower_bound(workload, cluster, compute=compute, order=order, sends=kind_of(plan, workload).sends)
+    assert seconds >= bound.seconds * (1 - 1e-12)
 
 
-@given(workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound, st.booleans())
-def test_the_certificate_proves_the_bound(workload, cluster, setting, all_reduce_only):
+@given(workloads(max_ops=6, max_tensors=8), clusters(contended=True), settings_of_bound, st.sampled_from(SENDS))
+def test_the_certificate_proves_the_bound(workload, cluster, setting, sends):
     compute, order = setting
-    bound = lower_bound(workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
-    proved = verify_bound(bound, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+    bound = lower_bound(workload, cluster, compute=compute, order=order, sends=sends)
+    proved = verify_bound(bound, workload, cluster, compute=compute, order=order, sends=sends)
     certificate = bound.certificate
     assert bound.seconds <= float(proved) * (1 + 1e-12)
     if certificate.case not in ("both", "last"):  # which are rounded down where they would jump
@@ -148,11 +148,9 @@ def test_the_certificate_proves_the_bound(workload, cluster, setting, all_reduce
     assert parts == pytest.approx(bound.seconds) and min(parts, certificate.network_s) >= 0
     too_much = Bound(float(proved) * 1.001 + 1e-6, certificate)
     with pytest.raises(InputError, match="its certificate proves only"):
-        verify_bound(too_much, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
+        verify_bound(too_much, workload, cluster, compute=compute, order=order, sends=sends)
     claims_less = Bound(0.0, certificate)
-    at_least = float(
-        verify_bound(claims_less, workload, cluster, compute=compute, order=order, all_reduce_only=all_reduce_only)
-    )
+    at_least = float(verify_bound(claims_less, workload, cluster, compute=compute, order=order, sends=sends))
     assert at_least == float(proved)
 
 
@@ -236,7 +234,7 @@ def test_a_trace_of_one_more_tensor_is_not_taken_for_all_of_its_delay():
     x, rest = Slice("x", 0, 1), (Slice("y", 0, 1), Slice("z", 0, 1))
     plan = Plan("swapped", (Message((x,), collective="c"), Message(rest, collective="d")), True, (2, 1, 0))
     assert iteration_time(work, plan, cluster) == 1.0
-    assert lower_bound(work, cluster, order="any", all_reduce_only=True).seconds <= 1.0
+    assert lower_bound(work, cluster, order="any", sends="all_reduces").seconds <= 1.0
 
 
 def test_what_comes_late_is_squeezed_by_what_fits_nowhere_else():
@@ -244,7 +242,7 @@ def test_what_comes_late_is_squeezed_by_what_fits_nowhere_else():
     ops = [Op(f"f{i}", "forward", 1.0, (i - 1,) if i else ()) for i in range(2)]
     ops += [Op("b1", "backward", 2.0, (1,)), Op("b0", "backward", 2.0, (2,))]
     work = Workload("w", tuple(ops), (Tensor("big", 10, 2, (1,)), Tensor("late", 1, 3, (0,))))
-    bound = lower_bound(work, Cluster(2, {"c": LinearCost(1.0, 1.0)}), all_reduce_only=True)
+    bound = lower_bound(work, Cluster(2, {"c": LinearCost(1.0, 1.0)}), sends="all_reduces")
     # late: ready at 4, 2 s of forward pass after it, 1 + 1 on the network; of big, 1 fits before 4 (2 + 1 + 1), none
     # after the tail of 2 (1 + 1 + 0): 9 have to go between.
     assert bound.certificate.case == "between" and bound.certificate.tensors == (1,)
@@ -258,4 +256,4 @@ def test_a_free_order_can_skip_computation_or_sending_but_not_both():
     work = Workload("w", tuple(ops), (Tensor("wanted", 4, 2, (0,)), Tensor("other", 6, 3, (0,))))
     cluster = Cluster(2, {"c": LinearCost(0.5, 1.0)})
     # 2 s before `wanted`; then 3 s for b1 (or 6 for sending what it makes), 0.5 + 4 and the forward pass.
-    assert lower_bound(work, cluster, order="any", all_reduce_only=True).seconds >= 2 + 3 + 4.5 + 1
+    assert lower_bound(work, cluster, order="any", sends="all_reduces").seconds >= 2 + 3 + 4.5 + 1

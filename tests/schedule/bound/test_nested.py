@@ -41,9 +41,9 @@ def chain(seed, layers=(2, 4), units=3, updates=False):
     return Workload(f"chain{seed}", tuple(ops), tuple(tensors)), cluster
 
 
-def bound_of(workload, cluster, all_reduce_only=True, beat_s=1e-3):
+def bound_of(workload, cluster, sends="all_reduces", beat_s=1e-3):
     line = cheapest_line(cluster, workload.nbytes)
-    return nested(workload, heads_tails(workload, "one", "captured"), line, all_reduce_only, beat_s=beat_s)
+    return nested(workload, heads_tails(workload, "one", "captured"), line, sends, beat_s=beat_s)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -52,7 +52,7 @@ def test_for_a_chain_of_layers_it_is_the_optimum(seed):
     workload, cluster = chain(seed)
     if cluster.cost().beta_s_per_byte * UNIT != 1:
         cluster = Cluster(2, {"c": LinearCost(cluster.cost().alpha_s, 1 / UNIT)})
-    best = Optimum(workload, cluster, all_reduce_only=True).seconds
+    best = Optimum(workload, cluster, sends="all_reduces").seconds
     assert max(bound_of(workload, cluster).seconds, workload.compute_s) == pytest.approx(best, rel=1e-6)
 
 
@@ -89,8 +89,8 @@ def every_plan(workload):
 def test_no_plan_with_its_updates_anywhere_is_faster(seed):
     workload, cluster = chain(seed, layers=(2, 2), units=2, updates=True)
     best = min(iteration_time(workload, plan, cluster) for plan in every_plan(workload))
-    for all_reduce_only in (True, False):
-        found = bound_of(workload, cluster, all_reduce_only)
+    for sends in ("all_reduces", "pairs", "halves"):
+        found = bound_of(workload, cluster, sends)
         assert found.seconds <= best * (1 + 1e-12)
 
 
@@ -117,9 +117,9 @@ def test_the_innermost_set_may_take_several_messages():
     cluster = Cluster(2, {"c": LinearCost(1.0, 5 / 16)})
     best = min(iteration_time(workload, plan, cluster) for plan in every_plan(workload))
     assert best == 1 + 6 + 6 + 4 + 1
-    for all_reduce_only in (True, False):
-        assert bound_of(workload, cluster, all_reduce_only).seconds <= best * (1 + 1e-12)
-        assert lower_bound(workload, cluster, all_reduce_only=all_reduce_only).seconds <= best * (1 + 1e-12)
+    for sends in ("all_reduces", "pairs", "halves"):
+        assert bound_of(workload, cluster, sends).seconds <= best * (1 + 1e-12)
+        assert lower_bound(workload, cluster, sends=sends).seconds <= best * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -138,10 +138,10 @@ def test_no_plan_is_faster_where_a_layer_has_several_gradients(seed):
     workload = Workload("three", tuple(ops), tensors)
     cluster = Cluster(2, {"c": LinearCost(draw.choice([0.5, 1, 3]), draw.choice([1, 2, 5]) / UNIT)})
     best = min(iteration_time(workload, plan, cluster) for plan in every_plan(workload))
-    for all_reduce_only in (True, False):
-        bound = lower_bound(workload, cluster, all_reduce_only=all_reduce_only)
+    for sends in ("all_reduces", "pairs", "halves"):
+        bound = lower_bound(workload, cluster, sends=sends)
         assert bound.seconds <= best * (1 + 1e-12)
-        verify_bound(bound, workload, cluster, all_reduce_only=all_reduce_only)
+        verify_bound(bound, workload, cluster, sends=sends)
 
 
 def least_by_hand(sets):
@@ -151,7 +151,8 @@ def least_by_hand(sets):
         i = j = 0
         count, latest = 1, 0.0
         for t, (begins, ends) in enumerate([(0, 0), *ways]):
-            i, j, count = t if begins else i, t if ends else j, count + begins + ends
+            count += min(begins + ends, sets.both_ends)
+            i, j = t if begins else i, t if ends else j
             updated = sets.updates_s[i, t] if j else sets.innermost_s[i, t]
             if i == j == 0:
                 updated = min(sets.alone_s[t], sets.message_s + updated)
@@ -162,13 +163,15 @@ def least_by_hand(sets):
 
 
 @examples(60)
-@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_the_table_finds_the_best_way_to_begin_and_end(count, seed):
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1), st.sampled_from([1, 2]))
+def test_the_table_finds_the_best_way_to_begin_and_end(count, seed, both):
     rng = np.random.default_rng(seed)
     release, tail, forward = (np.sort(rng.integers(0, 20, count).astype(float))[::-1] for _ in range(3))
     work = np.sort(rng.integers(1, 20, count).astype(float))
     updates, innermost = (work + np.sort(rng.integers(0, 9, (count, count)), axis=1) for _ in range(2))
-    sets = NestedSets(release, tail, forward, work, updates, innermost, work + rng.integers(0, 9, count), 2.0, 1.0)
+    sets = NestedSets(
+        release, tail, forward, work, updates, innermost, work + rng.integers(0, 9, count), 2.0, 1.0, both
+    )
     assert longest_too_short(sets, 1e-3, step=1e-3, exact=1e-7) == pytest.approx(least_by_hand(sets), rel=1e-6)
 
 
@@ -187,10 +190,10 @@ def test_certificates_that_prove_nothing(change, error):
     workload, cluster = chain(3, layers=(2, 2), updates=True)
     found = bound_of(workload, cluster)
     parts = Certificate("nested", found.tensors, 0.0, found.seconds, 0.0, sets=found.sets)
-    assert verify_bound(Bound(found.seconds, parts), workload, cluster, all_reduce_only=True) == found.seconds
+    assert verify_bound(Bound(found.seconds, parts), workload, cluster, sends="all_reduces") == found.seconds
     certificate = msgspec.structs.replace(parts, **change(parts))
     with pytest.raises(InputError, match=error):
-        verify_bound(Bound(found.seconds, certificate), workload, cluster, all_reduce_only=True)
+        verify_bound(Bound(found.seconds, certificate), workload, cluster, sends="all_reduces")
 
 
 def test_without_thorough_it_tries_fewer_sets_and_proves_no_more():

@@ -17,6 +17,7 @@ from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import Detours, heads_tails
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
@@ -36,17 +37,15 @@ def layered(nbytes=100, update_s=1.0):
     return Workload("layers", tuple(ops), tuple(tensors))
 
 
-@pytest.mark.parametrize(("order", "all_reduce_only"), [("any", False), ("any", True)])
-def test_it_proves_more_where_messages_are_dear(order, all_reduce_only):
+@pytest.mark.parametrize(("order", "sends"), [("any", "halves"), ("any", "pairs"), ("any", "all_reduces")])
+def test_it_proves_more_where_messages_are_dear(order, sends):
     work, cluster = layered(), Cluster(2, {"c": LinearCost(2.0, 0.02)})
-    quick = lower_bound(work, cluster, order=order, all_reduce_only=all_reduce_only, thorough=False)
-    bound = lower_bound(work, cluster, order=order, all_reduce_only=all_reduce_only)
+    quick = lower_bound(work, cluster, order=order, sends=sends, thorough=False)
+    bound = lower_bound(work, cluster, order=order, sends=sends)
     assert bound.certificate.case == "sequences" and bound.seconds > quick.seconds * 1.005
-    assert verify_bound(bound, work, cluster, order=order, all_reduce_only=all_reduce_only) >= bound.seconds * (
-        1 - 1e-12
-    )
+    assert verify_bound(bound, work, cluster, order=order, sends=sends) >= bound.seconds * (1 - 1e-12)
     ours = schedule("legato", work, cluster, any_order=order == "any")
-    if not all_reduce_only or all(message.kind == "all_reduce" for message in ours.messages):
+    if sends in ("halves", kind_of(ours, work).sends):
         assert bound.seconds <= iteration_time(work, ours, cluster)
 
 
@@ -55,22 +54,22 @@ def test_cheap_messages_are_not_followed():
     assert lower_bound(layered(), cluster) == lower_bound(layered(), cluster, thorough=False)
 
 
-@pytest.mark.parametrize("all_reduce_only", [False, True])
-def test_of_a_real_model(all_reduce_only):
+@pytest.mark.parametrize("sends", ["halves", "pairs", "all_reduces"])
+def test_of_a_real_model(sends):
     cluster = Cluster.derive(512, 25e9, 30e-6, collectives=["ring"])
     work = model("bert-base")
-    bound = lower_bound(work, cluster, order="any", all_reduce_only=all_reduce_only)
+    bound = lower_bound(work, cluster, order="any", sends=sends)
     assert bound.certificate.case == "sequences"
-    verify_bound(bound, work, cluster, order="any", all_reduce_only=all_reduce_only)
+    verify_bound(bound, work, cluster, order="any", sends=sends)
 
 
 def test_what_the_search_finds_possible_the_checker_does():
     """A claim of a little more than what is proven is refused, with the same levels: the two agree to a part in 300."""
     rng, compared = random.Random(0), 0
-    while compared < 8:
+    while compared < 12:
         work = layered(nbytes=rng.randint(2, 1000), update_s=rng.choice([0.0, 0.5, 1.0, 3.0]))
         cluster = Cluster(2, {"c": LinearCost(rng.uniform(0.5, 4.0), rng.uniform(0.1, 3.0) / work.tensors[0].nbytes)})
-        where = {"order": rng.choice(["captured", "any"]), "all_reduce_only": rng.random() < 0.5}
+        where = {"order": rng.choice(["captured", "any"]), "sends": rng.choice(["halves", "pairs", "all_reduces"])}
         bound = lower_bound(work, cluster, **where)
         if bound.certificate.case == "sequences":
             compared += 1
@@ -108,11 +107,11 @@ def test_certificates_that_prove_nothing(change, error):
 
 
 def test_all_reduces_have_one_kind_of_level():
-    bound = lower_bound(WORK, DEAR, order="any", all_reduce_only=True)
+    bound = lower_bound(WORK, DEAR, order="any", sends="all_reduces")
     levels = (bound.certificate.levels[0], (0, 1, 500))
     certificate = msgspec.structs.replace(bound.certificate, levels=levels)
     with pytest.raises(InputError, match="at different levels"):
-        verify_bound(Bound(bound.seconds, certificate), WORK, DEAR, order="any", all_reduce_only=True)
+        verify_bound(Bound(bound.seconds, certificate), WORK, DEAR, order="any", sends="all_reduces")
 
 
 @given(st.data(), workloads(max_ops=6, max_tensors=6))

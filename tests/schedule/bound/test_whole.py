@@ -65,12 +65,17 @@ def best_of_all(workload, cluster):
     return best
 
 
-def best_with_halves(workload, cluster):
-    """The same for sequences of reduce-scatters and all-gathers: every unit is in one of each, in this order."""
+def best_with_halves(workload, cluster, sends):
+    """The same for sequences of reduce-scatters and all-gathers: every unit is in one of each, in this order.
+
+    In pairs, units that are scattered together are gathered together.
+    """
     units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
     ready, cost, best = ready_s(workload), cluster.cost(), float("inf")
     slots = range(2 * len(units))
     for places in itertools.product(list(itertools.combinations(slots, 2)), repeat=len(units)):
+        if sends == "pairs" and not len(set(places)) == len({s for s, _ in places}) == len({g for _, g in places}):
+            continue
         now, arrival = 0.0, [0.0] * len(workload.tensors)
         for slot in slots:
             scattered, gathered = ([t for t, at in zip(units, places, strict=True) if at[k] == slot] for k in (0, 1))
@@ -107,23 +112,24 @@ def case(seed):
 def test_against_brute_force(seed):
     workload, cluster = case(seed)
     best = best_of_all(workload, cluster)
-    for order, all_reduce_only in itertools.product(("captured", "any"), (False, True)):
-        bound = lower_bound(workload, cluster, order=order, all_reduce_only=all_reduce_only)
+    for order, sends in itertools.product(("captured", "any"), ("halves", "pairs", "all_reduces")):
+        bound = lower_bound(workload, cluster, order=order, sends=sends)
         assert bound.seconds <= best * (1 + 1e-12)
-        verify_bound(bound, workload, cluster, order=order, all_reduce_only=all_reduce_only)
+        verify_bound(bound, workload, cluster, order=order, sends=sends)
 
 
+@pytest.mark.parametrize("sends", ["halves", "pairs"])
 @pytest.mark.parametrize("seed", range(25))
-def test_against_brute_force_with_halves(seed):
+def test_against_brute_force_with_halves(seed, sends):
     draw = random.Random(seed)
     units = draw.choice([[1, 1], [1, 2], [2, 1], [1, 1, 1]])
     times = [[float(draw.randint(0, most)) for _ in units] for most in (2, 3, 5)]
     workload, cluster = chain(times[0], times[1], units, times[2]), cluster_of(draw.choice([0.5, 2.0, 6.0]), 2.0)
-    best = best_with_halves(workload, cluster)
+    best = best_with_halves(workload, cluster, sends)
     for order in ("captured", "any"):
-        bound = lower_bound(workload, cluster, order=order)
+        bound = lower_bound(workload, cluster, order=order, sends=sends)
         assert bound.seconds <= best * (1 + 1e-12)
-        verify_bound(bound, workload, cluster, order=order)
+        verify_bound(bound, workload, cluster, order=order, sends=sends)
 
 
 def survey(count):
@@ -132,7 +138,7 @@ def survey(count):
     for seed in range(count):
         workload, cluster = case(seed)
         best = best_of_all(workload, cluster)
-        below.append(1 - lower_bound(workload, cluster, all_reduce_only=True).seconds / best)
+        below.append(1 - lower_bound(workload, cluster, sends="all_reduces").seconds / best)
         above.append(iteration_time(workload, schedule("legato", workload, cluster), cluster) / best - 1)
     for name, far in (("bound below", below), ("legato above", above)):
         near = sum(x <= 0.005 for x in far) / count
@@ -149,7 +155,7 @@ QUICK = cluster_of(0.0, 1.0)
 
 def test_a_large_tensor_by_hand():
     """If the large tensor arrives last, at 10, its update and a forward op follow; if first, at 9, everything does."""
-    bound = lower_bound(LARGE, QUICK, all_reduce_only=True)
+    bound = lower_bound(LARGE, QUICK, sends="all_reduces")
     assert bound.seconds == pytest.approx(15.0, rel=1e-6)
     assert iteration_time(LARGE, schedule("legato", LARGE, QUICK), QUICK) == pytest.approx(15.0)
 
@@ -162,30 +168,30 @@ def two_large():
 def test_the_order_of_large_tensors_is_what_the_stream_waits_for():
     """The stream has nothing to do until the first large tensor comes, and too little until the second does."""
     workload = two_large()
-    bound = lower_bound(workload, QUICK, all_reduce_only=True)
+    bound = lower_bound(workload, QUICK, sends="all_reduces")
     assert bound.certificate.case == "whole"
     seconds = iteration_time(workload, schedule("legato", workload, QUICK), QUICK)
     assert bound.seconds == pytest.approx(seconds, rel=1e-6)
-    verify_bound(bound, workload, QUICK, all_reduce_only=True)
+    verify_bound(bound, workload, QUICK, sends="all_reduces")
     more = 0.001 * bound.seconds
     claims = msgspec.structs.replace(bound.certificate, network_s=bound.certificate.network_s + more)
     with pytest.raises(InputError, match="may take less than"):
-        verify_bound(Bound(bound.seconds + more, claims), workload, QUICK, all_reduce_only=True)
+        verify_bound(Bound(bound.seconds + more, claims), workload, QUICK, sends="all_reduces")
     with pytest.raises(InputError, match="on one stream"):
-        verify_bound(bound, workload, QUICK, compute="unlimited", all_reduce_only=True)
+        verify_bound(bound, workload, QUICK, compute="unlimited", sends="all_reduces")
 
 
 @pytest.mark.parametrize("alpha_s", [20.0, 40.0])
 def test_what_one_dear_message_brings_is_updated_after_it(alpha_s):
     """One message is the best: backward pass, message, all updates and the forward pass follow one another."""
     workload, cluster = chain([1.0] * 4, [0.5] * 4, [1] * 4, [2.0] * 4), cluster_of(alpha_s, 0.5)
-    bound = lower_bound(workload, cluster, all_reduce_only=True)
+    bound = lower_bound(workload, cluster, sends="all_reduces")
     at_once = 4 + alpha_s + 4 * 0.5 + 4 * 2.0 + 4 * 0.5
     assert iteration_time(workload, schedule("single", workload, cluster), cluster) <= at_once
     assert bound.seconds == pytest.approx(
         iteration_time(workload, schedule("legato", workload, cluster), cluster), rel=2e-3
     )
-    verify_bound(bound, workload, cluster, all_reduce_only=True)
+    verify_bound(bound, workload, cluster, sends="all_reduces")
 
 
 @given(

@@ -10,7 +10,8 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import Bound, kind_of, lower_bound
+from legato.schedule.bound.lower_bound import Bound, lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator.collective import iteration_time
 
 ONE = Workload("one", (Op("f", "forward", 2.0), Op("b", "backward", 3.0, (0,))), (Tensor("t", 8, 1, (0,)),))
@@ -20,12 +21,12 @@ ONE = Workload("one", (Op("f", "forward", 2.0), Op("b", "backward", 3.0, (0,))),
 def test_one_message(wire, seconds):
     """2 + 8 seconds for 8 bytes, 2 + 4 for four; backward before it and forward after it."""
     cluster = Cluster(2, {"c": LinearCost(2.0, 1.0)})
-    bound = lower_bound(ONE, cluster, all_reduce_only=True, wire=wire)
+    bound = lower_bound(ONE, cluster, sends="all_reduces", wire=wire)
     assert bound.seconds == seconds
-    assert verify_bound(bound, ONE, cluster, all_reduce_only=True, wire=wire) == seconds
+    assert verify_bound(bound, ONE, cluster, sends="all_reduces", wire=wire) == seconds
     if wire:
         with pytest.raises(InputError, match="its certificate proves only"):
-            verify_bound(replace(bound, seconds=15.0), ONE, cluster, all_reduce_only=True, wire=True)
+            verify_bound(replace(bound, seconds=15.0), ONE, cluster, sends="all_reduces", wire=True)
 
 
 settings_of_bound = st.sampled_from(
@@ -49,7 +50,7 @@ def test_no_plan_is_faster_whatever_is_rounded(data, workload, cluster, setting,
         seconds = iteration_time(workload, plan, cluster, compute=compute)
     except PlanError:
         assume(False)
-    fields = {"compute": compute, "order": order, "all_reduce_only": kind.all_reduce_only, "wire": True}
+    fields = {"compute": compute, "order": order, "sends": kind.sends, "wire": True}
     bound = lower_bound(workload, cluster, **fields)
     assert seconds >= bound.seconds * (1 - 1e-12)
     assert bound.seconds <= float(verify_bound(bound, workload, cluster, **fields)) * (1 + 1e-12)

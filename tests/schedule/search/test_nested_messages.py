@@ -44,7 +44,7 @@ def test_they_attain_the_bound_of_a_chain(seed):
     assert found.seconds <= bound.seconds * (1 + 1e-3)
     cluster = Cluster(2, {"0": line})
     ours = iteration_time(workload, schedule("legato", workload, cluster), cluster)
-    assert ours <= lower_bound(workload, cluster, all_reduce_only=True).seconds * (1 + 0.005)
+    assert ours <= lower_bound(workload, cluster, sends="all_reduces").seconds * (1 + 0.005)
 
 
 @pytest.mark.parametrize("seed", range(6))

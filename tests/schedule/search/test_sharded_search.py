@@ -75,7 +75,7 @@ def test_two_messages_in_halves_beat_all_plans_of_all_reduces():
     job, cluster = model("googlenet"), Cluster.derive(512, 3e9, 30e-6, collectives=["ring"])
     plan = schedule("legato", job, cluster)
     assert is_runnable(plan, job) and len(plan.messages) == 4
-    all_reduces = lower_bound(job, cluster, all_reduce_only=True).seconds
+    all_reduces = lower_bound(job, cluster, sends="all_reduces").seconds
     assert iteration_time(job, plan, cluster) < 0.95 * all_reduces
 
 

@@ -1,0 +1,45 @@
+"""Which bound holds for a plan: what its messages may be, and which way it computes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from legato.core.plan import Plan, Shard
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import gathers_what_it_scatters
+from legato.schedule.basics.heads_tails import Order
+
+__all__ = ["PlanKind", "Sends", "kind_of"]
+
+#: What the messages of plans are: nothing but all-reduces; also reduce-scatters and all-gathers in pairs, both with the
+#: same slices; or these in any way.
+Sends = Literal["all_reduces", "pairs", "halves"]
+
+
+class PlanKind(NamedTuple):
+    """Which bound holds for a plan: what to give to `lower_bound`."""
+
+    order: Order
+    sends: Sends
+    shard: Shard = "none"
+    step_last: bool = False
+    wire: bool = False
+
+
+def kind_of(plan: Plan, workload: Workload) -> PlanKind:
+    """Which bound holds for a plan: its `order`, what it sends, what it shards, where it steps, and whether it has
+    messages in a wire format.
+
+    `step_last`: it shards something, and its optimizer ops follow the backward pass.
+    """
+    order = plan.op_order or workload.iteration_order()
+    phases = [workload.ops[op].phase for op in order]
+    ops = [op for op, phase in zip(order, phases, strict=True) if phase != "optimizer"]
+    backward = workload.phase_ops("backward")
+    kept = ops == backward + workload.phase_ops("forward")
+    sends: Sends = "pairs" if gathers_what_it_scatters(plan) else "halves"
+    if all(message.kind == "all_reduce" for message in plan.messages):
+        sends = "all_reduces"
+    step_last = plan.shard != "none" and "optimizer" not in phases[: len(backward)]
+    wire = any(message.wire is not None for message in plan.messages)
+    return PlanKind("captured" if kept else "any", sends, plan.shard, step_last, wire)
