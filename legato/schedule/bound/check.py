@@ -19,6 +19,7 @@ from legato.core.plan import Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
+from legato.schedule.bound.check_ranges import check_ranges
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
@@ -91,6 +92,10 @@ def verify_bound(
         proved = _step(every, cluster, walk, chosen, step_last)
     elif case == "nested":
         proved = _nested(workload, cluster, walk, bound.certificate, sends)
+    elif case == "ranges":
+        if not all_reduce_only:
+            raise InputError(f"certificate: case 'ranges' for {sends} (expected all-reduces only)")
+        proved = check_ranges(workload, cluster, walk, bound.certificate)
     elif case == "whole":
         proved = check_whole(workload, cluster, walk, bound.certificate, sends)
     elif case == "sequences":

@@ -81,6 +81,9 @@ waits for needs a message of its own after it (`last_message.py`).
 *Nested.* Sets that lie inside each other are sent in stretches of time that do, too,
 each of a whole number of messages; what arrives last is updated last (`nested.py`).
 
+*Ranges.* The same sets, with the latest end of each of their messages: what a message brings is
+updated after it, and so is all that comes later (`ranges.py`; for all-reduces only).
+
 *Whole.* Large tensors are updated when they are complete, and meanwhile the stream has little to
 do. In which order they arrive is a path, and the best one gives a bound (`whole.py`).
 
@@ -171,6 +174,7 @@ from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import nested
 from legato.schedule.bound.plan_kind import Sends
+from legato.schedule.bound.ranges import ranges
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.bound.waiting_updates import Updates
@@ -202,6 +206,7 @@ Case = Literal[
     "between",
     "last",
     "nested",
+    "ranges",
     "whole",
     "sequences",
     "update",
@@ -219,7 +224,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. With "nested", the first `sets[0]`, `sets[1]`, ... of its S are the sets. `op` is
+    limits. With "nested" and "ranges", the first `sets[0]`, `sets[1]`, ... of its S are the sets. `op` is
     the optimizer op of "update". The times of updates are part of `network_s`.
     """
 
@@ -265,8 +270,8 @@ def lower_bound(
     plans do. With `shard`
     and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
     plans with messages in a wire format (`Message.wire`) only with `wire`. Without
-    `thorough`, it leaves out "sequences", which takes longest to find, and "nested" tries
-    fewer sets. In any order,
+    `thorough`, it leaves out "ranges" and "sequences", which take longest to find, and "nested"
+    tries fewer sets. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
@@ -311,6 +316,13 @@ def lower_bound(
             found = _certified("whole", large.seconds, large.tensors, first, last_s)
     if not thorough:
         return found
+    if compute == "one" and all_reduce_only:
+        stretch = ranges(workload, times, line, beat_s=found.seconds)
+        if stretch is not None:
+            found = _certified("ranges", stretch.seconds, stretch.tensors, first, last_s)
+            found = msgspec.structs.replace(
+                found, certificate=msgspec.structs.replace(found.certificate, sets=stretch.sets)
+            )
     ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
     relaxed = sequences(times, nbytes, line, sends, ready, beat_s=found.seconds, updates=updates)
     if relaxed is None:

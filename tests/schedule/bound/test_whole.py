@@ -13,99 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.updated_chains import best_of_all, best_with_halves, case, chain, cluster_of
 
-from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.bound.check import verify_bound
 from legato.schedule.bound.lower_bound import Bound, lower_bound
 from legato.schedule.bound.waiting_updates import WHOLE, WaitingUpdates
-from legato.schedule.search.optimizer_ops import work_conserving_order
 from legato.simulator.collective import iteration_time
-
-UNIT = 16
-
-
-def chain(backward_s, forward_s, units, updates_s):
-    """A chain of layers with a tensor each, given from the first layer on; every tensor has an update."""
-    count = len(units)
-    ops = [Op(f"f{i}", "forward", forward_s[i], (i - 1,) if i else ()) for i in range(count)]
-    ops += [Op(f"b{i}", "backward", backward_s[i], (len(ops) - 1,)) for i in reversed(range(count))]
-    ops += [Op(f"u{i}", "optimizer", updates_s[i]) for i in range(count)]
-    tensors = (Tensor(f"t{i}", UNIT * n, 2 * count - 1 - i, (i, 2 * count + i)) for i, n in enumerate(units))
-    return Workload("chain", tuple(ops), tuple(tensors))
-
-
-def cluster_of(alpha_s, unit_s):
-    return Cluster(2, {"c": LinearCost(alpha_s, unit_s / UNIT)})
-
-
-def best_of_all(workload, cluster):
-    """The least seconds of all sequences of all-reduces that partition tensors at whole units.
-
-    The stream never idles while an op can run, which is the best for given arrivals.
-    """
-    units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
-    ready, best, seen = ready_s(workload), float("inf"), set()
-    for numbers in itertools.product(range(len(units)), repeat=len(units)):
-        messages = tuple(
-            tuple(t for t, number in zip(units, numbers, strict=True) if number == k) for k in range(len(units))
-        )
-        if messages in seen:
-            continue
-        seen.add(messages)
-        now, arrival = 0.0, [0.0] * len(workload.tensors)
-        for message in messages:
-            if message:
-                now = max(now, *(ready[t] for t in message)) + cluster.cost().cost(UNIT * len(message))
-                for t in message:
-                    arrival[t] = now
-        best = min(best, work_conserving_order(workload, arrival)[1])
-    return best
-
-
-def best_with_halves(workload, cluster, sends):
-    """The same for sequences of reduce-scatters and all-gathers: every unit is in one of each, in this order.
-
-    In pairs, units that are scattered together are gathered together.
-    """
-    units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
-    ready, cost, best = ready_s(workload), cluster.cost(), float("inf")
-    slots = range(2 * len(units))
-    for places in itertools.product(list(itertools.combinations(slots, 2)), repeat=len(units)):
-        if sends == "pairs" and not len(set(places)) == len({s for s, _ in places}) == len({g for _, g in places}):
-            continue
-        now, arrival = 0.0, [0.0] * len(workload.tensors)
-        for slot in slots:
-            scattered, gathered = ([t for t, at in zip(units, places, strict=True) if at[k] == slot] for k in (0, 1))
-            if scattered and gathered:
-                break
-            if scattered or gathered:
-                now = max(now, *(ready[t] for t in scattered), 0.0)
-                now += (cost.alpha_s + cost.beta_s_per_byte * UNIT * len(scattered + gathered)) / 2
-            for t in gathered:
-                arrival[t] = now
-        else:
-            best = min(best, work_conserving_order(workload, arrival)[1])
-    return best
-
-
-def ready_s(workload):
-    """When the gradients are ready, by tensor."""
-    backward = workload.phase_ops("backward")
-    until = list(itertools.accumulate(workload.ops[i].duration_s for i in backward))
-    return [until[backward.index(tensor.ready_after)] for tensor in workload.tensors]
-
-
-def case(seed):
-    """A chain of two or three layers whose tensors have one or two units; all times but alpha are whole seconds."""
-    draw = random.Random(seed)
-    units = [draw.randint(1, 2) for _ in range(draw.randint(2, 3))]
-    updates_s = [float(draw.randint(0, 4) * n) for n in units]
-    backward_s, forward_s = ([float(draw.randint(0, most)) for _ in units] for most in (2, 3))
-    cluster = cluster_of(draw.choice([0.0, 0.25, 1.0, 4.0]), float(draw.randint(1, 4)))
-    return chain(backward_s, forward_s, units, updates_s), cluster
 
 
 @pytest.mark.parametrize("seed", range(40))
