@@ -18,10 +18,15 @@ from legato.schedule.basics.compose import in_turn
 from legato.schedule.basics.joined import Joined
 from legato.schedule.search.fill import Piece
 
-__all__ = ["MOST_BLOCKS", "Blocks"]
+__all__ = ["Blocks", "too_many_tensors"]
 
 #: Up to so many tensors are planned for one by one; of more, about so many blocks are made.
 MOST_BLOCKS = 4096
+
+
+def too_many_tensors(count: int) -> bool:
+    """Whether so many are planned for in blocks."""
+    return count > MOST_BLOCKS
 
 
 class Blocks:
@@ -51,6 +56,6 @@ class Blocks:
 def _members(workload: Workload, release_s: Sequence[float]) -> list[list[int]]:
     """The tensors (indices) of each block."""
     count = len(workload.tensors)
-    if count <= MOST_BLOCKS:
+    if not too_many_tensors(count):
         return [[t] for t in range(count)]
     return in_turn(workload, sorted(range(count), key=release_s.__getitem__), workload.nbytes / MOST_BLOCKS)

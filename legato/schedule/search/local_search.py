@@ -8,53 +8,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from legato.core.cluster import LinearCost
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.search.budget import Budget
+from legato.schedule.search.collectives import CheapestCollective
 from legato.schedule.search.fill import Filled, Piece, fill, fill_greedily
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
 
-__all__ = ["CheapestCollective", "Instance", "change_sizes", "local_search"]
+__all__ = ["Instance", "change_sizes", "local_search"]
 
 #: About how many pieces the tensors are partitioned into before these are merged.
 _PIECES = 256
 #: What it costs to fill messages: for each tensor and each message.
 _FILL_S = 1.5e-6
-
-
-class CheapestCollective(NamedTuple):
-    """The collectives and depths that a message can use, the cost of each, and the most bytes of a message."""
-
-    choices: tuple[tuple[str, int], ...]
-    costs: tuple[LinearCost, ...]
-    most: float = np.inf
-
-    def cost(self, nbytes: Any) -> Any:
-        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice.
-
-        A message of too many bytes is sent as several, and all but the last are full.
-        """
-        if self.most < np.inf:
-            full, rest = np.divmod(nbytes, self.most)
-            return full * self._cost(self.most) + np.where(rest > 0, self._cost(rest), 0.0)
-        return self._cost(nbytes)
-
-    def _cost(self, nbytes: Any) -> Any:
-        best: Any = np.inf
-        for cost in self.costs:
-            seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
-            best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
-        return best
-
-    def choose(self, nbytes: int) -> tuple[str, int]:
-        """The cheapest collective and depth for a message."""
-        seconds = [cost.cost(nbytes) for cost in self.costs]
-        return self.choices[seconds.index(min(seconds))]
 
 
 class Instance(NamedTuple):

@@ -30,11 +30,25 @@ from legato.schedule.basics.coarse_to_fine import coarse_to_fine
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.op_order import serialized_order, update_order
+from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
 from legato.schedule.search.budget import Budget
+from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 
-__all__ = ["OrderValue", "annealed_order", "promising_orders", "times_in_order"]
+__all__ = [
+    "OP_MOVES",
+    "OP_MOVES_SHARE",
+    "OrderValue",
+    "annealed_order",
+    "bounded_orders",
+    "promising_orders",
+    "times_in_order",
+]
 
+#: Moves of updates for every round of the local search. They cost less.
+_MOVES = 0.25
+#: The same for moves of single ops, and the largest fraction of the budget for them.
+OP_MOVES, OP_MOVES_SHARE = 10, 0.2
 #: How many limits to try before refining around the best one.
 _LIMITS = 8
 #: What it costs to value an order: for each op and each tensor.
@@ -194,3 +208,30 @@ def promising_orders(
     )
     orders.insert(0, found)
     return [order for order in dict.fromkeys(orders) if order != workload.iteration_order()]
+
+
+def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[int, ...], float]], float]:
+    """Orders of computation to plan for (empty for the captured one), each with a bound for all-reduces in it.
+
+    The order with the least bound comes first. Also a bound for all-reduces in any order that is allowed.
+    """
+    workload, cluster = problem.workload, problem.cluster
+    captured = ((), lower_bound(workload, cluster, sends="all_reduces", thorough=False).seconds)
+    if not problem.free_order:
+        return [captured], captured[1]
+    least_s = lower_bound(workload, cluster, order="any", sends="all_reduces", thorough=False).seconds
+    value = OrderValue(workload, cheapest_line(cluster, workload.nbytes))
+    if problem.large:
+        orders = [serialized_order(workload, update_order(workload))]
+    else:
+        orders = promising_orders(
+            workload,
+            value,
+            anywhere=problem.any_order,
+            moves=(int(_MOVES * problem.rounds), OP_MOVES * problem.rounds),
+            enough_s=least_s * (1 + problem.gap / 2),
+            budget=budget.part(OP_MOVES_SHARE),
+            seed=problem.seed,
+        )
+    found = [captured, *((order, max(least_s, value(order))) for order in orders)]
+    return sorted(found, key=lambda choice: choice[1]), least_s

@@ -11,7 +11,6 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search import blocks as module
-from legato.schedule.search import legato as search
 from legato.schedule.search.blocks import Blocks
 from legato.schedule.search.fill import Piece
 from legato.simulator.collective import iteration_time
@@ -20,8 +19,7 @@ from legato.simulator.collective import iteration_time
 @pytest.fixture(autouse=True, scope="module")
 def few_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        for where in (module, search):
-            patch.setattr(where, "MOST_BLOCKS", 3)
+        patch.setattr(module, "MOST_BLOCKS", 3)
         yield
 
 

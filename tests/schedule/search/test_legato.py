@@ -21,9 +21,10 @@ from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
+from legato.schedule.search.collectives import CheapestCollective
 from legato.schedule.search.fill import fill, fill_greedily
 from legato.schedule.search.halves import halves
-from legato.schedule.search.local_search import CheapestCollective, Instance
+from legato.schedule.search.local_search import Instance
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.optimizer_ops import work_conserving_order

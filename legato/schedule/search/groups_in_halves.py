@@ -1,22 +1,15 @@
-"""The search of `legato` for sharded plans: groups of gradients, and the order of both halves and of the updates.
+"""Groups of gradients that are each sent in two halves: when each half goes, and each update runs.
 
-Idea: a sharded plan consists of groups, each scattered once and gathered once. Given the
-groups and a rank for every half, list scheduling gives a good plan in one pass over the
+Idea: a group is scattered once and gathered once. Given the groups and a rank for every half,
+list scheduling gives a good plan in one pass over the
 iteration: whenever the network is free, it takes the half with the lowest rank among those
 that can go, and whenever the stream is free, it takes the update that is needed first among
 those whose gradients have arrived, or else the next forward op. An update never makes the
 iteration longer than a forward op in its place would, since it is all that a later gather
 waits for. As in a training step, updates follow the backward pass.
 
-Four ways to rank the halves are tried on groups of equal sizes and on those of other plans:
-all that is scattered before all that is gathered (DeAR) or the other way round, and what
-the forward pass reads first before the rest, whole groups or among those to be gathered
-(priorities). The best are improved at random: neighbouring groups are merged and divided,
-borders are moved. At the end the orders of the halves and of the updates themselves are
-changed, in which the network and the stream may wait for what is urgent.
-
-Plans that shard nothing, but send every all-reduce in two halves, are found in the same way.
-There a group can be gathered as soon as it is scattered, and updates keep their places.
+This is how sharded plans are made. Where nothing is sharded, but every all-reduce is sent in two
+halves, a group can be gathered as soon as it is scattered, and updates keep their places.
 
 Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 """
@@ -24,29 +17,22 @@ Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.joined import ALIGNMENT, Joined
 from legato.schedule.search.budget import Budget
 from legato.simulator.period import Period
 
-__all__ = ["Arranged", "Groups", "ShardedPeriod", "groups_of", "sharded_search"]
+__all__ = ["Arranged", "GroupedPeriod", "Groups", "Part", "groups_of"]
 
 #: Bytes of a tensor (its index): from a start to a stop.
 Part = tuple[int, int, int]
 #: What is scattered together and gathered together.
 Groups = list[list[Part]]
 
-#: How many groups of equal sizes to try.
-_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-#: How many starts are improved, and the share of the changes for orders.
-_IMPROVED, _REORDERED = 3, 0.4
 #: What it costs to arrange an iteration: for each half, each op and each part.
 _EVENT_S = 1e-6
 
@@ -61,7 +47,7 @@ class Arranged(NamedTuple):
     op_order: tuple[int, ...]
 
 
-class ShardedPeriod:
+class GroupedPeriod:
     """A period whose halves and updates can be arranged; `order` has the backward and the forward ops in their order.
 
     `half_s(nbytes)` is the cost of a half. If not `sharded`, gradients are gathered and not parameters: a half can go
@@ -154,7 +140,7 @@ class _Arrangement:
 
     def __init__(
         self,
-        period: ShardedPeriod,
+        period: GroupedPeriod,
         groups: Groups,
         rank: Sequence[tuple[int, int]] | None,
         halves: Sequence[int] = (),
@@ -317,126 +303,3 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
         for message in messages
         if message.kind == "reduce_scatter"
     ]
-
-
-def sharded_search(
-    period: ShardedPeriod, starts: Iterable[Groups], *, partition: bool, enough_s: float, rounds: int, seed: int
-) -> Iterator[tuple[Groups, Arranged]]:
-    """Better and better iterations, until one takes `enough_s`, or rounds or budget are spent.
-
-    `starts` are groups of other plans, at least one, the best first. With `partition`, tensors may be partitioned.
-    """
-    search = _Search(period, partition, enough_s, random.Random(seed))
-    first, *others = starts
-    for groups in itertools.chain([first], _equal_groups(period, partition, len(first)), others):
-        search.start(groups)
-        if search.done:
-            break
-    yield from search.improve(rounds)
-
-
-def _equal_groups(period: ShardedPeriod, partition: bool, near: int) -> Iterator[Groups]:
-    """Groups of about equal sizes, in the order in which gradients are ready; first of whole tensors.
-
-    Numbers of groups that are `near` a given one come first.
-    """
-    counts = sorted(_COUNTS, key=lambda count: max(count / near, near / count))
-    workload = period.workload
-    # Of gradients that are ready at once, those that are read last come first, like all others.
-    order = sorted(range(len(workload.tensors)), key=lambda t: (period.release_s[t], -period.first_read[t]))
-    total = workload.nbytes
-    seen = set()
-    for count in counts:
-        groups: Groups = [[]]
-        done = 0
-        for t in order:
-            nbytes = workload.tensors[t].nbytes
-            if groups[-1] and (2 * done + nbytes) * count >= 2 * total * len(groups):
-                groups.append([])
-            groups[-1].append((t, 0, nbytes))
-            done += nbytes
-        if len(groups) not in seen:
-            seen.add(len(groups))
-            yield groups
-    if partition:
-        joined, tensor_id = Joined([workload.tensors[t] for t in order]), Period.of(workload).tensor_id
-        for count in counts:
-            cuts = [0, *(joined.aligned(total * k // count) for k in range(1, count)), total]
-            yield [
-                [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in joined.slices(start, stop)]
-                for start, stop in itertools.pairwise(cuts)
-                if start < stop
-            ]
-
-
-class _Search:
-    """The best iterations so far, each with its groups and its way to rank them."""
-
-    def __init__(self, period: ShardedPeriod, partition: bool, enough_s: float, rng: random.Random) -> None:
-        self.period, self.partition, self.enough_s, self.rng = period, partition, enough_s, rng
-        self.found: list[tuple[float, int, int, int, Groups, Arranged]] = []
-
-    @property
-    def done(self) -> bool:
-        return self.period.budget.spent or (bool(self.found) and min(self.found)[0] <= self.enough_s)
-
-    def start(self, groups: Groups) -> None:
-        """Try all ways to rank these groups."""
-        for way, rank in enumerate(self.period.ranks(groups)):
-            arranged = self.period.arrange(groups, rank)
-            self.found.append((arranged.seconds, len(groups), len(self.found), way, groups, arranged))
-            if self.period.budget.spent:
-                return
-
-    def improve(self, rounds: int) -> Iterator[tuple[Groups, Arranged]]:
-        """Improve the best starts by other groups, and then the best of these by other orders."""
-        self.found.sort()
-        ends: list[tuple[float, int, int, Groups, Arranged]] = []
-        for _, _, _, way, groups, arranged in self.found[:_IMPROVED]:
-            yield groups, arranged
-            for _ in range(int(rounds * (1 - _REORDERED) / _IMPROVED)):
-                if arranged.seconds <= self.enough_s or self.period.budget.spent:
-                    break
-                changed = self._change(groups)
-                tried = self.period.arrange(changed, self.period.ranks(changed)[way])
-                if (tried.seconds, len(changed)) <= (arranged.seconds, len(groups)):
-                    groups, arranged = changed, tried
-            ends.append((arranged.seconds, len(groups), len(ends), groups, arranged))
-            yield groups, arranged
-        _, _, _, groups, arranged = min(ends)
-        for _ in range(int(rounds * _REORDERED)):
-            if arranged.seconds <= self.enough_s or self.period.budget.spent:
-                break
-            halves = list(arranged.halves)
-            updates = [op for op in arranged.op_order if op in self.period.update_s]
-            moved = updates if len(updates) > 1 and self.rng.random() < 0.5 else halves
-            moved.insert(self.rng.randrange(len(moved)), moved.pop(self.rng.randrange(len(moved))))
-            tried = self.period.in_order(groups, halves, updates)
-            if tried.seconds <= arranged.seconds:
-                arranged = tried
-        yield groups, arranged
-
-    def _change(self, groups: Groups) -> Groups:
-        """Merge two neighbours, divide a group, or move parts across a border."""
-        rng, k = self.rng, self.rng.randrange(len(groups))
-        group, choice = groups[k], self.rng.random()
-        if choice < 0.35 and k + 1 < len(groups):
-            return [*groups[:k], group + groups[k + 1], *groups[k + 2 :]]
-        if choice < 0.6:
-            at = rng.randrange(len(group)) if len(group) > 1 else 0
-            first, rest = self._cut(group, at)
-            return [*groups[:k], first, rest, *groups[k + 1 :]] if first and rest else groups
-        if k + 1 < len(groups):
-            both = group + groups[k + 1]
-            at = min(max(len(group) + rng.choice((-4, -2, -1, 0, 1, 2, 4)), 0), len(both) - 1)
-            first, rest = self._cut(both, at)
-            return [*groups[:k], *(part for part in (first, rest) if part), *groups[k + 2 :]]
-        return groups
-
-    def _cut(self, group: list[Part], at: int) -> tuple[list[Part], list[Part]]:
-        """Divide a group before one of its parts, or, where tensors may be partitioned, sometimes inside of it."""
-        t, start, stop = group[at]
-        inside = start + int((stop - start) * self.rng.random()) // ALIGNMENT * ALIGNMENT
-        if not self.partition or inside == start or self.rng.random() < 0.5:
-            return group[:at], group[at:]
-        return [*group[:at], (t, start, inside)], [(t, inside, stop), *group[at + 1 :]]

@@ -1,6 +1,6 @@
 """Sharded plans: the search's own times are the simulator's, no rival is faster, and hardly any plan at all is.
 
-`PYTHONPATH=tests python tests/schedule/search/test_sharded_search.py 60` prints how far the bound and every
+`PYTHONPATH=tests python tests/schedule/search/test_sharded_plans.py 60` prints how far the bound and every
 scheduler are from the best sharded plan of whole tensors of 60 random cases, found by trying all plans. On
 these, `legato` was optimal in 95% and off by 0.1% on average, 3.3% at worst; the next best rivals,
 `bytescheduler` and `p3`, were off by 4.2% and 3.7%. The bound was the optimum in 50%, and below it by 2.6%.
@@ -25,7 +25,7 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.sharded_search import ShardedPeriod, groups_of
+from legato.schedule.search.groups_in_halves import GroupedPeriod, groups_of
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
@@ -45,7 +45,7 @@ def with_adam(job, fused=False, seconds_per_byte=8e-12):
 def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cluster):
     plan = data.draw(sharded_plans(workload, cluster))
     groups, cost = groups_of(plan.messages, workload), cluster.cost()
-    period = ShardedPeriod(
+    period = GroupedPeriod(
         workload, cluster.workers, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget()
     )
     for rank in period.ranks(groups):
@@ -63,7 +63,7 @@ def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cl
 def test_halves_of_all_reduces_are_arranged_as_the_simulator_says(data, workload, cluster):
     groups, cost = groups_of(data.draw(sharded_plans(workload, cluster)).messages, workload), cluster.cost()
     order = workload.iteration_order()
-    period = ShardedPeriod(workload, 1, lambda nbytes: cost.cost(nbytes) / 2, order, Budget(), sharded=False)
+    period = GroupedPeriod(workload, 1, lambda nbytes: cost.cost(nbytes) / 2, order, Budget(), sharded=False)
     for rank in period.ranks(groups):
         arranged = period.arrange(groups, rank)
         found = Plan("p", tuple(period.messages(groups, arranged)), True)

@@ -1,0 +1,92 @@
+"""How a message gets its collective: the cheapest one for its bytes, and its depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.plan import Message
+from legato.schedule.basics.joined import divided
+from legato.schedule.published.caramel import MAX_DEPTH
+from legato.simulator.pipelining import message_s
+
+__all__ = ["CheapestCollective", "Collectives"]
+
+
+class CheapestCollective(NamedTuple):
+    """The collectives and depths that a message can use, the cost of each, and the most bytes of a message."""
+
+    choices: tuple[tuple[str, int], ...]
+    costs: tuple[LinearCost, ...]
+    most: float = np.inf
+
+    def cost(self, nbytes: Any) -> Any:
+        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice.
+
+        A message of too many bytes is sent as several, and all but the last are full.
+        """
+        if self.most < np.inf:
+            full, rest = np.divmod(nbytes, self.most)
+            return full * self._cost(self.most) + np.where(rest > 0, self._cost(rest), 0.0)
+        return self._cost(nbytes)
+
+    def _cost(self, nbytes: Any) -> Any:
+        best: Any = np.inf
+        for cost in self.costs:
+            seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
+            best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
+        return best
+
+    def choose(self, nbytes: int) -> tuple[str, int]:
+        """The cheapest collective and depth for a message."""
+        seconds = [cost.cost(nbytes) for cost in self.costs]
+        return self.choices[seconds.index(min(seconds))]
+
+
+class Collectives:
+    """The collectives that a message of a cluster can use, and how long each message takes with the cheapest one."""
+
+    def __init__(self, cluster: Cluster, names: Sequence[str], most: float) -> None:
+        """No message has more than `most` bytes."""
+        self.cluster, self.names, self.most = cluster, names, most
+        # whether a formula gives the cost of chunks, and not a measurement
+        self._priced_by_depth = cluster.reduce_s_per_byte > 0 and not cluster.depths
+        ways = [(name, depth) for name in names for depth in (1, *cluster.depths.get(name, ()))]
+        terms = [msgspec.structs.astuple(cluster.cost(*way)) for way in ways]
+
+        def beaten(k: int) -> bool:
+            """Whether another way costs no more at any size."""
+            return any(
+                all(x <= y for x, y in zip(other, terms[k], strict=True)) and (other != terms[k] or i < k)
+                for i, other in enumerate(terms)
+            )
+
+        kept = [way for k, way in enumerate(ways) if self._priced_by_depth or not beaten(k)]
+        self.lines = CheapestCollective(tuple(kept), tuple(cluster.cost(*way) for way in kept), most)
+        self.half_s = cache(self._half_s)
+
+    def way(self, nbytes: int) -> tuple[str, int]:
+        """The cheapest collective and depth for a message, also where a formula gives the cost of chunks."""
+        if not self._priced_by_depth:
+            return self.lines.choose(nbytes)
+        ways = ((name, depth) for name, _ in self.lines.choices for depth in range(1, MAX_DEPTH + 1))
+        return min(ways, key=lambda way: (message_s(self.cluster, way[0], way[1], nbytes), way[1]))
+
+    def seconds(self, nbytes: int) -> float:
+        """The seconds of a message that is not too large."""
+        return message_s(self.cluster, *self.way(nbytes), nbytes)
+
+    def _half_s(self, nbytes: int) -> float:
+        """The seconds of a half of a message."""
+        return (float(self.lines.cost(nbytes)) if nbytes > self.most else self.seconds(nbytes)) / 2
+
+    def fit(self, messages: Iterable[Message]) -> Iterator[Message]:
+        """The messages, none too large, each with its cheapest collective and depth."""
+        for message in divided(messages, self.most):
+            name, depth = self.way(message.nbytes)
+            yield msgspec.structs.replace(message, collective=name, depth=depth)

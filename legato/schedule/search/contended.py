@@ -1,0 +1,49 @@
+"""Plans where messages and computation share a machine: planned for twice, and judged by the simulator.
+
+Both take time from each other (`Cluster.contention`). How much depends on when each message is
+in flight, which only the simulator knows. So messages are planned with what they cost beside
+computation, and with what they cost alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from legato.core.files import identity
+from legato.core.plan import Plan
+from legato.core.workload import Op, Workload
+from legato.schedule.basics.sharded import sharded
+from legato.schedule.search.candidates import Fastest, published
+from legato.schedule.search.problem import Problem, Solve
+
+__all__ = ["contended_plan"]
+
+
+def contended_plan(problem: Problem, solve: Solve) -> Plan:
+    """The best of the plans for messages and computation that run beside each other, and for each of them alone."""
+    workload, cluster = problem.workload, problem.cluster
+    each = replace(problem, work=problem.work / 2, limit_s=problem.limit_s / 2)
+    slowed = replace(each, workload=_slowed(problem), cluster=cluster.while_computing())
+    alone = replace(each, cluster=msgspec.structs.replace(cluster, contention=None))
+    fastest, name = Fastest(problem), problem.collective or cluster.default_collective
+    fastest.consider(sharded(plan, workload, problem.shard) for plan in published(slowed, name))
+    for case in (slowed, alone):
+        fastest.consider([solve(case)])
+    return msgspec.structs.replace(fastest.plan, workload_id=identity(workload), cluster_id=identity(cluster))
+
+
+def _slowed(problem: Problem) -> Workload:
+    """The workload with the time that packing and one message of all gradients take from computation."""
+    workload, contention = problem.workload, problem.cluster.contention
+    assert contention is not None
+    packed = [0] * len(workload.ops)
+    for tensor in workload.tensors:
+        packed[tensor.ready_after] += tensor.nbytes
+    taken = 1 + contention.overhead.cost(workload.nbytes) / max(workload.compute_s, 1e-9)
+    ops = (
+        Op(op.name, op.phase, op.duration_s * taken + nbytes * contention.pack_s_per_byte, op.deps)
+        for op, nbytes in zip(workload.ops, packed, strict=True)
+    )
+    return msgspec.structs.replace(workload, ops=tuple(ops))

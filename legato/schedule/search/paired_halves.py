@@ -1,0 +1,42 @@
+"""Plans whose messages are all sent in two halves, each when it is worth most.
+
+Where the startup time of a message is a considerable part of the iteration, few messages are sent,
+and the last one makes all wait. So each is tried in two halves, a reduce-scatter beside the backward
+pass and an all-gather when it is needed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.candidates import Fastest
+from legato.schedule.search.group_search import plans_in_groups
+from legato.schedule.search.groups_in_halves import GroupedPeriod, groups_of
+
+__all__ = ["pair_halves"]
+
+#: By how much such plans should be faster, since their messages are twice as many.
+_WORTH = 0.002
+
+
+def pair_halves(fastest: Fastest, budget: Budget) -> None:
+    """Search for such plans, from the messages of the fastest one."""
+    problem, plan = fastest.problem, fastest.plan
+    workload, cluster = problem.workload, problem.cluster
+    paired = Fastest(problem)
+    kind, captured = kind_of(plan, workload)._replace(sends="pairs"), workload.iteration_order()
+    enough_s = lower_bound(workload, cluster, **kind._asdict()).seconds * (1 + problem.gap)
+    messages = [message for message in plan.messages if message.kind != "all_gather"]
+    scattered = [msgspec.structs.replace(message, kind="reduce_scatter") for message in messages]
+    for order in dict.fromkeys((plan.op_order or captured, captured)):
+        if min(fastest.seconds, paired.seconds) <= enough_s or budget.spent:
+            break
+        period = GroupedPeriod(workload, 1, problem.collectives.half_s, order, budget, sharded=False)
+        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s)
+        op_order = () if order == captured else order
+        paired.consider(msgspec.structs.replace(plan, op_order=op_order) for plan in found)
+    if paired.seconds < fastest.seconds * (1 - _WORTH):
+        fastest.consider([paired.plan])

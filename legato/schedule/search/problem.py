@@ -1,0 +1,71 @@
+"""What a search is asked: the workload, the cluster, the limits of the search, and what its plan may be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from legato.core.cluster import Cluster
+from legato.core.plan import Plan, Shard
+from legato.core.workload import Workload
+from legato.schedule.basics.compose import has_free_order, message_limit, resolve_collective
+from legato.schedule.search.blocks import too_many_tensors
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.collectives import Collectives
+from legato.schedule.search.rounding import Rounding
+
+__all__ = ["Problem", "Solve"]
+
+_log = logging.getLogger("legato")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of `legato`, which documents them, and what follows from them."""
+
+    workload: Workload
+    cluster: Cluster
+    collective: str | None
+    gap: float
+    work: float
+    limit_s: float
+    rounds: int
+    seed: int
+    any_order: bool
+    max_message_bytes: int | None
+    shard: Shard
+    wire: Rounding
+
+    @cached_property
+    def most(self) -> float:
+        """The most bytes of a message."""
+        return message_limit(self.max_message_bytes)
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        name = self.collective
+        names = tuple(self.cluster.collectives) if name is None else (resolve_collective(self.cluster, name),)
+        return Collectives(self.cluster, names, self.most)
+
+    @property
+    def free_order(self) -> bool:
+        """Whether other ops than optimizer ops may move."""
+        return self.any_order or has_free_order(self.workload)
+
+    @property
+    def large(self) -> bool:
+        return too_many_tensors(len(self.workload.tensors))
+
+    def budget(self, share: float = 1.0) -> Budget:
+        """A part of the work."""
+        return Budget(self.work * share, self.limit_s)
+
+    def warn_if_cut(self, budget: Budget) -> None:
+        if budget.cut:
+            _log.warning("the search for a plan was ended after %g s: another run may find another plan", self.limit_s)
+
+
+#: Finds the best plan. What turns one problem into others gets it as an argument, so that no import goes up.
+Solve = Callable[[Problem], Plan]
