@@ -260,6 +260,17 @@ def test_a_disturbance_beside_the_undisturbed_iteration(capsys, workload):
     assert slow["iteration_s"] == pytest.approx(0.03 + 0.005 + 0.012)
 
 
+@pytest.mark.parametrize("fabric", [("ring",), ("aggregation", "--no-barrier")])
+def test_a_disturbance_of_factor_one_changes_nothing(capsys, workload, fabric):
+    """Also where workers differ, and several iterations are simulated without a disturbance."""
+    shared = (workload, "--fabric", *fabric, "--workers", 4, "--slow", 1.5)
+    assert rows(capsys, *shared)[0]["iteration_s"] != rows(capsys, *shared, "--iterations", 1)[0]["iteration_s"]
+    found, quiet = rows(capsys, *shared, "--disturb", "link:0:1:0"), rows(capsys, *shared, "--iterations", 1)
+    for row, other in zip(found, quiet, strict=True):
+        assert row["undisturbed_s"] == row["iteration_s"] == other["iteration_s"] and row["propagated"] is None
+        assert row["speedup"] == other["speedup"]
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
