@@ -187,8 +187,8 @@ def simulate(
     """Simulate one iteration on parameter servers, with help from switches, and on collectives.
 
     Speedups are over one parameter server without help from switches; beyond a million pushes to it, there
-    are speedups only if it is one of the fabrics. A measured cluster's bandwidth and latency are
-    those that explain the measured cost of its default collective.
+    are speedups only if it is one of the fabrics, and none where a second server is disturbed. A measured cluster's
+    bandwidth and latency are those that explain the measured cost of its default collective.
 
     With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
     that alone on the same hosts.
@@ -271,7 +271,7 @@ def simulate(
             if own is not None and _beyond_servers(own):
                 chosen = {name: one for name, one in chosen.items() if not one.servers}
     costs_little = fidelity == "collective" or count * len(jobs[0].tensors) <= _MOST_BASELINE
-    rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little)
+    rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little and _fits_baseline(network))
     if output is not None:
         files.write(output, timeline)
     if json:
@@ -313,6 +313,13 @@ def _planner(
         return schedule(scheduler, job, network.cluster(name, fabric.servers))
 
     return planned
+
+
+def _fits_baseline(network: Network) -> bool:
+    """Whether the baseline of speedups has all the servers that are disturbed."""
+    from legato.simulator.flow import BASELINE, FABRICS
+
+    return all(one.kind != "server" or one.number < FABRICS[BASELINE].servers for one in network.disturbances)
 
 
 def _rows(

@@ -260,6 +260,15 @@ def test_a_disturbance_beside_the_undisturbed_iteration(capsys, workload):
     assert slow["iteration_s"] == pytest.approx(0.03 + 0.005 + 0.012)
 
 
+def test_a_second_server_is_disturbed_that_the_baseline_does_not_have(capsys, workload):
+    """Each of two servers has half of the parameters, and a link that is half as fast as the workers' all the time."""
+    shared = (workload, "--fabric", "multicast+aggregation", "--servers", 2, "--placement", "equal", "--workers", 4)
+    (slow,) = rows(capsys, *shared, "--disturb", "server:0:2:0,server:1:2:0")
+    (same,) = rows(capsys, *shared, "--server-bandwidth", "5Gbit")
+    assert slow["iteration_s"] == same["iteration_s"] > slow["undisturbed_s"] and slow["speedup"] is None
+    assert rows(capsys, *shared, "--disturb", "server:0:2:0")[0]["speedup"] is not None
+
+
 @pytest.mark.parametrize("fabric", [("ring",), ("aggregation", "--no-barrier")])
 def test_a_disturbance_of_factor_one_changes_nothing(capsys, workload, fabric):
     """Also where workers differ, and several iterations are simulated without a disturbance."""
