@@ -160,7 +160,7 @@ class FlowResult:
     same times, itself included; those for which no column stands have other times
     than all columns, but do not change any metric. `num_events` is the number of
     simulated services on links and streams. Metrics are those of the last
-    iteration.
+    iteration, but for `iteration_s`.
     """
 
     workload: Workload
@@ -306,17 +306,27 @@ class FlowResult:
         return float(sum(parts) * compute.slowdown[k, 0])
 
     @property
+    def last_s(self) -> float:
+        """T of worker 0's last iteration: `iteration_s`, or, where jitter makes iterations differ, from the end of its
+        computation in the one before to that in the last one, in seconds."""
+        if (self.compute.slowdown == self.compute.slowdown[-1]).all():
+            return self.iteration_s
+        every = [[self.compute.op_times(half, k)[1][0] for half in ("forward", "backward")] for k in (-2, -1)]
+        before_s, end_s = (float(np.concatenate(halves).max()) for halves in every)
+        return end_s - before_s
+
+    @property
     def overlap(self) -> float:
         """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 if nothing can overlap."""
-        return overlap_coefficient(self.communication_s, self.computation_s, self.iteration_s)
+        return overlap_coefficient(self.communication_s, self.computation_s, self.last_s)
 
     @property
     def utilization(self) -> float:
         """U = C / T of worker 0."""
-        return self.computation_s / self.iteration_s if self.iteration_s > 0 else 1.0
+        return self.computation_s / self.last_s if self.last_s > 0 else 1.0
 
     def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
-        """Return the last iteration of `workers` (None: all that were kept), from its first event on.
+        """Return the last iteration (T is `last_s`) of `workers` (None: all that were kept), from its first event on.
 
         The lanes are "compute" and "network"; a message's span is from when it may
         be sent until it has arrived. With `links`, if transfers were kept, there
@@ -338,7 +348,7 @@ class FlowResult:
         made.sort(key=lambda span: (span.worker, span.start_s, span.end_s))
         members = tuple((rank[w], count) for w, count in enumerate(self.members.tolist()) if count > 1 and w in chosen)
         title = name or self.plan.scheduler
-        return Timeline(title, "predicted", self.iteration_s, tuple(made), members=members)
+        return Timeline(title, "predicted", self.last_s, tuple(made), members=members)
 
     def spans(self, columns: Sequence[int]) -> list[tuple[Any, ...]]:
         """(column, lane, name, start, end, kind, and bytes of a message) of the last iteration, in seconds."""

@@ -264,3 +264,22 @@ def test_the_timeline_has_the_results_metrics():
         assert timeline.utilization == pytest.approx(found.utilization)
         bare = simulate_flow(chain(), None, name, net, symmetry=False, keep_transfers=False)
         assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)
+
+
+def test_jitter_lets_no_worker_compute_for_more_than_its_time():
+    """Metrics are of one and the same iteration, where the last one takes longer or shorter than the mean."""
+    for seed, name in enumerate(name for name, one in FABRICS.items() if not one.servers):
+        for workers in (1, 4):
+            hosts = hosts_of(workers, name)
+            net = Network(workers=workers, bandwidth_bps=KILOBYTE_A_SECOND, jitter=0.5, seed=seed, **hosts)
+            found = simulate_flow(chain(), None, name, net)
+            assert found.utilization <= 1 + 1e-9 and found.overlap <= 1 + 1e-9, name
+            assert found.utilization == pytest.approx(1) or workers > 1
+            timeline = found.timeline([0])
+            assert timeline.utilization == pytest.approx(found.utilization), name
+            assert timeline.overlap == pytest.approx(found.overlap, abs=1e-9), name
+    only = Workload("backward", (Op("b", "backward", 2.0),), (Tensor("w", 1000, 0),))
+    found = simulate_flow(only, None, "ring", Network(workers=4, bandwidth_bps=1e6, jitter=0.5))
+    assert 0 < found.utilization <= 1 + 1e-9
+    alike = simulate_flow(chain(), None, "ring", Network(workers=4, bandwidth_bps=1e6), iterations=5)
+    assert alike.last_s == alike.iteration_s == alike.timeline().iteration_s
