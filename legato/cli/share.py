@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from legato.simulator.flow import Disturbance, Job, Network, Phases, SharedNetwork
     from legato.simulator.flow.placement import Placement
 
-__all__ = ["JobOptions", "one_each", "simulate_shared", "whole"]
+__all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole"]
 
 #: The priorities that Crux would give.
 BY_INTENSITY = "intensity"
@@ -303,9 +303,16 @@ def _make(folder: Path) -> None:
         raise FileError(f"{folder}: {error.strerror}") from None
 
 
+def timeline_paths(folder: Path, jobs: int) -> list[Path]:
+    """The files in the folder to which the timelines of so many jobs are written."""
+    return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
+
+
 def _write(folder: Path, shared: SharedNetwork, best: dict[str, Any]) -> None:
     jobs = best["jobs"]
     times = shared.run([job["shift_s"] for job in jobs], [job["priority"] for job in jobs])
-    for number, timeline in enumerate(times.timelines(), 1):
-        files.write(folder / f"job-{number}.json", timeline)
-    note(f"{best['case']}: timelines -> {folder} (legato report {folder}/job-*.json shows them)")
+    every = zip(timeline_paths(folder, len(jobs)), times.jobs, strict=True)
+    written = [path for path, job in every if job.iteration_s is not None]  # a job that starves has no timeline
+    for path, timeline in zip(written, times.timelines(), strict=True):
+        files.write(path, timeline)
+    note(f"{best['case']}: timelines -> {folder} (legato report {' '.join(map(str, written))} shows them)")

@@ -54,7 +54,7 @@ from legato.cli.options import (
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
-from legato.cli.share import JobOptions, one_each, simulate_shared, whole
+from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError, TooLargeError
@@ -204,7 +204,9 @@ def simulate(
         raise InputError("--plan and --scheduler: give one or the other")
     if disturb is not None and not share and iterations not in (None, 1):
         raise InputError(f"--iterations: {iterations} (expected 1 with --disturb, whose times count from its start)")
-    keep_apart([*workloads, *(path for path in (plan, cluster) if path)], output=output)
+    plans = [] if plan is None else [Path(path) for path in split(str(plan))] if share else [plan]
+    for written in [output] if output is None or not share else timeline_paths(output, len(workloads)):
+        keep_apart([*workloads, *plans, *([] if cluster is None else [cluster])], output=written)
     jobs = [files.read(path, Workload) for path in workloads]
     given = JobOptions(fabric, scheduler, None if plan is None else str(plan), shift, pace, priority, hosts, best_shift)
     if not share:

@@ -156,12 +156,25 @@ def test_a_plan_that_means_something_at_collective_fidelity_only(capsys, workloa
 def test_timelines_that_the_report_draws(capsys, workload, other, tmp_path):
     folder, report = tmp_path / "jobs", tmp_path / "r.html"
     status, _, err = run(capsys, "simulate", workload, other, *TWO, "-o", folder)
-    assert status == 0 and "job-*.json" in err
+    assert status == 0 and f"(legato report {folder}/job-1.json {folder}/job-2.json shows them)" in err
     found = [legato.read(folder / f"job-{number}.json", legato.Timeline) for number in (1, 2)]
     assert [timeline.name for timeline in found] == ["toy", "other"]
     assert all(timeline.spans for timeline in found)
     assert run(capsys, "report", *sorted(folder.iterdir()), "-o", report)[0] == 0
     assert "other" in report.read_text()
+
+
+def test_timelines_do_not_overwrite_what_is_read(capsys, workload, other, tmp_path):
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    for number, path in enumerate((workload, other), 1):
+        (folder / f"job-{number}.json").write_bytes(path.read_bytes())
+    mine, plan = folder / "job-2.json", folder / "job-1.json"
+    for arguments in ((workload, mine), (mine, workload), (workload, other, "--plan", f"{plan}, {plan}")):
+        status, out, err = run(capsys, "simulate", *arguments, *TWO, "-o", folder)
+        assert status == 2 and out == "" and "the same file as one that is read" in err, arguments
+    assert mine.read_bytes() == other.read_bytes() and plan.read_bytes() == workload.read_bytes()
+    assert run(capsys, "simulate", mine, *TWO, "-o", folder)[0] == 0  # of one job, job-1.json alone is written
 
 
 @pytest.mark.parametrize(
