@@ -95,6 +95,7 @@ def simulate_shared(
         if given.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
     jobs = _jobs(workloads, workers, network, given, fabric_options)
+    _check_taken(jobs, network)
     priorities = [0] * len(jobs)
     if given.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", given.priority, len(jobs), whole, 0)
@@ -162,6 +163,26 @@ def _jobs(
             job = replace(job, plan=schedule(schedulers[j], workload, cluster))
         jobs.append(job)
     return jobs
+
+
+def _check_taken(jobs: Sequence[Job], network: Network) -> None:
+    """Raise `InputError` if a GPU is slower on which no job has a worker, or a card that no job uses.
+
+    It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.
+    """
+    taken = {host for job in jobs for host in job.hosts}
+    cards = {host // network.gpus_per_card for host in taken}
+    of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
+    slower: list[tuple[str, int]] = [(one.kind, one.number) for one in of_gpus]
+    slower += [("slow", number) for number, factor in enumerate(network.compute_scale) if factor != 1]
+    slower += [("slow_link", number) for number, factor in enumerate(network.link_scale) if factor != 1]
+    for name, number in slower:
+        used = number in taken
+        if "link" in name:
+            used = not network.switches.connected or number // network.gpus_per_card in cards
+        if not used:
+            expected = f"one of the {len(taken)} with a worker, of {network.workers}"
+            raise InputError(f"{name}: GPU {number}, on which no job has a worker (expected {expected})")
 
 
 def _rows(

@@ -99,6 +99,27 @@ def test_hosts_that_are_not_full_are_there(capsys, workload):
     assert status == 0 and "3 jobs on 3 hosts" in out
 
 
+@pytest.mark.parametrize(
+    "slower, refused",
+    [
+        (("--slow", 2), "slow: GPU 7, on which no job has a worker (expected one of the 6 with a worker, of 8)"),
+        (("--slow-link", 2), "slow_link: GPU 7, on which"),
+        (("--slow-link", 2, "--gpus-per-card", 2), "slow_link: GPU 6, on which"),
+        (("--slow-link", 2, "--gpus-per-card", 4), None),
+        (("--slow-link", 2, "--topology", "rails", "--spines", 0), None),
+        (("--disturb", "compute:5:2:0,compute:6:2:0"), "compute: GPU 6, on which"),
+        (("--disturb", "compute:5:2:0"), None),
+        (("--disturb", "link:6:2:0"), "link: GPU 6, on which"),
+    ],
+)
+def test_what_is_slower_is_a_gpu_with_a_worker(capsys, workload, slower, refused):
+    """Two jobs of three workers are on the first six GPUs of two hosts. A card with a worker may have GPUs without."""
+    options = ("--share", "--fabric", "ring", "--workers", 3, "--gpus-per-host", 4, "--bandwidth", "1Gbit")
+    status, _, err = run(capsys, "simulate", workload, workload, *options, *slower)
+    assert status == (0 if refused is None else 2), err
+    assert refused is None or (refused in err and len(err.strip().splitlines()) == 1)
+
+
 def test_priorities_beside_equal_ones_and_those_of_intensity(capsys, workload, other):
     found = shared(capsys, workload, other, *TWO, "--priority", "2,1", "--sharing", "fair")
     cases = {case["case"]: case["jobs"] for case in found["cases"]}
