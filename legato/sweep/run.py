@@ -68,7 +68,8 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     rows = []
     for cell, out in found:
         # A cell without servers is compared with the baseline of the first number of servers, if there is one.
-        base_s = base.get(_baseline(cell)) or base.get(_baseline(replace(cell, servers=cells[0].servers)))
+        servers = (cell.servers or cells[0].servers) if cells[0].servers else 0
+        base_s = base[_baseline(replace(cell, servers=servers))]
         rows.append(
             SweepRow(
                 workload=label[cell.workload_id],

@@ -188,6 +188,7 @@ def test_a_workload_a_worker(capsys, workload):
     [
         (("--fabric", "rng"), "did you mean 'ring'"),
         (("--fabric", "ring", "--servers", "2"), "servers: ring has no such option"),
+        (("--fabric", "ring,tree,ring", "--servers", "2"), "servers: ring, tree have no such option"),
         (("--fidelity", "packet"), "fidelity"),
         (("--sharing", "unfair"), "sharing"),
         (("--workers", "0"), "workers: 0"),

@@ -101,6 +101,23 @@ def test_speedup_is_over_the_first_fabric_on_the_same_machines():
         assert row.speedup == base.iteration_s / row.iteration_s
 
 
+def test_there_is_no_speedup_over_a_cell_that_fails(monkeypatch):
+    """Not even over the same cell with another number of servers."""
+
+    def failing(workload, plan, fabric, *arguments, **options):
+        if fabric.servers == 2 and not fabric.multicast:
+            raise InputError("too much")
+        return simulate_flow(workload, plan, fabric, *arguments, **options)
+
+    monkeypatch.setattr("legato.sweep.cell.simulate_flow", failing)
+    grid = Grid(workloads=(JOB,), fabrics=("parameter-server", "multicast", "ring"), servers=(1, 2))
+    found = {(row.fabric, row.servers): row for row in sweep(grid, jobs=1)}
+    base_s = found["parameter-server", 1].iteration_s
+    assert found["multicast", 2].iteration_s > 0 and found["multicast", 2].speedup is None
+    for cell in (("multicast", 1), ("ring", 0)):
+        assert found[cell].speedup == base_s / found[cell].iteration_s
+
+
 def test_a_cell_that_fails_is_a_row():
     grid = Grid(workloads=(JOB,), schedulers=("tac", "plain"), workers=(2,))
     bad, good = sweep(grid, jobs=1)

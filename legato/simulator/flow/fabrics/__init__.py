@@ -62,10 +62,11 @@ def fitting(name: str, options: Mapping[str, Any]) -> Fabric:
 
 def check_options(names: Iterable[str], options: Iterable[str]) -> None:
     """Raise `InputError` on an option that does not exist on any of these fabrics."""
-    names = list(names)
+    names = list(dict.fromkeys(names))
     unused = set(options).difference(*map(_options, names))
     if unused:
-        raise InputError(f"{min(unused)}: {', '.join(names)} has no such option")
+        verb = "has" if len(names) == 1 else "have"
+        raise InputError(f"{min(unused)}: {', '.join(names)} {verb} no such option")
 
 
 def _options(name: str) -> set[str]:
