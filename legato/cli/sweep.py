@@ -69,11 +69,31 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.report.model import SweepRow
+    from legato.sweep import Grid
 
 T = TypeVar("T")
 
 _SUFFIXES = (".parquet", ".csv", ".html")
 _MOST_SHOWN = 40
+#: How the title of a table names what is the same in all cells, unless it is as usual.
+_WORDS = {
+    "workload": "{}",
+    "workers": "{} workers",
+    "link": "{}",
+    "latency": "latency {}",
+    "GPUs per host": "{} GPUs per host",
+    "racks": "{} racks",
+    "spines": "{} spines",
+    "oversubscription": "oversubscription {}",
+    "slow": "slow {}",
+    "slow link": "slow link {}",
+    "jitter": "jitter {}",
+    "disturbed": "disturbed {}",
+    "fabric": "{}",
+    "scheduler": "{}",
+}
+_USUAL = {"GPUs per host": "1", "racks": "1", "spines": "1", "oversubscription": "1:1", "slow": "1x", "slow link": "1x"}
+_USUAL |= {"jitter": "0", "disturbed": "none", "scheduler": "plain"}
 
 
 def _axis(help: str, default: bool | str = True) -> Any:
@@ -211,7 +231,7 @@ def sweep(
     if json:
         print_json(rows)
     else:
-        _show(rows, cluster, output or report)
+        _show(rows, grid, cluster, output or report)
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
@@ -298,7 +318,26 @@ def _write(rows: Sequence[SweepRow], output: Path | None, report: Path | None) -
             write_rows(path, rows)
 
 
-def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -> None:
+def _elsewhere(grid: Grid) -> list[str]:
+    """What no column tells, in words, where it is not as usual."""
+    usual = type(grid)(workloads=grid.workloads)
+    words = {
+        "gpus_per_card": f"{grid.gpus_per_card} GPUs per card",
+        "local_bandwidth_bps": f"{format_bandwidth(grid.local_bandwidth_bps)} inside hosts",
+        "topology": grid.topology,
+        "ports": f"{grid.ports} ports",
+        "core_oversubscription": f"core oversubscription {grid.core_oversubscription:g}:1",
+        "balance": grid.balance,
+        "sharing": f"{grid.sharing} sharing",
+        "server_bandwidth_bps": f"{format_bandwidth(grid.server_bandwidth_bps or 0)} to servers",
+        "reduce_s_per_byte": f"reduction {format_seconds(grid.reduce_s_per_byte * 2**20)} per MiB",
+        "options": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in grid.options.items()),
+        "fidelity": f"{grid.fidelity} fidelity",
+    }
+    return [text for field, text in words.items() if getattr(grid, field) != getattr(usual, field)]
+
+
+def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None, output: Path | None) -> None:
     """Print one row per cell, or of many the fastest on each network; what is the same everywhere is in the title."""
     failed = [row for row in rows if row.error is not None]
     shown = list(rows)
@@ -324,10 +363,10 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
         ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
         ("faster with", lambda row: row.anomaly or ""),
     ]
-    words = {"workload": "{}", "workers": "{} workers", "link": "{}", "latency": "latency {}", "fabric": "{}"}
     same = [(name, texts.pop()) for name, text in cells if len(texts := {text(row) for row in rows}) == 1]
     title = ("" if cluster is None else f"{cluster}: ") + f"{len(rows):,} cell{'s' * (len(rows) != 1)}"
-    title += "".join(f", {words[name].format(text)}" for name, text in same if name in words)
+    words = [_WORDS[name].format(text) for name, text in same if name in _WORDS and text != _USUAL.get(name)]
+    title += "".join(f", {word}" for word in [*words, *_elsewhere(grid)])
     if len(rows) > _MOST_SHOWN:
         shown = _fastest(rows)
         title += f"; the fastest on each of {len(shown):,} networks"
@@ -352,7 +391,7 @@ def _show(rows: Sequence[SweepRow], cluster: Path | None, output: Path | None) -
 
 def _is_shown(name: str, texts: set[str]) -> bool:
     """Whether the table has this column: it has several values, or is always worth a look."""
-    return len(texts) > 1 or name == "iteration" or (name == "faster with" and bool(texts))
+    return len(texts) > 1 or name == "iteration" or (name in ("utilization", "faster with") and bool(texts))
 
 
 def _fastest(rows: Sequence[SweepRow]) -> list[SweepRow]:

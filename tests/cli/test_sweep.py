@@ -63,6 +63,29 @@ def test_disturbances_are_an_axis(capsys, workload, tmp_path):
     assert "finished cells" in err and output.with_name("s.csv.cells.jsonl").read_bytes() == before
 
 
+def test_the_title_says_what_no_column_does(capsys, workload):
+    """What is the same in all cells, in the words of the options, unless it is as usual."""
+
+    def title(*arguments):
+        status, out, err = run(capsys, "sweep", workload, "--jobs", 1, *arguments)
+        assert status == 0, err
+        return out.splitlines()[0]
+
+    assert title() == "1 cell, toy, 8 workers, 10 Gbit/s, latency 30 us, ring"
+    hosts = ("--gpus-per-host", 4, "--gpus-per-card", 2, "--local-bandwidth", "1Tbit", "--reduce", "50us")
+    racks = ("--racks", 2, "--spines", 2, "--oversubscription", 2, "--balance", "spray", "--scheduler", "ddp")
+    assert title("--bandwidth", "1,10Gbit", *hosts, *racks) == (
+        "2 cells, toy, 8 workers, latency 30 us, 4 GPUs per host, 2 racks, 2 spines, oversubscription 2:1, ring, ddp, "
+        "2 GPUs per card, 1 Tbit/s inside hosts, spray, reduction 50 us per MiB"
+    )
+    slow = ("--slow", "2", "--slow-link", "1.5", "--jitter", "0.1", "--disturb", "link:0:2:0", "--sharing", "fair")
+    assert title(*slow) == (
+        "1 cell, toy, 8 workers, 10 Gbit/s, latency 30 us, slow 2x, slow link 1.5x, jitter 0.1, "
+        "disturbed link:0:2:0, ring, fair sharing"
+    )
+    assert title("--slow", "1,2", "--fidelity", "flow", "--in-flight", 1).endswith("ring, in flight 1")
+
+
 def test_what_failed_is_said(capsys, workload):
     status, out, err = run(capsys, "sweep", workload, "--scheduler", "plain,tac", "--jobs", 1)
     assert status == 0 and "failed" in out
