@@ -227,10 +227,19 @@ class Switches:
         """
         if self.one:
             return np.empty(0)
-        leaves, pods, spines, cores, cards = self._tiers
-        leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / cards
-        core = leaf * self.core_oversubscription * cores * pods / leaves
-        return np.repeat([leaf, core], [2 * leaves * spines, 2 * pods * spines * cores])
+        leaves, pods, spines, cores, _ = self._tiers
+        # The divisor is the number of all cards, unless some leaves have more cards than others.
+        leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / (leaves * self._cards_of_leaves)
+        core = leaf[0] * self.core_oversubscription * cores * pods / leaves
+        return np.concatenate([np.repeat(leaf, 2 * spines), np.full(2 * pods * spines * cores, core)])
+
+    @property
+    def _cards_of_leaves(self) -> NDArray[np.int64]:
+        """[leaf]: the number of cards for which it has links; racks may differ by a host."""
+        leaves, _, _, _, cards = self._tiers
+        if self.topology == "leaf-spine":
+            return np.bincount(self.leaf_of_worker(np.arange(0, self.workers, self.shape.gpus_per_card)))
+        return np.full(leaves, cards // leaves)
 
     def choice(self, source: ArrayLike, target: ArrayLike) -> Links:
         """The number of the path that the flow takes which these two numbers name ([Note: balance])."""

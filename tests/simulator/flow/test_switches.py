@@ -244,6 +244,30 @@ def two_flows(net, pairs=((0, 4), (1, 5))):
     return services.records["end_s"][sent].max()
 
 
+@given(st.integers(2, 12), st.integers(2, 12), st.integers(1, 3), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
+def test_a_rack_sends_up_what_its_own_cards_can_send(hosts, racks, spines, shape):
+    """Also where the racks do not divide the hosts: they differ by one host then."""
+    assume(racks <= hosts)
+    gpus, per_card = shape
+    net = Network(
+        workers=hosts * gpus, bandwidth_bps=BPS, gpus_per_host=gpus, gpus_per_card=per_card, racks=racks, spines=spines,
+        oversubscription=2.0,
+    )  # fmt: skip
+    speeds = 1 / net.switches.s_per_byte(8 / BPS).reshape(racks, spines, 2)
+    leaf = net.switches.leaf_of_worker(range(0, net.workers, per_card)).tolist()
+    for rack, one in enumerate(speeds):
+        assert one.sum(axis=0) == pytest.approx([leaf.count(rack) * BPS / 8 / 2] * 2)
+
+
+@pytest.mark.parametrize("racks", [2, 3, 5, 7])
+@pytest.mark.parametrize("name", ["ring", "shuffle", "halving-doubling"])
+def test_racks_that_are_not_oversubscribed_are_like_one_switch(name, racks):
+    """If packets take all paths and share them fairly, however many hosts each of the racks has."""
+    plain = Network(workers=8, bandwidth_bps=1e9, sharing="fair")
+    found = simulate_flow(MANY, None, name, replace(plain, racks=racks, spines=2, balance="spray"))
+    assert found.iteration_s == pytest.approx(simulate_flow(MANY, None, name, plain).iteration_s, rel=1e-9)
+
+
 def test_two_flows_that_collide_take_twice_as_long():
     """Racks of 4 and 4 spines at 1:1: a link between leaf and spine is as fast as a host's."""
     net = Network(workers=8, bandwidth_bps=1e9, racks=2, spines=4)
