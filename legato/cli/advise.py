@@ -17,6 +17,7 @@ from legato.cli.options import (
     ClusterFile,
     Json,
     check_installed,
+    quantity,
     refuse_beside_cluster,
 )
 from legato.cli.output import describe_cost, format_gap, note, print_json, print_table, progress
@@ -106,7 +107,11 @@ def _network(
         count = workers or job.workers
         if count is None or count < 2:
             raise InputError("the trace does not tell the number of workers (expected --workers)")
-        return Cluster.derive(count, parse_bandwidth(bandwidth), parse_seconds(latency or LATENCY))
+        return Cluster.derive(
+            count,
+            quantity("bandwidth", bandwidth, parse_bandwidth),
+            quantity("latency", latency or LATENCY, parse_seconds),
+        )
     if latency is not None:
         raise InputError("--latency without --bandwidth (expected both or neither)")
     return None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from legato.cli.options import WORKERS_HELP, Json, keep_apart
+from legato.cli.options import WORKERS_HELP, Json, keep_apart, quantity
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -73,7 +73,7 @@ def calibrate(
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
     names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
-    sizes = sizes_up_to(parse_bytes(max_message))
+    sizes = sizes_up_to(quantity("max-message", max_message, parse_bytes))
     compute = None if training is None else _passes(training)
     dist.init_process_group(backend)
     try:

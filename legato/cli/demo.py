@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed
+from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed, quantity
 from legato.cli.output import describe_cost, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
 from legato.core.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth
@@ -93,7 +93,7 @@ def _bandwidth_bps(bandwidth: str | None) -> float | None:
     if bandwidth is None and (reason := why_unavailable()):
         note(f"over loopback, where messages take most of what they cost from computation: {reason}")
         return None
-    return parse_bandwidth(bandwidth or _BANDWIDTH)
+    return quantity("bandwidth", bandwidth or _BANDWIDTH, parse_bandwidth)
 
 
 def _link(bandwidth_bps: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from legato.cli.options import Json, keep_apart
+from legato.cli.options import Json, keep_apart, quantity
 from legato.cli.output import note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -90,7 +90,7 @@ def import_(
                 traces,
                 name=name,
                 batch_size=batch_size,
-                forward_s=None if forward is None else parse_seconds(forward),
+                forward_s=None if forward is None else quantity("forward", forward, parse_seconds),
                 worker=worker,
                 after=after,
                 drop=drop,

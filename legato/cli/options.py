@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
 
@@ -52,8 +52,11 @@ __all__ = [
     "check_installed",
     "fabric_options",
     "machines_of",
+    "quantity",
     "split",
 ]
+
+Value = TypeVar("Value")
 
 #: What `machines_of` takes where nothing is given.
 WORKERS, BANDWIDTH, LATENCY, REDUCE = 8, "10Gbit", "30us", "0"
@@ -258,7 +261,7 @@ def fabric_options(
         "distribution": distribution,
         "barrier": barrier,
         "aggregation": aggregation,
-        "message_bytes": None if message_bytes is None else parse_bytes(message_bytes),
+        "message_bytes": None if message_bytes is None else quantity("message-bytes", message_bytes, parse_bytes),
         "in_flight": in_flight,
     }
     return {name: value for name, value in given.items() if value is not None}
@@ -345,9 +348,9 @@ def machines_of(
         return Machines(found, file)
     derived = Cluster.derive(
         WORKERS if workers is None else workers,
-        parse_bandwidth(BANDWIDTH if bandwidth is None else bandwidth),
-        parse_seconds(LATENCY if latency is None else latency),
-        reduce_s_per_byte=parse_seconds(REDUCE if reduce is None else reduce) / 2**20,
+        quantity("bandwidth", BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth),
+        quantity("latency", LATENCY if latency is None else latency, parse_seconds),
+        reduce_s_per_byte=quantity("reduce", REDUCE if reduce is None else reduce, parse_seconds) / 2**20,
         collectives=[collective] if collective else [PARAMETER_SERVER] if servers else list(COLLECTIVES),
         servers=servers or 0,
     )
@@ -363,6 +366,14 @@ def refuse_beside_cluster(**options: object) -> None:
 
 class Interrupted(LegatoError):
     """Ctrl-C ended a command; the message says what is left."""
+
+
+def quantity(option: str, text: str, parse: Callable[[str], Value]) -> Value:
+    """The value of an option's text. Raises `InputError`, which names the option."""
+    try:
+        return parse(text)
+    except InputError as error:
+        raise InputError(f"--{option}: {error}") from None
 
 
 def split(text: str) -> list[str]:

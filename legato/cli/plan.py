@@ -23,6 +23,7 @@ from legato.cli.options import (
     Workers,
     keep_apart,
     machines_of,
+    quantity,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
@@ -95,7 +96,7 @@ def plan(
 
     keep_apart([workload, *([cluster] if cluster else [])], output=output, timeline=timeline)
     names = [] if scheduler == "all" else split(scheduler)
-    most = None if max_message is None else parse_bytes(max_message)
+    most = None if max_message is None else quantity("max-message", max_message, parse_bytes)
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
     left_out: list[str] = []

@@ -18,6 +18,7 @@ from legato.cli.options import (
     Shard,
     Wire,
     check_installed,
+    quantity,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, stages
@@ -97,7 +98,7 @@ def rehearse(
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
 
-    bandwidth_bps = parse_bandwidth(bandwidth)
+    bandwidth_bps = quantity("bandwidth", bandwidth, parse_bandwidth)
     link = format_bandwidth(bandwidth_bps)
     if servers or agents:
         if (shard, wire) != ("none", "none"):

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
-from legato.cli.options import split
+from legato.cli.options import Value, quantity, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import FileError, InputError
@@ -26,8 +26,6 @@ __all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole
 
 #: The priorities that Crux would give.
 BY_INTENSITY = "intensity"
-
-Value = TypeVar("Value")
 
 
 class JobOptions(NamedTuple):
@@ -61,10 +59,7 @@ def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Va
     if len(parts) not in (1, jobs):
         noun, expected = ("jobs", "one for all, or one each") if jobs > 1 else ("job", "one")
         raise InputError(f"--{option}: {len(parts)} values for {jobs} {noun} (expected {expected})")
-    try:
-        values = [parse(value) for value in parts]
-    except InputError as error:
-        raise InputError(f"--{option}: {error}") from None
+    values = [quantity(option, value, parse) for value in parts]
     return values * jobs if len(values) == 1 else values
 
 

@@ -51,6 +51,7 @@ from legato.cli.options import (
     fabric_options,
     keep_apart,
     machines_of,
+    quantity,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
@@ -227,7 +228,7 @@ def simulate(
         workers=count,
         gpus_per_host=gpus_per_host,
         gpus_per_card=gpus_per_card,
-        local_bandwidth_bps=parse_bandwidth(local_bandwidth),
+        local_bandwidth_bps=quantity("local-bandwidth", local_bandwidth, parse_bandwidth),
         topology=topology,
         racks=racks,
         spines=spines,
@@ -237,7 +238,9 @@ def simulate(
         balance=balance,
         compute_scale=last_worker("slow", slow, count),
         link_scale=last_worker("slow_link", slow_link, count, gpus_per_card),
-        server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
+        server_bandwidth_bps=(
+            None if server_bandwidth is None else quantity("server-bandwidth", server_bandwidth, parse_bandwidth)
+        ),
         sharing=sharing,
         jitter=jitter,
         seed=seed,

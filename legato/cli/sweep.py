@@ -56,6 +56,7 @@ from legato.cli.options import (
     check_installed,
     fabric_options,
     keep_apart,
+    quantity,
     refuse_beside_cluster,
     split,
 )
@@ -187,7 +188,7 @@ def sweep(
         fidelity=fidelity,
         gpus_per_host=tuple(_whole("--gpus-per-host", gpus_per_host)),
         gpus_per_card=gpus_per_card,
-        local_bandwidth_bps=parse_bandwidth(local_bandwidth),
+        local_bandwidth_bps=quantity("local-bandwidth", local_bandwidth, parse_bandwidth),
         topology=topology,
         racks=tuple(_whole("--racks", racks)),
         spines=tuple(_whole("--spines", spines)),
@@ -200,7 +201,9 @@ def sweep(
         slow_links=tuple(_factors("--slow-link", slow_link)),
         disturbs=tuple(text.strip() for text in disturb or [UNDISTURBED]),
         **_network_axes(cluster, workers, servers, bandwidth, latency, reduce),
-        server_bandwidth_bps=None if server_bandwidth is None else parse_bandwidth(server_bandwidth),
+        server_bandwidth_bps=(
+            None if server_bandwidth is None else quantity("server-bandwidth", server_bandwidth, parse_bandwidth)
+        ),
         sharing=sharing,
         seed=seed,
         iterations=iterations,
@@ -258,12 +261,13 @@ def _network_axes(
 ) -> dict[str, Any]:
     """The axes of a `Grid` that a cluster file has, or that the options give."""
     if cluster is None:
+        links, delays = BANDWIDTH if bandwidth is None else bandwidth, LATENCY if latency is None else latency
         return {
             "workers": tuple(_whole("--workers", str(WORKERS) if workers is None else workers)),
             "servers": tuple(_whole("--servers", "1" if servers is None else servers)),
-            "bandwidths_bps": tuple(_quantities(BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth)),
-            "latencies_s": tuple(_quantities(LATENCY if latency is None else latency, parse_seconds)),
-            "reduce_s_per_byte": parse_seconds(REDUCE if reduce is None else reduce) / 2**20,
+            "bandwidths_bps": tuple(_quantities("bandwidth", links, parse_bandwidth)),
+            "latencies_s": tuple(_quantities("latency", delays, parse_seconds)),
+            "reduce_s_per_byte": quantity("reduce", REDUCE if reduce is None else reduce, parse_seconds) / 2**20,
         }
     refuse_beside_cluster(workers=workers, servers=servers, bandwidth=bandwidth, latency=latency, reduce=reduce)
     from legato.simulator.flow import Network
@@ -296,13 +300,13 @@ def _factors(option: str, text: str) -> list[float]:
     return found
 
 
-def _quantities(text: str, parse: Callable[[str], T]) -> list[T]:
+def _quantities(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
     """The values of `1,10,25Gbit`; a number without a unit has the unit of the next one that has one."""
     unit, found = "", []
     for name in reversed(split(text)):
         own = name.lstrip("0123456789.")
         unit = own or unit
-        found.append(parse(name if own else name + unit))
+        found.append(quantity(option, name if own else name + unit, parse))
     return found[::-1]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from legato.cli.options import Json
+from legato.cli.options import Json, quantity
 from legato.cli.output import note, print_json
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -141,7 +141,7 @@ def workload(
     model = _model(name, shape)
     machine = zoo.device_named(device or model.device)
     if device_flops is not None:
-        peak = parse_flops(device_flops)
+        peak = quantity("device-flops", device_flops, parse_flops)
         label = f"{machine.name} at {device_flops}"
         machine = replace(machine, name=label, flops_per_s=peak, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
     if efficiency is not None:
@@ -150,8 +150,8 @@ def workload(
         model,
         batch_size=batch_size,
         device=machine,
-        forward_s=_seconds(forward),
-        backward_s=_seconds(backward),
+        forward_s=_seconds("forward", forward),
+        backward_s=_seconds("backward", backward),
         precision=precision,
         gradients=gradients,
         recompute=recompute,
@@ -210,8 +210,8 @@ def _option(field: str) -> str:
     return "--vocab" if field == "vocabulary" else f"--{field.replace('_', '-')}"
 
 
-def _seconds(text: str | None) -> float | None:
-    return None if text is None else parse_seconds(text)
+def _seconds(option: str, text: str | None) -> float | None:
+    return None if text is None else quantity(option, text, parse_seconds)
 
 
 def _summary(job: Workload, output: Path | None) -> dict[str, Any]:

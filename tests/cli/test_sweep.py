@@ -95,7 +95,7 @@ def test_what_failed_is_said(capsys, workload):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--bandwidth", "1,x"), "'x' is not a bandwidth"),
+        (("--bandwidth", "1,x"), "--bandwidth: 'x' is not a bandwidth"),
         (("--bandwidth", "1,2"), "'2' is not a bandwidth"),
         (("--workers", "4,,8"), "--workers '4,,8': ''"),
         (("--workers", "-1"), "--workers '-1'"),
@@ -115,7 +115,7 @@ def test_what_failed_is_said(capsys, workload):
         (("--sharing", "unfair"), "sharing"),
         (("--placement", "equal"), "placement: ring has no such option"),
         (("--iterations", "0"), "iterations: 0"),
-        (("--server-bandwidth", "0"), "not a bandwidth"),
+        (("--server-bandwidth", "0"), "--server-bandwidth: '0' is not a bandwidth"),
         (("--fidelity", "collective", "--racks", "2"), "identical hosts"),
         (("--fabric", "rings"), "did you mean 'ring'"),
         (("--fidelity", "packet"), "'--fidelity': 'packet' is not one of 'flow', 'collective'"),

@@ -88,8 +88,11 @@ def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
             values: dict[str, Any] = {"number": int(number), "factor": math.inf if factor == "fails" else float(factor)}
         except ValueError:
             raise InputError(f"disturb: {part.strip()!r} (expected something like link:7:4:10ms:30ms)") from None
-        values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
-        found.append(Disturbance(kind=cast(Any, kind), **values))
+        try:
+            values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
+            found.append(Disturbance(kind=cast(Any, kind), **values))
+        except InputError as error:
+            raise InputError(f"disturb: {part.strip()!r}: {error}") from None
     return tuple(found)
 
 
