@@ -243,6 +243,8 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     if report is not None and report.suffix != ".html":
         raise InputError(f"--report {report}: {report.suffix or 'no suffix'} (expected .html)")
     for path in (output, report):
+        if path is not None and path.is_dir():
+            raise InputError(f"{path}: a directory (expected a file)")
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"{path}: no such directory (expected an existing one)")
         if path is not None and path.suffix == ".html":

@@ -63,6 +63,14 @@ def test_disturbances_are_an_axis(capsys, workload, tmp_path):
     assert "finished cells" in err and output.with_name("s.csv.cells.jsonl").read_bytes() == before
 
 
+def test_an_output_that_is_a_directory_is_refused_before_any_work(capsys, workload, tmp_path):
+    output = tmp_path / "s.csv"
+    output.mkdir()
+    status, out, err = run(capsys, "sweep", workload, "-o", output)
+    assert status == 2 and out == "" and len(err.strip().splitlines()) == 1 and "a directory (expected a file)" in err
+    assert [path.name for path in tmp_path.iterdir() if "cells" in path.name] == []
+
+
 def test_the_title_says_what_no_column_does(capsys, workload):
     """What is the same in all cells, in the words of the options, unless it is as usual."""
 
