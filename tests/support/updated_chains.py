@@ -5,7 +5,7 @@ import random
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.search.optimizer_ops import work_conserving_order
+from legato.schedule.search.optimizer_ops import WorkConserving
 
 UNIT = 16
 
@@ -44,7 +44,7 @@ def best_of_all(workload, cluster):
                 now = max(now, *(ready[t] for t in message)) + cluster.cost().cost(UNIT * len(message))
                 for t in message:
                     arrival[t] = now
-        best = min(best, work_conserving_order(workload, arrival)[1])
+        best = min(best, WorkConserving(workload)(arrival)[1])
     return best
 
 
@@ -70,7 +70,7 @@ def best_with_halves(workload, cluster, sends):
             for t in gathered:
                 arrival[t] = now
         else:
-            best = min(best, work_conserving_order(workload, arrival)[1])
+            best = min(best, WorkConserving(workload)(arrival)[1])
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -17,7 +18,7 @@ from legato.schedule.search.fill import Filled
 from legato.schedule.search.local_search import Instance, local_search
 from legato.schedule.search.nested_messages import nested_messages
 from legato.schedule.search.op_orders import times_in_order
-from legato.schedule.search.optimizer_ops import work_conserving_order
+from legato.schedule.search.optimizer_ops import WorkConserving
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 from legato.simulator.pipelining import message_s
@@ -49,6 +50,10 @@ class AllReduces:
         sent = blocks.release_s, blocks.tail_s, blocks.nbytes
         self.instance = Instance(*sent, problem.collectives.lines, bound_s, budget, whole_below)
 
+    @cached_property
+    def in_idle_time(self) -> WorkConserving:
+        return WorkConserving(self.problem.workload)
+
     def plans(self, best: Filled) -> Iterator[Plan]:
         """The plans of these messages.
 
@@ -62,14 +67,14 @@ class AllReduces:
         yield msgspec.structs.replace(plan, op_order=self.order)
         if self.order or not workload.phase_ops("optimizer"):
             return
-        yield msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])
+        yield msgspec.structs.replace(plan, op_order=self.in_idle_time(arrival_s)[0])
         if len(self.blocks.nbytes) < len(workload.tensors):
             return
         sizes = [sum(piece.nbytes for piece in message) for message in best.messages]
         for part in (4, 2, 1):
             filled = self.instance.fill(sizes, first_come=len(sizes) // part)
             plan, arrival_s = self._plan(filled)
-            yield msgspec.structs.replace(plan, op_order=work_conserving_order(workload, arrival_s)[0])
+            yield msgspec.structs.replace(plan, op_order=self.in_idle_time(arrival_s)[0])
 
     def _plan(self, best: Filled) -> tuple[Plan, list[float]]:
         """The plan of these messages, and when each tensor arrives."""

@@ -42,6 +42,16 @@ class CheapestCollective(NamedTuple):
             best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
         return best
 
+    def seconds(self, nbytes: int) -> float:
+        """The same of one message, which takes less time than with arrays."""
+        if self.most < np.inf:
+            full, rest = divmod(nbytes, self.most)
+            return full * self._least(self.most) + (self._least(rest) if rest > 0 else 0.0)
+        return self._least(nbytes)
+
+    def _least(self, nbytes: float) -> float:
+        return min([cost.cost(nbytes) for cost in self.costs])
+
     def choose(self, nbytes: int) -> tuple[str, int]:
         """The cheapest collective and depth for a message."""
         seconds = [cost.cost(nbytes) for cost in self.costs]

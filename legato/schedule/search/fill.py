@@ -165,6 +165,6 @@ class _Outbox:
     def close(self) -> None:
         if self.message:
             self.messages.append(self.message)
-            self.now += self.cost(sum(piece.nbytes for piece in self.message))
-            self.late = max(self.late, self.now + max(self.tail_s[piece.tensor] for piece in self.message))
+            self.now += self.cost(sum([nbytes for _, _, nbytes in self.message]))
+            self.late = max(self.late, self.now + max([self.tail_s[tensor] for tensor, _, _ in self.message]))
         self.message, self.begun_before, self.left_unfinished = [], False, False

@@ -81,8 +81,9 @@ _FREE_SHARE = 0.6
 #: The largest fraction of the budget for the annealing, and its tries from each start for every round of the local
 #: search. They cost less.
 _ANNEALING_SHARE, _ANNEALING_TRIES = 0.8, 64
-#: The largest fraction of the budget for messages in two halves.
-_PAIRS_SHARE = 0.3
+#: Where updates are arranged, the largest fraction of the budget for plans in the captured order before that, and the
+#: fraction of the rest that is left for messages in two halves.
+_CAPTURED_SHARE, _PAIRS_SHARE = 0.4, 0.2
 
 
 def legato(
@@ -153,8 +154,9 @@ def _unsharded(problem: Problem) -> Plan:
         dear = cluster.cost(cheapest).startup_s > least_in_order_s * gap
         if dear and not _good_enough(fastest, least_in_order_s):
             fastest.consider([_annealed(problem, cheapest, free)])
+    captured = budget.part(_CAPTURED_SHARE) if arranges else budget
     for k, (order, bound_s) in enumerate(orders):
-        own = free if order else budget
+        own = free if order else captured
         if not (k and own.spent):
             search_order(fastest, order, bound_s, least_s, own)
     if large:
@@ -162,10 +164,12 @@ def _unsharded(problem: Problem) -> Plan:
             for scheduler in contenders(cluster):
                 if fastest.seconds > least_s * (1 + gap):
                     fastest.consider(published(problem, name, [scheduler]))
-    elif arranges:
-        arrange_updates(fastest, next(bound_s for order, bound_s in orders if not order), budget)
-    if not large and cluster.cost(cheapest).startup_s > least_s * gap:
-        pair_halves(fastest, budget.part(_PAIRS_SHARE))
+    paired = not large and cluster.cost(cheapest).startup_s > least_s * gap
+    if arranges:
+        captured_s = next(bound_s for order, bound_s in orders if not order)
+        arrange_updates(fastest, captured_s, budget.part(1 - _PAIRS_SHARE) if paired else budget)
+    if paired:
+        pair_halves(fastest, budget)
     if problem.any_order and fastest.seconds > least_s * (1 + gap):
         fastest.consider([_unsharded(replace(problem, any_order=False))])
     problem.warn_if_cut(budget)

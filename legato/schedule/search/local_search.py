@@ -39,16 +39,16 @@ class Instance(NamedTuple):
     whole_below: int | None = None
 
     def cost(self, nbytes: int) -> float:
-        return float(self.collectives.cost(nbytes))
+        return self.collectives.seconds(nbytes)
 
     def arrival_s(self, filled: Filled) -> list[float]:
         """When each tensor has arrived."""
         arrival_s = [0.0] * len(self.nbytes)
         now = 0.0
         for pieces in filled.messages:
-            now = max(now, *(self.release_s[p.tensor] for p in pieces)) + self.cost(sum(p.nbytes for p in pieces))
-            for p in pieces:
-                arrival_s[p.tensor] = now
+            now = max(now, *[self.release_s[t] for t, _, _ in pieces]) + self.cost(sum([n for _, _, n in pieces]))
+            for t, _, _ in pieces:
+                arrival_s[t] = now
         return arrival_s
 
     def fill_greedily(self, quantum: int, merge: bool) -> Filled:

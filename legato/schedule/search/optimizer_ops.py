@@ -11,50 +11,71 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from legato.core.workload import Workload
+from legato.simulator.period import Period
 
-__all__ = ["work_conserving_order"]
+__all__ = ["WorkConserving"]
 
 
-def work_conserving_order(workload: Workload, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """An `op_order` for gradients that arrive at these seconds of the period, by tensor, in O(n log n).
+class WorkConserving:
+    """An `op_order` for whenever the gradients of a workload arrive."""
 
-    Also the seconds until its last op ends.
-    """
-    ops = workload.ops
-    arrives = [0.0] * len(ops)  # when everything that an op reads has arrived
-    updates_of: dict[int, set[int]] = {op: set() for op in workload.phase_ops("forward")}
-    for tensor, arrival in zip(workload.tensors, arrival_s, strict=True):
-        mine = {r for r in tensor.readers if ops[r].phase == "optimizer"}
-        for reader in tensor.readers:
-            arrives[reader] = max(arrives[reader], arrival)
-            if ops[reader].phase == "forward":
-                updates_of[reader] |= mine
-    by_use = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
-    for op in by_use:  # each stands after the updates that it depends on; other ops that it needs have run before
-        arrives[op] = max((arrives[op], *(arrives[dep] for dep in ops[op].deps if ops[dep].phase == "optimizer")))
-    coming = [(arrives[op], use, op) for use, op in enumerate(by_use)]
-    heapq.heapify(coming)
-    there: list[tuple[int, int]] = []
-    order, done = workload.phase_ops("backward"), set[int]()
-    now = sum(ops[op].duration_s for op in order)
-    forward = deque(updates_of)
-    while forward or coming or there:
-        while coming and coming[0][0] <= now:
-            _, use, op = heapq.heappop(coming)
-            heapq.heappush(there, (use, op))
-        next_forward = arrives[forward[0]] if forward and updates_of[forward[0]] <= done else math.inf
-        if next_forward <= now:
-            op = forward.popleft()
-        elif there:
-            op = heapq.heappop(there)[1]
-            done.add(op)
-        else:
-            now = min(next_forward, coming[0][0] if coming else math.inf)
-            continue
-        now += ops[op].duration_s
-        order.append(op)
-    return tuple(order), now
+    def __init__(self, workload: Workload) -> None:
+        ops, period = workload.ops, Period.of(workload)
+        self.duration_s, self.backward = period.duration_s, workload.phase_ops("backward")
+        self.backward_s = sum(self.duration_s[op] for op in self.backward)
+        # Each update stands after those that it depends on; other ops that it needs have run before.
+        self.updates = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
+        place = {op: k for k, op in enumerate(self.updates)}
+        self.reads = [period.reads[op] for op in self.updates]
+        self.deps = [[place[dep] for dep in ops[op].deps if dep in place] for op in self.updates]
+        # forward ops, each with the tensors that it reads and the places of the updates that it needs; none needs all
+        self.forward: list[tuple[int | None, list[int], Collection[int]]] = []
+        for op in workload.phase_ops("forward"):
+            tensors = period.reads[op]
+            self.forward.append((op, tensors, {place[update] for t in tensors for update in period.updates[t]}))
+        self.forward.append((None, [], range(len(self.updates))))
+
+    def __call__(self, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
+        """The order for gradients that arrive at these seconds of the period, by tensor, in O(n log n).
+
+        Also the seconds until its last op ends.
+        """
+        duration_s, updates = self.duration_s, self.updates
+        can_run_s: list[float] = []
+        for tensors, deps in zip(self.reads, self.deps, strict=True):
+            at = _latest(arrival_s, tensors)
+            can_run_s.append(max(at, _latest(can_run_s, deps)) if deps else at)
+        coming = sorted(range(len(updates)), key=can_run_s.__getitem__, reverse=True)
+        there: list[int] = []
+        done, order, now = set[int](), list(self.backward), self.backward_s
+        for op, tensors, needed in self.forward:
+            arrived_s = _latest(arrival_s, tensors)
+            missing = len(needed) - sum(map(done.__contains__, needed))
+            while True:
+                while coming and can_run_s[coming[-1]] <= now:
+                    heapq.heappush(there, coming.pop())
+                if not missing and arrived_s <= now:
+                    break
+                if there:
+                    k = heapq.heappop(there)
+                    done.add(k)
+                    missing -= k in needed
+                    order.append(updates[k])
+                    now += duration_s[updates[k]]
+                else:
+                    now = min(math.inf if missing else arrived_s, can_run_s[coming[-1]] if coming else math.inf)
+            if op is not None:
+                order.append(op)
+                now += duration_s[op]
+        return tuple(order), now
+
+
+def _latest(moments: Sequence[float], which: Iterable[int]) -> float:
+    latest = 0.0
+    for k in which:  # this is faster than max, and a search does it for every op of every plan that it tries
+        if moments[k] > latest:
+            latest = moments[k]
+    return latest

@@ -27,7 +27,7 @@ from legato.schedule.search.halves import halves
 from legato.schedule.search.local_search import Instance
 from legato.schedule.search.merge_deadlines import merge_with_deadlines
 from legato.schedule.search.op_orders import times_in_order
-from legato.schedule.search.optimizer_ops import work_conserving_order
+from legato.schedule.search.optimizer_ops import WorkConserving
 from legato.simulator.collective import iteration_time
 
 PIECES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8)
@@ -142,9 +142,37 @@ def test_never_slower_than_any_other_and_never_below_the_bound(workload, cluster
 @given(workloads(), st.randoms(use_true_random=False))
 def test_a_busy_order_is_an_order_and_never_slower(workload, rng):
     arrival = [rng.uniform(0, 3) for _ in workload.tensors]
-    order, _ = work_conserving_order(workload, arrival)
+    order, _ = WorkConserving(workload)(arrival)
     plan = legato.Plan("x", (legato.Message(tuple(legato.Slice(t.name, 0, t.nbytes) for t in workload.tensors)),), True)
     check_plan(replace(plan, op_order=order), workload)
+
+
+@given(workloads(), st.randoms(use_true_random=False))
+def test_the_stream_is_idle_only_if_nothing_can_run(workload, rng):
+    """At every moment, the next forward op goes before the update that is needed first among those that can run."""
+    arrival, ops = [rng.choice((0.0, rng.uniform(0, 3))) for _ in workload.tensors], workload.ops
+    order = [op for op in workload.iteration_order() if ops[op].phase == "backward"]
+    updates = [op for op in workload.iteration_order() if ops[op].phase == "optimizer"]
+    forward = [op for op in workload.iteration_order() if ops[op].phase == "forward"]
+    reads = {op: [t for t, tensor in enumerate(workload.tensors) if op in tensor.readers] for op in updates + forward}
+
+    def from_s(op):
+        """When an op can run, once the updates that it waits for have run."""
+        needed = {dep for dep in ops[op].deps if dep in updates}
+        if op in forward:
+            needed |= {update for update in updates if set(reads[update]) & set(reads[op])}
+        return max((arrival[t] for t in reads[op]), default=0.0) if needed <= set(order) else np.inf
+
+    now = sum(ops[op].duration_s for op in order)
+    while left := [op for op in (*forward[:1], *updates) if op not in order]:
+        chosen = next((op for op in left if from_s(op) <= now), None)
+        if chosen is None:
+            now = min(map(from_s, left))
+            continue
+        order.append(chosen)
+        forward = forward[1:] if chosen in forward else forward
+        now += ops[chosen].duration_s
+    assert WorkConserving(workload)(arrival) == (tuple(order), now)
 
 
 @given(workloads(), clusters(max_collectives=1), st.integers(1, 6), st.integers(0, 6))
@@ -157,7 +185,7 @@ def test_messages_are_valued_by_the_iteration_with_their_updates_arranged(worklo
     total = workload.nbytes
     sizes = [total * (k + 1) // count - total * k // count for k in range(count)]
     filled = instance.fill([size for size in sizes if size], first_come)
-    order, seconds = work_conserving_order(workload, instance.arrival_s(filled))
+    order, seconds = WorkConserving(workload)(instance.arrival_s(filled))
     messages = tuple(
         legato.Message(
             tuple(legato.Slice(workload.tensors[p.tensor].name, p.start, p.start + p.nbytes) for p in pieces),
@@ -281,6 +309,21 @@ def test_updates_run_while_the_forward_pass_waits():
     assert iteration_time(workload, plan, cluster) == pytest.approx(7.0)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_tensor_goes_before_a_long_one_is_ready(seed):
+    """Three tensors; two are ready at 1, and only the one that is needed last travels until the long one is ready."""
+    ops = (
+        Op("f0", "forward", 3.0), Op("f1", "forward", 1.0, (0,)),
+        Op("b1", "backward", 1.0, (1,)), Op("b0", "backward", 2.0, (2,)),
+        Op("uc", "optimizer", 2.0), Op("us", "optimizer", 1.0), Op("ua", "optimizer", 1.0),
+    )  # fmt: skip
+    tensors = Tensor("c", 48, 2, (1, 4)), Tensor("s", 16, 2, (1, 5)), Tensor("a", 128, 3, (0, 6))
+    workload, cluster = Workload("three", ops, tensors), Cluster(2, {"c": LinearCost(1.0, 1 / 16)})
+    plan = schedule("legato", workload, cluster, seed=seed)
+    # s travels from 1 to 3, a to 12, c to 16. us runs at 3, ua at 12, f0 from 13 to 16, uc until 18, f1 until 19.
+    assert iteration_time(workload, plan, cluster) == pytest.approx(19.0)
+
+
 def chain_with_updates(seed, layers):
     """A chain of layers of random times and sizes, whose updates take 30% of the time of both passes."""
     rng, numbers = random.Random(seed), range(layers)
@@ -304,3 +347,14 @@ def test_free_orders_are_no_slower_than_the_captured_one():
         for any_order in (False, True)
     )
     assert free <= captured
+
+
+@pytest.mark.parametrize("work", [0.0, 1e-3, np.inf])
+def test_any_work_gives_a_plan(work):
+    workload = chain_with_updates(24, 8)
+    cluster = Cluster(2, {"c": LinearCost(0.05, workload.compute_s / workload.nbytes)})
+    plan = schedule("legato", workload, cluster, rounds=20, work=work, limit_s=np.inf)
+    check_plan(plan, workload)
+    assert iteration_time(workload, plan, cluster) <= iteration_time(
+        workload, schedule("pace", workload, cluster), cluster
+    )
