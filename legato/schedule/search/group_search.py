@@ -133,11 +133,7 @@ class _Search:
         for _ in range(int(rounds * _REORDERED)):
             if arranged.seconds <= self.enough_s or self.period.budget.spent:
                 break
-            halves = list(arranged.halves)
-            updates = [op for op in arranged.op_order if op in self.period.update_s]
-            moved = updates if len(updates) > 1 and self.rng.random() < 0.5 else halves
-            moved.insert(self.rng.randrange(len(moved)), moved.pop(self.rng.randrange(len(moved))))
-            tried = self.period.in_order(groups, halves, updates)
+            tried = self.period.moved(groups, arranged, self.rng)
             if tried.seconds <= arranged.seconds:
                 arranged = tried
         yield groups, arranged

@@ -15,10 +15,11 @@ from legato.schedule.published import PUBLISHED
 from legato.schedule.search.blocks import too_many_tensors
 from legato.schedule.search.candidates import Fastest, published
 from legato.schedule.search.group_search import plans_in_groups
-from legato.schedule.search.groups_in_halves import GroupedPeriod, groups_of
+from legato.schedule.search.groups_in_halves import groups_of
 from legato.schedule.search.halves import halves
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.problem import Problem, Solve
+from legato.schedule.search.sharded_period import ShardedPeriod
 
 __all__ = ["sharded_plan"]
 
@@ -49,7 +50,7 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
     for op_order in dict.fromkeys(_with_captured_updates(o, workload) for o in (best, captured)):
         if fastest.seconds <= enough_s:
             break
-        period = GroupedPeriod(workload, cluster.workers, collectives.half_s, op_order, budget)
+        period = ShardedPeriod(workload, cluster.workers, collectives.half_s, op_order, budget)
         found = plans_in_groups(problem, period, starts, enough_s)
         fastest.consider(msgspec.structs.replace(plan, shard=shard) for plan in found)
     for scheduler in PUBLISHED if problem.large else ():

@@ -25,7 +25,8 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.groups_in_halves import GroupedPeriod, groups_of
+from legato.schedule.search.groups_in_halves import groups_of
+from legato.schedule.search.sharded_period import ShardedPeriod
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
@@ -45,7 +46,7 @@ def with_adam(job, fused=False, seconds_per_byte=8e-12):
 def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cluster):
     plan = data.draw(sharded_plans(workload, cluster))
     groups, cost = groups_of(plan.messages, workload), cluster.cost()
-    period = GroupedPeriod(
+    period = ShardedPeriod(
         workload, cluster.workers, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget()
     )
     for rank in period.ranks(groups):
@@ -56,27 +57,6 @@ def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cl
         updates = [op for op in arranged.op_order if workload.ops[op].phase == "optimizer"]
         again = period.in_order(groups, arranged.halves, updates)
         assert again == arranged
-
-
-@examples(100)
-@given(st.data(), workloads(), clusters(max_collectives=1))
-def test_halves_of_all_reduces_are_arranged_as_the_simulator_says(data, workload, cluster):
-    groups, cost = groups_of(data.draw(sharded_plans(workload, cluster)).messages, workload), cluster.cost()
-    order = workload.iteration_order()
-    period = GroupedPeriod(workload, 1, lambda nbytes: cost.cost(nbytes) / 2, order, Budget(), sharded=False)
-    for rank in period.ranks(groups):
-        arranged = period.arrange(groups, rank)
-        found = Plan("p", tuple(period.messages(groups, arranged)), True)
-        assert iteration_time(workload, found, cluster) == pytest.approx(arranged.seconds, rel=1e-12, abs=1e-12)
-
-
-def test_two_messages_in_halves_beat_all_plans_of_all_reduces():
-    """On a ring of 512, a message costs 31 ms; reduce-scatters run before, all-gathers after what is needed at once."""
-    job, cluster = model("googlenet"), Cluster.derive(512, 3e9, 30e-6, collectives=["ring"])
-    plan = schedule("legato", job, cluster)
-    assert is_runnable(plan, job) and len(plan.messages) == 4
-    all_reduces = lower_bound(job, cluster, sends="all_reduces").seconds
-    assert iteration_time(job, plan, cluster) < 0.95 * all_reduces
 
 
 @pytest.mark.parametrize("fused", [False, True])
