@@ -28,7 +28,8 @@ def contended_plan(problem: Problem, solve: Solve) -> Plan:
     slowed = replace(each, workload=_slowed(problem), cluster=cluster.while_computing())
     alone = replace(each, cluster=msgspec.structs.replace(cluster, contention=None))
     fastest, name = Fastest(problem), problem.collective or cluster.default_collective
-    fastest.consider(sharded(plan, workload, problem.shard) for plan in published(slowed, name))
+    for case in (slowed, replace(slowed, workload=workload)):
+        fastest.consider(sharded(plan, workload, problem.shard) for plan in published(case, name))
     for case in (slowed, alone):
         fastest.consider([solve(case)])
     return msgspec.structs.replace(fastest.plan, workload_id=identity(workload), cluster_id=identity(cluster))
