@@ -28,11 +28,13 @@ from legato.simulator.period import Period
 __all__ = ["plans_in_groups"]
 
 #: How many changes to try for every round. They cost less than those of all-reduces.
-_CHANGES = 8
+_CHANGES = 16
 #: How many groups of equal sizes to try.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 #: How many starts are improved, and the share of the changes for orders.
-_IMPROVED, _REORDERED = 3, 0.4
+_IMPROVED, _REORDERED = 3, 0.6
+#: Which part of the changes for orders moves a border between two groups, if it can.
+_RESIZED = 0.5
 
 
 def plans_in_groups(
@@ -133,9 +135,14 @@ class _Search:
         for _ in range(int(rounds * _REORDERED)):
             if arranged.seconds <= self.enough_s or self.period.budget.spent:
                 break
-            tried = self.period.moved(groups, arranged, self.rng)
+            changed = self._change(groups) if self.rng.random() < _RESIZED else groups
+            if changed == groups or len(changed) != len(groups):
+                tried = self.period.moved(groups, arranged, self.rng)
+                changed = groups
+            else:
+                tried = self.period.again(changed, arranged)
             if tried.seconds <= arranged.seconds:
-                arranged = tried
+                groups, arranged = changed, tried
         yield groups, arranged
 
     def _change(self, groups: Groups) -> Groups:

@@ -85,6 +85,10 @@ class GroupedPeriod(ABC):
         """Arrange an iteration by the ranks of halves."""
 
     @abstractmethod
+    def again(self, groups: Groups, arranged: Arranged) -> Arranged:
+        """The iteration of other groups, as many, in the same order of halves and updates."""
+
+    @abstractmethod
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
         """The iteration with a half or an update in another place; infinite seconds if it waits for itself."""
 

@@ -47,6 +47,9 @@ class PairedPeriod(GroupedPeriod):
         """The iteration with halves in this order; infinite seconds if it waits for itself."""
         return self._arranged(groups, _Network(self, groups).in_order(halves))
 
+    def again(self, groups: Groups, arranged: Arranged) -> Arranged:
+        return self.in_order(groups, arranged.halves)
+
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
         halves = list(arranged.halves)
         move_one(halves, rng)
@@ -55,7 +58,7 @@ class PairedPeriod(GroupedPeriod):
     def _arranged(self, groups: Groups, network: _Network) -> Arranged:
         """What the stream does while these halves are sent."""
         count = len(groups)
-        self.budget.spend(EVENT_S * (2 * count + len(self.release_s) + len(self.updates)))
+        self.budget.spend(0.5 * EVENT_S * (2 * count + len(self.release_s) + len(self.updates)))
         if len(network.halves) < 2 * count:
             return Arranged(math.inf, tuple(network.halves), ())
         last = [0] * len(self.release_s)  # by tensor: which arrival, from 1 on, completes it

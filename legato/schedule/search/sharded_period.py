@@ -52,6 +52,9 @@ class ShardedPeriod(GroupedPeriod):
         """The iteration with halves and updates in these orders; infinite seconds if it waits for itself."""
         return _Arrangement(self, groups, None, halves, updates).run()
 
+    def again(self, groups: Groups, arranged: Arranged) -> Arranged:
+        return self.in_order(groups, arranged.halves, [op for op in arranged.op_order if op in self.update_s])
+
     def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
         halves, updates = list(arranged.halves), [op for op in arranged.op_order if op in self.update_s]
         move_one(updates if len(updates) > 1 and rng.random() < 0.5 else halves, rng)
