@@ -235,7 +235,7 @@ def test_the_same_rank_twice_and_steps_that_are_not_there(tmp_path, trace):
 @examples(50)
 @given(st.data())
 def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
-    """Any value of any event replaced by anything: a workload, or one clear line, never anything else."""
+    """Any value of any event replaced by anything: a workload, or what is missing for one, or one clear line."""
     r = samples.record()
     for _ in range(data.draw(st.integers(1, 4))):
         event = r.events[data.draw(st.integers(0, len(r.events) - 1))]
@@ -258,7 +258,7 @@ def test_a_changed_trace_is_imported_or_refused(tmp_path_factory, data):
     except InputError as error:
         assert str(error).isprintable()
     else:
-        assert found.workload.nbytes > 0
+        assert found.workload.nbytes > 0 if found.workload else found.notes.missing
 
 
 @examples(50)
