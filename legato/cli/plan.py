@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from legato.core.plan import Plan
     from legato.schedule.compare import Candidate
 
+#: What plans send, by the bound for them (`PlanKind.sends`).
+_SENDS = {"all_reduces": "all-reduces alone", "pairs": "also their halves", "halves": "also other halves"}
 _WHY_NOT_THE_FASTEST = (
     " (of the runnable plans within 0.5% of the fastest{}: DDP's, or else that of the fewest messages)"
 )
@@ -128,11 +130,12 @@ def plan(
     if json:
         print_json(rows)
         return
-    bound, proved = format_seconds(chosen.bound.seconds), " (proved in exact arithmetic)" if check_bound else ""
+    proved = " (proved in exact arithmetic)" if check_bound else ""
     setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
     setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
-    print_rows(f"{job.name} on {setting}; no plan can be faster than {bound}{proved}", rows)
+    print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows)
     _note_simulated(found)
+    _note_kinds(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
     if most is not None:
         _note_larger(found, job, most)
@@ -215,6 +218,27 @@ def _note_simulated(found: list[Candidate]) -> None:
     names = [candidate.plan.scheduler for candidate in found if not candidate.runnable]
     if names:
         note(f"only simulated, because they compute in another order or gather other messages: {', '.join(names)}")
+
+
+def _least(chosen: Candidate, found: list[Candidate]) -> str:
+    """What no plan can be faster than: also none in pairs of halves, if a bound for these is among those found."""
+    if chosen.kind.sends != "all_reduces":
+        return f"no plan can be faster than {format_seconds(chosen.bound.seconds)}"
+    pairs = [c.bound.seconds for c in found if c.kind == chosen.kind._replace(sends="pairs")]
+    if not pairs:
+        return f"no plan of all-reduces can be faster than {format_seconds(chosen.bound.seconds)}"
+    return f"no plan can be faster than {format_seconds(pairs[0])}"
+
+
+def _note_kinds(found: list[Candidate]) -> None:
+    """Say which bound each plan is compared with, where they are not compared with the same."""
+    bounds = {(c.kind.sends, c.kind.order): c.bound.seconds for c in found}
+    if len(set(bounds.values())) > 1:
+        parts = (
+            f"{_SENDS[sends]}{' in any order of computation' if order == 'any' else ''} {format_seconds(seconds)}"
+            for (sends, order), seconds in sorted(bounds.items(), key=lambda entry: -entry[1])
+        )
+        note(f"above bound: each plan by the bound for what it sends: {', '.join(parts)}")
 
 
 def _note_collectives(found: list[Candidate], default: str) -> None:
