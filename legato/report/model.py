@@ -19,7 +19,7 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """One scheduler's plan for one workload; `legato plan --json` prints it.
 
     `iteration_s` is the predicted iteration time, `lower_bound_s` a bound that
-    no plan can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
+    no plan with such messages can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
     time that planning took, and `measured_s` the iteration time of a real run;
     both are None if unknown. A plan that is not `runnable` can only be simulated.
     `rounded` is the fraction of the gradients' bytes that travel in a wire format.

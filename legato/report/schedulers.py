@@ -27,7 +27,8 @@ _HELP = {
     "prediction error": "How much the prediction is above (+) or below (−) the measurement.",
     "predicted over DDP": "DDP's predicted iteration time over the predicted one of this plan.",
     "measured over DDP": "DDP's measured iteration time over the measured one of this plan.",
-    "predicted above bound": "How far the predicted iteration time is above a lower bound that no plan can beat.",
+    "predicted above bound": "How far the predicted iteration time is above a bound that no plan with such messages "
+    "can beat.",
     "rounded": "The share of the gradients' bytes that travel rounded, in two bytes for four.",
     "overlap": "The overlap coefficient (N + C − T) / min(N, C), with N seconds of communication and C seconds of "
     "computation in an iteration of T seconds: 100% when the shorter of the two is hidden behind the other one, below "
