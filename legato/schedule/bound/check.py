@@ -23,7 +23,7 @@ from legato.schedule.bound.check_ranges import check_ranges
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
-from legato.schedule.bound.plan_kind import Sends
+from legato.schedule.bound.plan_kind import Sends, check_sends
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
@@ -53,6 +53,7 @@ def verify_bound(
     rounding of its floats, a part in 10**9), or when the certificate names tensors
     that the workload does not have.
     """
+    check_sends(sends)
     chosen, case = bound.certificate.tensors, bound.certificate.case
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")

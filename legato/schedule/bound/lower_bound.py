@@ -173,7 +173,7 @@ from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import nested
-from legato.schedule.bound.plan_kind import Sends
+from legato.schedule.bound.plan_kind import Sends, check_sends
 from legato.schedule.bound.ranges import ranges
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
@@ -276,6 +276,7 @@ def lower_bound(
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
+    check_sends(sends)
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from legato.core.errors import unknown_name
 from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import gathers_what_it_scatters
 from legato.schedule.basics.heads_tails import Order
 
-__all__ = ["PlanKind", "Sends", "kind_of"]
+__all__ = ["PlanKind", "Sends", "check_sends", "kind_of"]
 
 #: What the messages of plans are: nothing but all-reduces; also reduce-scatters and all-gathers in pairs, both with the
 #: same slices; or these in any way.
 Sends = Literal["all_reduces", "pairs", "halves"]
+
+
+def check_sends(sends: Sends) -> None:
+    """Raise `InputError` on an unknown setting: a bound for it would hold for nothing."""
+    if sends not in get_args(Sends):
+        raise unknown_name("sends", sends, get_args(Sends))
 
 
 class PlanKind(NamedTuple):

@@ -105,6 +105,10 @@ def test_unknown_settings():
         lower_bound(DIAMOND, cluster, order="capture")
     with pytest.raises(InputError, match="unknown compute setting 'two'"):
         lower_bound(DIAMOND, cluster, compute="two")
+    with pytest.raises(InputError, match="unknown sends 'pair'; did you mean 'pairs'"):
+        lower_bound(DIAMOND, cluster, sends="pair")
+    with pytest.raises(InputError, match="unknown sends 'pair'; did you mean 'pairs'"):
+        verify_bound(lower_bound(DIAMOND, cluster), DIAMOND, cluster, sends="pair")
 
 
 @examples(200)
