@@ -81,9 +81,8 @@ class PairedPeriod(GroupedPeriod):
         for (reads, _), arrival in zip(self.update_of, updates, strict=True):  # forward ops wait for all updates
             for t in reads:
                 last[t] = max(last[t], arrival)
-        first = [len(self.forward)] * (
-            len(ends) + 1
-        )  # by arrival: the first forward op that waits for it, or for later
+        # by arrival: the first forward op that waits for it or for a later one
+        first = [len(self.forward)] * (len(ends) + 1)
         for t, arrival in enumerate(last):
             first[arrival] = min(first[arrival], self.first_read[t])
         for arrival in reversed(range(len(ends))):
