@@ -84,6 +84,10 @@ each of a whole number of messages; what arrives last is updated last (`nested.p
 *Ranges.* The same sets, with the latest end of each of their messages: what a message brings is
 updated after it, and so is all that comes later (`ranges.py`; for all-reduces only).
 
+*Sides.* The same sets, and what is sent before the last gradients are scattered, and after that:
+what is scattered on one side is gathered on the other one, or on the same (`sides.py`; for
+all-reduces and pairs only).
+
 *Whole.* Large tensors are updated when they are complete, and meanwhile the stream has little to
 do. In which order they arrive is a path, and the best one gives a bound (`whole.py`).
 
@@ -172,11 +176,12 @@ from legato.schedule.basics.sharded import check_shard, with_sharded_updates, wi
 from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.last_message import last_message
-from legato.schedule.bound.nested import nested
+from legato.schedule.bound.nested import SetsBound, nested
 from legato.schedule.bound.plan_kind import Sends, check_sends
 from legato.schedule.bound.ranges import ranges
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
+from legato.schedule.bound.sides import sides
 from legato.schedule.bound.waiting_updates import Updates
 from legato.schedule.bound.whole import whole
 from legato.schedule.published.merge_optimal import merge_neighbours
@@ -207,6 +212,7 @@ Case = Literal[
     "last",
     "nested",
     "ranges",
+    "sides",
     "whole",
     "sequences",
     "update",
@@ -224,8 +230,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. With "nested" and "ranges", the first `sets[0]`, `sets[1]`, ... of its S are the sets. `op` is
-    the optimizer op of "update". The times of updates are part of `network_s`.
+    limits. With "nested", "ranges" and "sides", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
+    `op` is the optimizer op of "update". The times of updates are part of `network_s`.
     """
 
     case: Case
@@ -270,7 +276,7 @@ def lower_bound(
     plans do. With `shard`
     and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
     plans with messages in a wire format (`Message.wire`) only with `wire`. Without
-    `thorough`, it leaves out "ranges" and "sequences", which take longest to find, and "nested"
+    `thorough`, it leaves out "ranges", "sides" and "sequences", which take longest to find, and "nested"
     tries fewer sets. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
     `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
@@ -308,8 +314,7 @@ def lower_bound(
     most = {} if thorough else {"most": _FEW_SETS}
     chain = nested(workload, times, line, sends, beat_s=found.seconds, one_stream=compute == "one", **most)
     if chain is not None:
-        found = _certified("nested", chain.seconds, chain.tensors, first, last_s)
-        found = msgspec.structs.replace(found, certificate=msgspec.structs.replace(found.certificate, sets=chain.sets))
+        found = _of_sets("nested", chain, first, last_s)
     updates = Updates(workload, order) if compute == "one" and workload.phase_ops("optimizer") else None
     if updates is not None:
         large = whole(workload, times, updates, line, sends, beat_s=found.seconds)
@@ -320,10 +325,11 @@ def lower_bound(
     if compute == "one" and all_reduce_only:
         stretch = ranges(workload, times, line, beat_s=found.seconds)
         if stretch is not None:
-            found = _certified("ranges", stretch.seconds, stretch.tensors, first, last_s)
-            found = msgspec.structs.replace(
-                found, certificate=msgspec.structs.replace(found.certificate, sets=stretch.sets)
-            )
+            found = _of_sets("ranges", stretch, first, last_s)
+    if sends == "pairs":
+        divided = sides(times, nbytes, line, beat_s=found.seconds)
+        if divided is not None:
+            found = _of_sets("sides", divided, first, last_s)
     ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
     relaxed = sequences(times, nbytes, line, sends, ready, beat_s=found.seconds, updates=updates)
     if relaxed is None:
@@ -408,6 +414,11 @@ def _processor(workload: Workload, cluster: Cluster, compute_s: float) -> Bound:
         min(overhead.beta_s_per_byte, taken * line.beta_s_per_byte) + cluster.contention.pack_s_per_byte
     )
     return Bound(compute_s + busy_s, Certificate("processor", (), compute_s, busy_s, 0.0))
+
+
+def _of_sets(case: Case, bound: SetsBound, before_s: float, after_s: float) -> Bound:
+    found = _certified(case, bound.seconds, bound.tensors, before_s, after_s)
+    return msgspec.structs.replace(found, certificate=msgspec.structs.replace(found.certificate, sets=bound.sets))
 
 
 def _certified(case: Case, seconds: float, tensors: tuple[int, ...], before_s: float, after_s: float) -> Bound:

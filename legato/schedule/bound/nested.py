@@ -71,7 +71,7 @@ from legato.schedule.bound.capacity import Capacity, HalvesCapacity, capacities
 from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.waiting_updates import update_times
 
-__all__ = ["Chain", "NestedBound", "NestedSets", "nested"]
+__all__ = ["Chain", "NestedSets", "SetsBound", "nested"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ _SETS = 128
 _STEP, _EXACT, _ROUNDING = 1e-3, 1e-7, 1e-9
 
 
-class NestedBound(NamedTuple):
+class SetsBound(NamedTuple):
     """No schedule takes `seconds`; the first `sets[0]`, `sets[1]`, ... of these tensors are the sets that prove it."""
 
     seconds: float
@@ -150,7 +150,7 @@ def nested(
     beat_s: float,
     one_stream: bool = True,
     most: int = _SETS,
-) -> NestedBound | None:
+) -> SetsBound | None:
     """The best of these bounds, or None if none found is above `beat_s`.
 
     Updates count only on `one_stream`. A chain has at most `most` sets.
@@ -166,7 +166,7 @@ def nested(
         sizes = chain.sizes(order, most)
         short = longest_too_short(chain.sets(order, sizes), beat_s, step=_STEP, exact=_EXACT)
         if short is not None:
-            beat_s, best = short, NestedBound(short, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
+            beat_s, best = short, SetsBound(short, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
     return best
 
 

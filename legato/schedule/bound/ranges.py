@@ -34,7 +34,6 @@ More than `MOST` messages count as so many, with ends at h(t, infinity). Units: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,10 +42,10 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.capacity import Capacity
-from legato.schedule.bound.nested import Chain
+from legato.schedule.bound.nested import Chain, SetsBound
 from legato.schedule.bound.waiting_updates import WaitingUpdates, update_times
 
-__all__ = ["RangesBound", "ranges"]
+__all__ = ["ranges"]
 
 #: Below this fraction of the bound, a message is too cheap for its end to matter.
 _DEAR = 0.001
@@ -56,15 +55,7 @@ _SETS, _STEPS, _SHORT = 64, 4096, 1e-3
 _STEP, _EXACT, _ROUNDING = 1e-3, 1e-4, 1e-9
 
 
-class RangesBound(NamedTuple):
-    """No schedule takes `seconds`; the first `sets[0]`, `sets[1]`, ... of these tensors are the sets that prove it."""
-
-    seconds: float
-    tensors: tuple[int, ...]
-    sets: tuple[int, ...]
-
-
-def ranges(workload: Workload, times: HeadsTails, line: LinearCost, *, beat_s: float) -> RangesBound | None:
+def ranges(workload: Workload, times: HeadsTails, line: LinearCost, *, beat_s: float) -> SetsBound | None:
     """The best of these bounds for plans of all-reduces on one stream, or None if none found is above `beat_s`."""
     if line.beta_s_per_byte <= 0 or line.alpha_s <= _DEAR * beat_s or not workload.phase_ops("optimizer"):
         return None
@@ -77,7 +68,7 @@ def ranges(workload: Workload, times: HeadsTails, line: LinearCost, *, beat_s: f
         short = longest_too_short(problem, beat_s, step=_STEP, exact=_EXACT)
         if short is not None:
             beat_s = short * (1 - _ROUNDING)
-            best = RangesBound(beat_s, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
+            best = SetsBound(beat_s, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
     return best
 
 

@@ -1,0 +1,158 @@
+"""How pairs of halves may be divided among both sides of a moment: goes through the states of `sides.py`; compiled by
+numba.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AFTER", "BEFORE", "BOTH", "Followed", "follow"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Where the halves of a pair are: one before and one after the moment, both before it, or both after it.
+BOTH, BEFORE, AFTER = 1, 2, 4
+#: More than the rounding error of dozens of float additions, relative to the length that is tried.
+_ROUNDING = 1e-9
+
+
+class Followed(NamedTuple):
+    """The states after each set; the last set has some if the time may suffice."""
+
+    ends: Ints  # by set: how many states it and the ones before it have
+    states: Ints  # class, kinds of the pairs of this class, halves before and after the moment
+    least_s: Floats  # the least and the most work before the moment
+    most_s: Floats
+
+    @property
+    def fits(self) -> bool:
+        """Whether all sets can be divided."""
+        return bool(self.ends[-1] > (self.ends[-2] if len(self.ends) > 1 else 0))
+
+
+def follow(
+    seconds: float, begin_s: float, end_s: float, half_s: float, release_s: Floats, tail_s: Floats, work_s: Floats
+) -> Followed:
+    """The states of a schedule of so many seconds whose moment lies between `begin_s` and `end_s`.
+
+    A half pays `half_s` first. The rest is by set, the innermost first.
+    """
+    most = int((seconds * (1 + _ROUNDING) - release_s[-1] - tail_s[-1] - work_s[-1]) / half_s + _ROUNDING)
+    if most < 2:
+        return Followed(np.zeros(len(work_s), np.int64), np.zeros((0, 4), np.int64), np.zeros(0), np.zeros(0))
+    return Followed(*_follow(seconds, begin_s, end_s, half_s, most, release_s, tail_s, work_s))
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _least_before(kinds: int) -> float:
+    """The least part of the work of a byte that is before the moment."""
+    return 0.0 if kinds & AFTER else 0.5 if kinds & BOTH else 1.0
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _most_before(kinds: int) -> float:
+    return 1.0 if kinds & BEFORE else 0.5 if kinds & BOTH else 0.0
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _follow(
+    seconds: float,
+    begin_s: float,
+    end_s: float,
+    half_s: float,
+    halves: int,
+    release_s: Floats,
+    tail_s: Floats,
+    work_s: Floats,
+) -> tuple[Ints, Ints, Floats, Floats]:
+    count, size, slack = len(work_s), halves + 1, _ROUNDING * seconds
+    place = np.full(count * 8 * size * size, -1, np.int64)
+    room = 1024
+    ends, states = np.zeros(count, np.int64), np.empty((room, 4), np.int64)
+    least, most = np.empty(room), np.empty(room)
+    first, made = 0, 0  # the states of the set before, and all
+    for t in range(count):
+        more = work_s[t] - (work_s[t - 1] if t else 0.0)
+        last = made
+        for s in range(first, max(last, first + 1)):
+            of, kinds, before, after, low, high = 0, BOTH, 1, 1, 0.0, 0.0
+            if t:
+                of, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
+                low, high = least[s], most[s]
+            for new in range(7):
+                if t == 0 and new != 0 and new != AFTER:
+                    continue
+                now_of, now_kinds, now_before, now_after = of, kinds, before, after
+                lower, upper = low + _least_before(kinds) * more, high + _most_before(kinds) * more
+                if new:  # some of these bytes still go to the pairs before, within their limits
+                    own_least, own_most = _least_before(new) * more, _most_before(new) * more
+                    if kinds & (BOTH | BEFORE):
+                        upper = min(upper, end_s - release_s[of] - before * half_s + own_most)
+                    if kinds & (BOTH | AFTER):
+                        limit = seconds - begin_s - tail_s[of] - after * half_s
+                        lower = max(lower, work_s[t] - limit - (more - own_least))
+                    lower, upper = min(lower, low + own_least), max(upper, high + own_most)
+                    now_of, now_kinds = t, new | kinds if t == 0 else new
+                    now_before += (new & BOTH) + (new & BEFORE)
+                    now_after += (new & BOTH) + (new & AFTER) // 2
+                if now_before + now_after > halves:
+                    continue
+                if now_kinds & (BOTH | BEFORE):
+                    upper = min(upper, end_s - release_s[now_of] - now_before * half_s)
+                if now_kinds & (BOTH | AFTER):
+                    lower = max(lower, work_s[t] - (seconds - begin_s - tail_s[now_of] - now_after * half_s))
+                if lower > upper + slack:
+                    continue
+                key = ((now_of * 8 + now_kinds) * size + now_before) * size + now_after
+                at = place[key]
+                if at >= 0:
+                    least[at], most[at] = min(least[at], lower), max(most[at], upper)
+                    continue
+                if made == room:
+                    room *= 2
+                    wider = np.empty((room, 4), np.int64)
+                    wider[:made] = states
+                    states = wider
+                    longer = np.empty(room)
+                    longer[:made] = least
+                    least = longer
+                    longer = np.empty(room)
+                    longer[:made] = most
+                    most = longer
+                place[key] = made
+                states[made, 0], states[made, 1], states[made, 2], states[made, 3] = (
+                    now_of,
+                    now_kinds,
+                    now_before,
+                    now_after,
+                )
+                least[made], most[made] = lower, upper
+                made += 1
+        keys = np.empty(made - last, np.int64)
+        useful = np.empty(made - last, np.bool_)
+        for s in range(last, made):  # without those that others with fewer halves make needless
+            keys[s - last] = key = ((states[s, 0] * 8 + states[s, 1]) * size + states[s, 2]) * size + states[s, 3]
+            useful[s - last] = True
+            for fewer_before, fewer_after in ((1, 1), (2, 0), (0, 2)):
+                if states[s, 2] >= fewer_before and states[s, 3] >= fewer_after:
+                    at = place[key - fewer_before * size - fewer_after]
+                    if at >= 0 and least[at] <= least[s] and most[at] >= most[s]:
+                        useful[s - last] = False
+        kept = last
+        for s in range(last, made):
+            place[keys[s - last]] = -1
+            if useful[s - last]:
+                states[kept] = states[s]
+                least[kept], most[kept] = least[s], most[s]
+                kept += 1
+        first, made = last, kept
+        ends[t] = made
+        if made == first:
+            ends[t:] = made
+            break
+    return ends, states[:made].copy(), least[:made].copy(), most[:made].copy()
