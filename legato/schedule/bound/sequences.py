@@ -73,7 +73,7 @@ _MOST_BYTES = 2**53
 #: Levels of bytes and limits of tails: a coarse pass first, then a fine one, and a finer one where that is quick.
 _COARSE, _FINE, _FINEST = (24, 6), (72, 12), (216, 12)
 #: The same instead of the fine pass for pairs, which have more states.
-_OF_PAIRS = (72, 6)
+_OF_PAIRS = (120, 6)
 #: The relative precision of the bound, and the allowance for rounding errors.
 _EXACT, _ROUNDING = 5e-4, 1e-9
 

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AFTER", "BEFORE", "BOTH", "Followed", "follow"]
+__all__ = ["AFTER", "BEFORE", "BOTH", "Floats", "Followed", "follow"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -54,9 +54,9 @@ _DEAR = 0.005
 #: The most sets of a chain: first few, then more.
 _SETS = (24, 96)
 #: The most states to go through.
-_STATES = 10_000_000
+_STATES = 4_000_000
 #: The relative size of the first step of the bisection, its precision, and the allowance for rounding errors.
-_STEP, _EXACT, _ROUNDING = 1e-3, 2.5e-4, 1e-9
+_STEP, _EXACT, _ROUNDING = 1e-3, 5e-4, 1e-9
 
 
 def sides(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, *, beat_s: float) -> SetsBound | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -38,24 +38,33 @@ _RESIZED = 0.5
 
 
 def plans_in_groups(
-    problem: Problem, period: GroupedPeriod, starts: Iterable[Groups], enough_s: float
+    problem: Problem,
+    period: GroupedPeriod,
+    starts: Iterable[Groups],
+    enough_s: float,
+    arranged: Sequence[tuple[Groups, Arranged]] = (),
 ) -> Iterator[Plan]:
     """Better and better plans, until one takes `enough_s`, or rounds or budget are spent.
 
-    `starts` are groups of other plans, at least one, the best first.
+    `starts` are groups of other plans, at least one, the best first. Those that are `arranged` are only
+    rearranged.
     """
-    for groups, arranged in _found(problem, period, starts, enough_s):
-        messages = problem.collectives.fit(period.messages(groups, arranged))
+    for groups, found in _found(problem, period, starts, enough_s, arranged):
+        messages = problem.collectives.fit(period.messages(groups, found))
         plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
-        yield msgspec.structs.replace(plan, op_order=arranged.op_order)
+        yield msgspec.structs.replace(plan, op_order=found.op_order)
 
 
 def _found(
-    problem: Problem, period: GroupedPeriod, starts: Iterable[Groups], enough_s: float
+    problem: Problem,
+    period: GroupedPeriod,
+    starts: Iterable[Groups],
+    enough_s: float,
+    given: Sequence[tuple[Groups, Arranged]],
 ) -> Iterator[tuple[Groups, Arranged]]:
     partition = not problem.cluster.unpack_s_per_byte
-    search = _Search(period, partition, enough_s, random.Random(problem.seed))
-    first, *others = starts
+    search = _Search(period, partition, enough_s, random.Random(problem.seed), given)
+    first, *others = list(starts)
     for groups in itertools.chain([first], _equal_groups(period, partition, len(first)), others):
         search.start(groups)
         if search.done:
@@ -100,13 +109,21 @@ def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator
 class _Search:
     """The best iterations so far, each with its groups and its way to rank them."""
 
-    def __init__(self, period: GroupedPeriod, partition: bool, enough_s: float, rng: random.Random) -> None:
-        self.period, self.partition, self.enough_s, self.rng = period, partition, enough_s, rng
+    def __init__(
+        self,
+        period: GroupedPeriod,
+        partition: bool,
+        enough_s: float,
+        rng: random.Random,
+        given: Sequence[tuple[Groups, Arranged]],
+    ) -> None:
+        self.period, self.partition, self.enough_s, self.rng, self.given = period, partition, enough_s, rng, given
         self.found: list[tuple[float, int, int, int, Groups, Arranged]] = []
 
     @property
     def done(self) -> bool:
-        return self.period.budget.spent or (bool(self.found) and min(self.found)[0] <= self.enough_s)
+        least = min([arranged.seconds for _, arranged in self.given] + [start[0] for start in self.found], default=None)
+        return self.period.budget.spent or (least is not None and least <= self.enough_s)
 
     def start(self, groups: Groups) -> None:
         """Try all ways to rank these groups."""
@@ -119,6 +136,7 @@ class _Search:
     def improve(self, rounds: int) -> Iterator[tuple[Groups, Arranged]]:
         """Improve the best starts by other groups, and then the best of these by other orders."""
         self.found.sort()
+        yield from self.given
         ends: list[tuple[float, int, int, Groups, Arranged]] = []
         for _, _, _, way, groups, arranged in self.found[:_IMPROVED]:
             yield groups, arranged
@@ -131,8 +149,13 @@ class _Search:
                     groups, arranged = changed, tried
             ends.append((arranged.seconds, len(groups), len(ends), groups, arranged))
             yield groups, arranged
-        _, _, _, groups, arranged = min(ends)
-        for _ in range(int(rounds * _REORDERED)):
+        best = [min(ends)[3:]] if ends else []
+        for groups, arranged in [*best, *self.given]:
+            yield self._reordered(groups, arranged, int(rounds * _REORDERED))
+
+    def _reordered(self, groups: Groups, arranged: Arranged, rounds: int) -> tuple[Groups, Arranged]:
+        """The same with other orders, and borders moved under them."""
+        for _ in range(rounds):
             if arranged.seconds <= self.enough_s or self.period.budget.spent:
                 break
             changed = self._change(groups) if self.rng.random() < _RESIZED else groups
@@ -143,7 +166,7 @@ class _Search:
                 tried = self.period.again(changed, arranged)
             if tried.seconds <= arranged.seconds:
                 groups, arranged = changed, tried
-        yield groups, arranged
+        return groups, arranged
 
     def _change(self, groups: Groups) -> Groups:
         """Merge two neighbours, divide a group, or move parts across a border."""

@@ -14,6 +14,7 @@ import msgspec
 from legato.core.workload import Workload
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
+from legato.schedule.search.best_pairs import best_pairs
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import Fastest
 from legato.schedule.search.group_search import plans_in_groups
@@ -32,7 +33,7 @@ def pair_halves(fastest: Fastest, budget: Budget) -> None:
     workload, cluster = problem.workload, problem.cluster
     paired = Fastest(problem)
     kind, captured = kind_of(plan, workload)._replace(sends="pairs"), workload.iteration_order()
-    enough_s = lower_bound(workload, cluster, **kind._asdict()).seconds * (1 + problem.gap)
+    enough_s = lower_bound(workload, cluster, **kind._asdict(), thorough=False).seconds * (1 + problem.gap)
     updates = [op for op in captured if workload.ops[op].phase == "optimizer"]
     messages = [message for message in plan.messages if message.kind != "all_gather"]
     scattered = [msgspec.structs.replace(message, kind="reduce_scatter") for message in messages]
@@ -40,7 +41,10 @@ def pair_halves(fastest: Fastest, budget: Budget) -> None:
         if min(fastest.seconds, paired.seconds) <= enough_s or budget.spent:
             break
         period = PairedPeriod(workload, problem.collectives.half_s, (*order, *updates), budget)
-        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s)
+        low_s, high_s = enough_s / (1 + problem.gap), min(fastest.seconds, paired.seconds)
+        best = best_pairs(period, low_s, high_s, partition=not cluster.unpack_s_per_byte)
+        arranged = [best] if best else []
+        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s, arranged)
         paired.consider(
             msgspec.structs.replace(plan, op_order=()) if plan.op_order == captured else plan for plan in found
         )
