@@ -89,14 +89,15 @@ def _follow(
                     continue
                 now_of, now_kinds, now_before, now_after = of, kinds, before, after
                 lower, upper = low + _least_before(kinds) * more, high + _most_before(kinds) * more
-                if new:  # some of these bytes still go to the pairs before, within their limits
-                    own_least, own_most = _least_before(new) * more, _most_before(new) * more
-                    if kinds & (BOTH | BEFORE):
-                        upper = min(upper, end_s - release_s[of] - before * half_s + own_most)
-                    if kinds & (BOTH | AFTER):
-                        limit = seconds - begin_s - tail_s[of] - after * half_s
-                        lower = max(lower, work_s[t] - limit - (more - own_least))
-                    lower, upper = min(lower, low + own_least), max(upper, high + own_most)
+                if new:  # as many bytes as move the limit still go to the pairs before, if these allow it
+                    share, own = _most_before(kinds), _most_before(new)
+                    left = end_s - release_s[of] - before * half_s - high
+                    part = min(max(left / share, 0.0), more) if share > own else 0.0
+                    upper = high + share * part + own * (more - part)
+                    share, own = _least_before(kinds), _least_before(new)
+                    left = seconds - begin_s - tail_s[of] - after * half_s - (work_s[t] - more - low)
+                    part = min(max(left / (1 - share), 0.0), more) if share < own else 0.0
+                    lower = low + share * part + own * (more - part)
                     now_of, now_kinds = t, new | kinds if t == 0 else new
                     now_before += (new & BOTH) + (new & BEFORE)
                     now_after += (new & BOTH) + (new & AFTER) // 2

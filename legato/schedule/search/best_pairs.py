@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from legato.core.cluster import LinearCost
-from legato.schedule.basics.joined import ALIGNMENT, Joined
+from legato.schedule.basics.joined import Joined
 from legato.schedule.bound.nested import Chain, NestedSets
 from legato.schedule.bound.side_states import AFTER, BEFORE, BOTH, Floats, Followed, follow
 from legato.schedule.bound.sides import TwoSides
@@ -43,7 +43,7 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
     """
     workload = period.workload
     nbytes = [tensor.nbytes for tensor in workload.tensors]
-    alpha_s = 2 * period.half_s(ALIGNMENT)
+    alpha_s = 2 * period.half_s(0)
     line = LinearCost(alpha_s, (2 * period.half_s(workload.nbytes) - alpha_s) / workload.nbytes)
     if line.alpha_s <= 0 or line.beta_s_per_byte <= 0:
         return None

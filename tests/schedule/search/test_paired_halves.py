@@ -68,6 +68,6 @@ def test_two_messages_in_halves_beat_all_plans_of_all_reduces():
     """On a ring of 512, a message costs 31 ms; reduce-scatters run before, all-gathers after what is needed at once."""
     job, cluster = model("googlenet"), Cluster.derive(512, 3e9, 30e-6, collectives=["ring"])
     plan = schedule("legato", job, cluster)
-    assert is_runnable(plan, job) and len(plan.messages) == 4
+    assert is_runnable(plan, job) and len({message.slices for message in plan.messages}) == 2
     all_reduces = lower_bound(job, cluster, sends="all_reduces").seconds
     assert iteration_time(job, plan, cluster) < 0.95 * all_reduces
