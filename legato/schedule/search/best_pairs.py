@@ -91,103 +91,90 @@ class _Pair(NamedTuple):
     work_s: float
 
 
+class _Step(NamedTuple):
+    """What one more set adds: to the state before it, as in `follow`, perhaps new pairs."""
+
+    state: tuple[int, ...]
+    new: int  # the kinds of the new pairs
+    done_s: float  # the work before the moment so far
+    more_s: float  # what the set adds on both sides,
+    before_s: float  # and before the moment
+
+
 def _pairs(sets: NestedSets, seconds: float, moment_s: float, half_s: float) -> list[_Pair]:
     """The pairs of a schedule of so many seconds, from the one that is scattered last."""
-    arrays = sets.release_s, sets.tail_s, sets.work_s
-    followed = follow(seconds, moment_s, moment_s, half_s, *arrays)
-    steps = _steps(followed, np.diff(sets.work_s, prepend=0.0))
-    kinds, work = [BOTH], [0.0]
-    own = [0]  # the pairs of the last class
-    for t, (state, new, before_s, done_s) in enumerate(steps):
-        more = sets.work_s[t] - (sets.work_s[t - 1] if t else 0.0)
-        old, used = own, 0.0
-        if new:
-            own = [len(kinds) + k for k in range(new.bit_count())]
-            kinds += [kind for kind in (BOTH, BEFORE, AFTER) if new & kind]
-            work += [0.0] * len(own)
-        if new:
-            # as much as the limits of the pairs before allow still goes to them
-            of, _, halves_before, halves_after = state
-            share = _BEFORE[kinds[old[-1]]]
-            room = [more]
-            if share > 0:
-                room.append((moment_s - sets.release_s[of] - halves_before * half_s - done_s) / share)
-            if share < 1:
-                after_s = (sets.work_s[t - 1] if t else 0.0) - done_s
-                left = seconds - moment_s - sets.tail_s[of] - halves_after * half_s - after_s
-                room.append(left / (1 - share))
-            used = max(0.0, min(room))
-            rest = _BEFORE[kinds[own[0]]]
-            if len(own) == 1 and rest != share and more:
-                used = min(used, max(0.0, (before_s - rest * more) / (share - rest)))
-            work[old[-1]] += used
-            before_s -= share * used
-        _divide(more - used, before_s, own, kinds, work)
-    return [_Pair(kind, work_s) for kind, work_s in zip(kinds, work, strict=True)]
+    followed = follow(seconds, moment_s, moment_s, half_s, sets.release_s, sets.tail_s, sets.work_s)
+    kinds, work_s, last = [BOTH], [0.0], [0]
+    for t, step in enumerate(_steps(followed, np.diff(sets.work_s, prepend=0.0))):
+        more_s, before_s = step.more_s, step.before_s
+        if step.new:
+            of, _, before, after = step.state
+            room = moment_s - sets.release_s[of] - before * half_s - step.done_s
+            after_s = sets.work_s[t] - more_s - step.done_s
+            room_after = seconds - moment_s - sets.tail_s[of] - after * half_s - after_s
+            old, kept_s = last[-1], _kept_s(step, kinds[last[-1]], float(room), float(room_after))
+            work_s[old] += kept_s
+            more_s, before_s = more_s - kept_s, before_s - _BEFORE[kinds[old]] * kept_s
+            last = [*range(len(kinds), len(kinds) + step.new.bit_count())]
+            kinds += [kind for kind in _BEFORE if step.new & kind]
+            work_s += [0.0] * len(last)
+        for k, own_s in zip(last, _divided(more_s, before_s, [_BEFORE[kinds[k]] for k in last]), strict=True):
+            work_s[k] += own_s
+    return [*map(_Pair, kinds, work_s)]
 
 
-def _divide(more: float, before_s: float, own: Sequence[int], kinds: Sequence[int], work: list[float]) -> None:
-    """Divide work among pairs of one class such that so much of it is before the moment."""
-    if len(own) == 1:
-        work[own[0]] += more
-        return
-    first, second = (_BEFORE[kinds[k]] for k in own[:2])
-    part = min(max(before_s - second * more, 0.0) / (first - second), more) if first > second else 0.0
-    if first < second:
-        part = min(max(second * more - before_s, 0.0) / (second - first), more)
-    work[own[0]] += part
-    work[own[1]] += more - part
+def _kept_s(step: _Step, kind: int, room_s: float, room_after_s: float) -> float:
+    """How much of the work of a set still goes to the pair before the new ones: as much as there is room for."""
+    share, most = _BEFORE[kind], step.more_s
+    if share > 0:
+        most = min(most, room_s / share)
+    if share < 1:
+        most = min(most, room_after_s / (1 - share))
+    if step.new in _BEFORE and _BEFORE[step.new] != share:
+        most = min(most, (step.before_s - _BEFORE[step.new] * step.more_s) / (share - _BEFORE[step.new]))
+    return max(most, 0.0)
 
 
-def _steps(followed: Followed, more_s: Floats) -> list[tuple[tuple[int, ...], int, float, float]]:
-    """By set: the state before it, the kinds of the pairs that begin with it, the work that it adds before the moment,
-    and the work there before it.
-    """
+def _divided(more_s: float, before_s: float, shares: Sequence[float]) -> list[float]:
+    """Divide work among one pair, or two, of which these shares are before the moment, to get `before_s` there."""
+    if len(shares) == 1:
+        return [more_s]
+    part = (before_s - shares[1] * more_s) / (shares[0] - shares[1])
+    part = min(max(part, 0.0), more_s)
+    return [part, more_s - part]
+
+
+def _steps(followed: Followed, more_s: Floats) -> list[_Step]:
+    """One way through the states, with the fewest halves, by set."""
     ends = [0, *followed.ends.tolist()]
-    least, most = followed.least_s, followed.most_s
     states = [tuple(state) for state in followed.states.tolist()]
+    intervals = [*zip(followed.least_s.tolist(), followed.most_s.tolist(), strict=True)]
     at = min(range(ends[-2], ends[-1]), key=lambda s: (states[s][2] + states[s][3], states[s]))
-    done_s = (least[at] + most[at]) / 2
-    steps = []
-    for t in reversed(range(len(more_s))):
-        found = min(_before(states, ends, t, at, done_s, least, most, float(more_s[t])))
-        _, new, at, earlier_s = found
-        before = states[at] if t else (0, BOTH, 1, 1)
-        steps.append((before, new, done_s - earlier_s, earlier_s))
-        done_s = earlier_s
+    until_s, steps = sum(intervals[at]) / 2, []
+    for t in reversed(range(len(ends) - 1)):
+        found = []
+        for s in range(ends[t - 1], ends[t]) if t else range(1):
+            state, (low_s, high_s) = (states[s], intervals[s]) if t else ((0, BOTH, 1, 1), (0.0, 0.0))
+            new = _new_kinds(state, states[at], t)
+            if new is not None:
+                shares = [_BEFORE[kind] for kind in _BEFORE if (state[1] | new if new else state[1]) & kind]
+                least_s, most_s = until_s - max(shares) * more_s[t], until_s - min(shares) * more_s[t]
+                done_s = min(max((least_s + most_s) / 2, low_s), high_s)
+                off_s = max(least_s - done_s, done_s - most_s, 0.0)
+                found.append((off_s, s, _Step(state, new, done_s, float(more_s[t]), until_s - done_s)))
+        _, at, step = min(found)
+        until_s = step.done_s
+        steps.append(step)
     return steps[::-1]
 
 
-def _before(
-    states: Sequence[tuple[int, ...]],
-    ends: Sequence[int],
-    t: int,
-    at: int,
-    done_s: float,
-    least: Floats,
-    most: Floats,
-    more_s: float,
-) -> Iterator[tuple[float, int, int, float]]:
-    """States that may come before this one: how far from it, with which new kinds, and the work before the moment."""
-    of, kinds, before, after = states[at]
-    earlier = range(ends[t - 1], ends[t]) if t else range(1)
-    for s in earlier:
-        last = states[s] if t else (0, BOTH, 1, 1)
-        low, high = (least[s], most[s]) if t else (0.0, 0.0)
-        if last == states[at]:
-            new = 0
-        elif of != t or not kinds or (t == 0 and kinds == BOTH):
-            continue
-        else:
-            new = kinds & ~BOTH if t == 0 else kinds
-            paid = (new & BOTH) + (new & BEFORE), (new & BOTH) + (new & AFTER) // 2
-            if (last[2] + paid[0], last[3] + paid[1]) != (before, after):
-                continue
-        shares = [_BEFORE[kind] for kind in _BEFORE if (new or kinds) & kind or (new and last[1] & kind)]
-        fits = done_s - max(shares) * more_s, done_s - min(shares) * more_s
-        earlier_s = min(max((fits[0] + fits[1]) / 2, low), high)
-        off = max(fits[0] - earlier_s, earlier_s - fits[1], 0.0)
-        yield off, new, s, float(earlier_s)
+def _new_kinds(before: tuple[int, ...], state: tuple[int, ...], t: int) -> int | None:
+    """The kinds of the new pairs with which set t leads from one state to another, if it can."""
+    if before == state:
+        return 0
+    new = state[1] & ~BOTH if t == 0 else state[1]
+    paid = (new & BOTH) + (new & BEFORE), (new & BOTH) + (new & AFTER) // 2
+    return new if state[0] == t and (before[2] + paid[0], before[3] + paid[1]) == state[2:] else None
 
 
 def _border(joined: Joined, at: int, partition: bool) -> int:
