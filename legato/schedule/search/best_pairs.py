@@ -10,6 +10,7 @@ round. For a chain of layers and one collective, this is the optimum for given t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -50,6 +51,7 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
     chain = Chain(period.release_s, period.tail_s, nbytes, line, sends="pairs")
     order = chain.orders()[0]
     sets = chain.sets(order, chain.sizes(order, _SETS), strict=True)
+    period.budget.wait(_load())  # takes seconds on its first use on a machine
     problem = TwoSides(sets, line.alpha_s / 2, _STATES, exact=_EXACT)
     least_s = _least_s(problem, low_s, high_s)
     if least_s is None:
@@ -69,6 +71,13 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
             kinds.insert(0, pair.kind)
     arranged = period.in_order(groups, [*_halves(kinds)])
     return (groups, arranged) if arranged.seconds < math.inf else None
+
+
+def _load() -> float:
+    """Load the compiled states, or compile them on first use; returns the seconds that this took."""
+    began, one = time.perf_counter(), np.ones(1)
+    follow(9.0, 2.0, 3.0, 0.5, one, one, one)
+    return time.perf_counter() - began
 
 
 def _least_s(problem: TwoSides, low_s: float, high_s: float) -> float | None:
