@@ -21,6 +21,7 @@ from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.check_ranges import check_ranges
 from legato.schedule.bound.check_sequences import check_sequences
+from legato.schedule.bound.check_sides import check_sides
 from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
 from legato.schedule.bound.plan_kind import Sends, check_sends
@@ -97,6 +98,10 @@ def verify_bound(
         if not all_reduce_only:
             raise InputError(f"certificate: case 'ranges' for {sends} (expected all-reduces only)")
         proved = check_ranges(workload, cluster, walk, bound.certificate)
+    elif case == "sides":
+        if sends == "halves":
+            raise InputError("certificate: case 'sides' for halves (expected pairs or all-reduces)")
+        proved = check_sides(workload, cluster, walk, bound.certificate)
     elif case == "whole":
         proved = check_whole(workload, cluster, walk, bound.certificate, sends)
     elif case == "sequences":
