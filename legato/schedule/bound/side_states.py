@@ -10,13 +10,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AFTER", "BEFORE", "BOTH", "Floats", "Followed", "follow"]
+__all__ = ["AFTER", "BEFORE", "BOTH", "Floats", "Followed", "follow", "places"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int32]
 
 #: Where the halves of a pair are: one before and one after the moment, both before it, or both after it.
 BOTH, BEFORE, AFTER = 1, 2, 4
+#: The most halves that are counted.
+_HALVES = 64
 #: More than the rounding error of dozens of float additions, relative to the length that is tried.
 _ROUNDING = 1e-9
 
@@ -24,28 +27,41 @@ _ROUNDING = 1e-9
 class Followed(NamedTuple):
     """The states after each set; the last set has some if the time may suffice."""
 
+    fits: bool
+    cut: bool  # whether there were more states or halves than allowed; then the time may suffice
     ends: Ints  # by set: how many states it and the ones before it have
     states: Ints  # class, kinds of the pairs of this class, halves before and after the moment
     least_s: Floats  # the least and the most work before the moment
     most_s: Floats
 
-    @property
-    def fits(self) -> bool:
-        """Whether all sets can be divided."""
-        return bool(self.ends[-1] > (self.ends[-2] if len(self.ends) > 1 else 0))
+
+def places(count: int) -> Places:
+    """The memory that `follow` needs for so many sets: 13 MB for 96."""
+    return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
 
 
 def follow(
-    seconds: float, begin_s: float, end_s: float, half_s: float, release_s: Floats, tail_s: Floats, work_s: Floats
+    seconds: float,
+    begin_s: float,
+    end_s: float,
+    half_s: float,
+    release_s: Floats,
+    tail_s: Floats,
+    work_s: Floats,
+    place: Places,
+    limit: int,
 ) -> Followed:
-    """The states of a schedule of so many seconds whose moment lies between `begin_s` and `end_s`.
+    """The states, at most `limit`, of a schedule of so many seconds whose moment lies between `begin_s` and `end_s`.
 
-    A half pays `half_s` first. The rest is by set, the innermost first.
+    A half pays `half_s` first. The rest is by set, the innermost first. `place` is from `places`.
     """
-    most = int((seconds * (1 + _ROUNDING) - release_s[-1] - tail_s[-1] - work_s[-1]) / half_s + _ROUNDING)
-    if most < 2:
-        return Followed(np.zeros(len(work_s), np.int64), np.zeros((0, 4), np.int64), np.zeros(0), np.zeros(0))
-    return Followed(*_follow(seconds, begin_s, end_s, half_s, most, release_s, tail_s, work_s))
+    most = (seconds * (1 + _ROUNDING) - release_s[-1] - tail_s[-1] - work_s[-1]) / half_s + _ROUNDING
+    if not 2 <= most < _HALVES + 1:
+        none = np.zeros(len(work_s), np.int64), np.zeros((0, 4), np.int64), np.zeros(0), np.zeros(0)
+        return Followed(most > 2, most > 2, *none)
+    followed = _follow(seconds, begin_s, end_s, half_s, int(most), release_s, tail_s, work_s, place, limit)
+    cut, ends = followed[:2]
+    return Followed(cut or bool(ends[-1] > (ends[-2] if len(ends) > 1 else 0)), *followed)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -69,9 +85,10 @@ def _follow(
     release_s: Floats,
     tail_s: Floats,
     work_s: Floats,
-) -> tuple[Ints, Ints, Floats, Floats]:
-    count, size, slack = len(work_s), halves + 1, _ROUNDING * seconds
-    place = np.full(count * 8 * size * size, -1, np.int32)  # about 0.5 GB for 96 sets and 400 halves
+    place: Places,
+    limit: int,
+) -> tuple[bool, Ints, Ints, Floats, Floats]:
+    count, size, slack, cut = len(work_s), _HALVES + 1, _ROUNDING * seconds, False
     room = 1024
     ends, states = np.zeros(count, np.int64), np.empty((room, 4), np.int64)
     least, most = np.empty(room), np.empty(room)
@@ -80,6 +97,9 @@ def _follow(
         more = work_s[t] - (work_s[t - 1] if t else 0.0)
         last = made
         for s in range(first, max(last, first + 1)):
+            if made > limit:
+                cut = True
+                break
             of, kinds, before, after, low, high = 0, BOTH, 1, 1, 0.0, 0.0
             if t:
                 of, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
@@ -153,7 +173,7 @@ def _follow(
                 kept += 1
         first, made = last, kept
         ends[t] = made
-        if made == first:
+        if made == first or cut:
             ends[t:] = made
             break
-    return ends, states[:made].copy(), least[:made].copy(), most[:made].copy()
+    return cut, ends, states[:made].copy(), least[:made].copy(), most[:made].copy()

@@ -50,6 +50,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.bisection import longest_too_short
@@ -91,22 +94,32 @@ class TwoSides:
         """`half_s` is what a half pays first; `exact` is the length of an interval of c relative to the time."""
         self.sets, self.half_s, self.left, self.exact = sets, half_s, states, exact
         self.moment_s = 0.0  # c, where a time was long enough
+        self.known = True  # the last answer; there were not too many halves or states
+        self.place: npt.NDArray[np.int32] | None = None
 
     def fits(self, seconds: float) -> bool:
-        """Whether halves may be divided among both sides of some moment. True, too, if no states are left."""
-        from legato.schedule.bound.side_states import follow  # compiled when needed first
+        """Whether halves may be divided among both sides of some moment; true, too, where it is not `known`."""
+        from legato.schedule.bound.side_states import follow, places  # compiled when needed first
 
         sets = self.sets
+        arrays = sets.release_s, sets.tail_s, sets.work_s
+        if self.place is None:
+            self.place = places(len(sets.work_s))
+        self.known = True
         first, last = float(sets.release_s[0]) + self.half_s, seconds - float(sets.tail_s[0]) - self.half_s
         intervals = [(first, last)] if first <= last else []
         while intervals and self.left > 0:
             begin, end = intervals.pop()
-            followed = follow(seconds, begin, end, self.half_s, sets.release_s, sets.tail_s, sets.work_s)
+            followed = follow(seconds, begin, end, self.half_s, *arrays, self.place, self.left)
             self.left -= len(followed.least_s)
+            if followed.cut:
+                self.known = False
+                return True
             if followed.fits:
                 self.moment_s = end
                 if end - begin <= self.exact * seconds:
                     return True
                 middle = (begin + end) / 2
                 intervals += [(begin, middle), (middle, end)]
-        return self.left <= 0
+        self.known = self.left > 0 or not intervals
+        return not self.known

@@ -20,7 +20,7 @@ import numpy as np
 from legato.core.cluster import LinearCost
 from legato.schedule.basics.joined import Joined
 from legato.schedule.bound.nested import Chain, NestedSets
-from legato.schedule.bound.side_states import AFTER, BEFORE, BOTH, Floats, Followed, follow
+from legato.schedule.bound.side_states import AFTER, BEFORE, BOTH, Floats, Followed, follow, places
 from legato.schedule.bound.sides import TwoSides
 from legato.schedule.search.groups_in_halves import Arranged, Groups
 from legato.schedule.search.paired_period import PairedPeriod
@@ -76,7 +76,7 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
 def _load() -> float:
     """Load the compiled states, or compile them on first use; returns the seconds that this took."""
     began, one = time.perf_counter(), np.ones(1)
-    follow(9.0, 2.0, 3.0, 0.5, one, one, one)
+    follow(9.0, 2.0, 3.0, 0.5, one, one, one, places(1), 99)
     return time.perf_counter() - began
 
 
@@ -84,10 +84,12 @@ def _least_s(problem: TwoSides, low_s: float, high_s: float) -> float | None:
     """The least time between these two for which there are pairs, or None."""
     found, moment_s, trial = None, 0.0, low_s * (1 + _EXACT)  # the bound is often the optimum
     while low_s * (1 + _EXACT) <= trial < high_s and problem.left > 0:
-        if problem.fits(trial) and problem.left > 0:
-            found, high_s, moment_s = trial, trial, problem.moment_s
-        else:
+        if not problem.fits(trial):
             low_s = trial
+        else:
+            high_s = trial
+            if problem.known:
+                found, moment_s = trial, problem.moment_s
         trial = (low_s + high_s) / 2
     problem.moment_s = moment_s
     return found
@@ -112,7 +114,8 @@ class _Step(NamedTuple):
 
 def _pairs(sets: NestedSets, seconds: float, moment_s: float, half_s: float) -> list[_Pair]:
     """The pairs of a schedule of so many seconds, from the one that is scattered last."""
-    followed = follow(seconds, moment_s, moment_s, half_s, sets.release_s, sets.tail_s, sets.work_s)
+    arrays = sets.release_s, sets.tail_s, sets.work_s
+    followed = follow(seconds, moment_s, moment_s, half_s, *arrays, places(len(sets.work_s)), _STATES)
     kinds, work_s, last = [BOTH], [0.0], [0]
     for t, step in enumerate(_steps(followed, np.diff(sets.work_s, prepend=0.0))):
         more_s, before_s = step.more_s, step.before_s
