@@ -40,7 +40,7 @@ from typing import NamedTuple
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, PlanError
 from legato.core.layout import scattered_tensors
-from legato.core.plan import Message, Plan, check_plan
+from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
 from legato.simulator.period import Compute, Period, check_compute
@@ -125,24 +125,19 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
         followed = {dep for op in ops if op.phase == "backward" for dep in op.deps}
         backward_ends = [op for op in period.workload.phase_ops("backward") if op not in followed]
     priced = []
-    unsent: dict[tuple[str, str], int] = {}  # (kind of a first half, tensor) -> messages still to come
-    for message in plan.messages:
-        if message.kind in _SECOND_HALF_OF.values():
-            for piece in message.slices:
-                unsent[message.kind, piece.tensor] = unsent.get((message.kind, piece.tensor), 0) + 1
+    aggregated: dict[tuple[str, str], set[tuple[int, int]]] = {}  # (kind of a first half, tensor): from where to where
     for i, message in enumerate(plan.messages):
         nbytes = message.wire_nbytes
         try:
             seconds = message_s(cluster, message.collective, message.depth, nbytes)
         except InputError as error:
             raise PlanError(f"messages[{i}].collective: {error}") from None
-        if message.kind != "all_reduce":
-            first = _SECOND_HALF_OF.get(message.kind)
-            for piece in message.slices:
-                if first is None:
-                    unsent[message.kind, piece.tensor] -= 1
-                elif unsent.get((first, piece.tensor)):
-                    raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the last {first} of it")
+        first = _SECOND_HALF_OF.get(message.kind)
+        for piece in message.slices if message.kind != "all_reduce" else ():
+            if first is None:
+                aggregated.setdefault((message.kind, piece.tensor), set()).add((piece.start, piece.stop))
+            elif not _within(piece, aggregated.get((first, piece.tensor), set())):
+                raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the {first} of these bytes")
         share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
         waits = [period.ready_op[t] for t in tensors]
@@ -151,6 +146,14 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
             tensors = [t + len(period.ready_op) for t in tensors]
         priced.append(_Priced(tensors, waits, share * seconds, *_contended(cluster, nbytes, share)))
     return priced
+
+
+def _within(piece: Slice, aggregated: set[tuple[int, int]]) -> bool:
+    """Whether all bytes of a slice have been aggregated, in parts that do not overlap."""
+    if (piece.start, piece.stop) in aggregated:
+        return True
+    common = sum(max(0, min(stop, piece.stop) - max(start, piece.start)) for start, stop in aggregated)
+    return common == piece.nbytes
 
 
 def _contended(cluster: Cluster, nbytes: int, share: float) -> tuple[float, float]:

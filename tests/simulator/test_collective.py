@@ -136,6 +136,25 @@ def test_each_half_takes_half():
     assert network == [("w2 +1", 3, 11), ("w1", 11, 14), ("w2", 14, 19.5)]
 
 
+def test_a_part_is_gathered_before_another_one_is_scattered():
+    """Its bytes have to be scattered, not those of the rest of the tensor."""
+    parts = [
+        [Message((Slice("t", start, start + 4),), kind) for start in (0, 4)]
+        for kind in ("reduce_scatter", "all_gather")
+    ]
+    (first, second), (gathered, last) = parts
+    work = Workload("w", (Op("b", "backward", 1.0),), (Tensor("t", 8, 0),))
+    in_turns = Plan("in turns", (first, gathered, second, last), forward_overlap=True)
+    assert (
+        simulate(work, in_turns, NETWORK).iteration_s
+        == simulate(work, Plan("p", (first, second, gathered, last), True), NETWORK).iteration_s
+    )
+    both = Message((Slice("t", 0, 8),), "all_gather")
+    simulate(work, Plan("joined", (first, second, both), forward_overlap=True), NETWORK)
+    with pytest.raises(PlanError, match=r"messages\[1\]: all_gather of 't' before the reduce_scatter of these bytes"):
+        simulate(work, Plan("early", (first, both, second), forward_overlap=True), NETWORK)
+
+
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
@@ -143,11 +162,11 @@ def test_each_half_takes_half():
         (Plan("p", (whole("w2", collective="slwo"), whole("w1"))), r"messages\[0\].collective: .* did you mean 'slow'"),
         (
             Plan("p", (whole("w1", "w2", kind="all_gather"), whole("w1", "w2", kind="reduce_scatter"))),
-            r"messages\[0\]: all_gather of 'w1' before the last reduce_scatter of it",
+            r"messages\[0\]: all_gather of 'w1' before the reduce_scatter of these bytes",
         ),
         (
             Plan("p", (whole("w2"), whole("w1", kind="pull"), whole("w1", kind="push"))),
-            r"messages\[1\]: pull of 'w1' before the last push of it",
+            r"messages\[1\]: pull of 'w1' before the push of these bytes",
         ),
         (
             Plan("p", (whole("w1"), whole("w2")), True, (2, 5, 3, 4, 0, 1)),

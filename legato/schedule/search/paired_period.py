@@ -18,10 +18,9 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-from legato.core.plan import Message
 from legato.core.workload import Workload
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.groups_in_halves import EVENT_S, Arranged, GroupedPeriod, Groups, move_one
@@ -40,10 +39,6 @@ class PairedPeriod(GroupedPeriod):
         place = {op: k for k, op in enumerate(self.updates)}
         self.update_of = [(self.update_reads[op], [place[dep] for dep in self.update_waits[op]]) for op in self.updates]
         self.until_s = [*accumulate(self.forward_s, initial=0.0)]
-        self.tail_s = [self.until_s[-1] - self.until_s[first] for first in self.first_read]
-        for op in self.updates:
-            for t in self.update_reads[op]:
-                self.tail_s[t] += workload.ops[op].duration_s
 
     def arrange(self, groups: Groups, rank: Sequence[tuple[int, int]]) -> Arranged:
         return self._arranged(groups, _Network(self, groups).by_rank(rank))
@@ -59,15 +54,6 @@ class PairedPeriod(GroupedPeriod):
         halves = list(arranged.halves)
         move_one(halves, rng)
         return self.in_order(groups, halves)
-
-    def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
-        """The halves as messages, without collectives; those of a group that follow one another are an all-reduce."""
-        at_once, count = _gathered_at_once(arranged.halves, len(groups)), len(groups)
-        for half, message in zip(arranged.halves, super().messages(groups, arranged), strict=True):
-            if half % count not in at_once:
-                yield message
-            elif half < count:
-                yield Message(message.slices)
 
     def _arranged(self, groups: Groups, network: _Network) -> Arranged:
         """What the stream does while these halves are sent."""
@@ -121,11 +107,6 @@ class PairedPeriod(GroupedPeriod):
         return tuple(order)
 
 
-def _gathered_at_once(halves: Sequence[int], count: int) -> set[int]:
-    """The groups that are gathered as soon as they are scattered."""
-    return {half for half, following in pairwise(halves) if following == half + count}
-
-
 class _Network:
     """The halves one after another, each when it can go."""
 
@@ -142,7 +123,6 @@ class _Network:
                 self.groups_with.setdefault(t, []).append(k)
         self.unscattered = {t: len(of) for t, of in self.groups_with.items()}
         self.waits = [len(tensors) for tensors in self.tensors]  # tensors that are not scattered
-        self.at_once: set[int] = set()
         self.now, self.end = 0.0, [math.inf] * (2 * self.count)
 
     def by_rank(self, rank: Sequence[tuple[int, int]]) -> _Network:
@@ -161,14 +141,9 @@ class _Network:
         return self
 
     def in_order(self, halves: Sequence[int]) -> _Network:
-        """Ends early if a half would wait for a later one. A group that is gathered at once neither waits for others
-        nor lets them wait: it is an all-reduce.
-        """
-        self.at_once = _gathered_at_once(halves, self.count)
-        for k in self.at_once:
-            self._scattered(k)
+        """Ends early if a half would wait for a later one."""
         for half in halves:
-            if half >= self.count and self.waits[half - self.count] and half - self.count not in self.at_once:
+            if half >= self.count and self.waits[half - self.count]:
                 break
             if half < self.count:
                 self.now = max(self.now, self.can_go[half])
@@ -180,12 +155,8 @@ class _Network:
         self.halves.append(half)
         self.now += self.cost_s[half]
         self.end[half] = self.now
-        return self._scattered(half) if half < self.count and half not in self.at_once else []
-
-    def _scattered(self, group: int) -> list[int]:
-        """Returns the halves that can go now."""
         free = []
-        for t in self.tensors[group]:
+        for t in self.tensors[half] if half < self.count else ():
             self.unscattered[t] -= 1
             if not self.unscattered[t]:
                 for k in self.groups_with[t]:
