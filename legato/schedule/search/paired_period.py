@@ -1,7 +1,7 @@
 """An iteration whose all-reduces are sent in two halves: when each half goes, and when everything has run.
 
 The network does not wait for the stream: a reduce-scatter goes when its gradients are ready, an
-all-gather when its tensors are scattered. So halves are arranged first, by list scheduling with ranks or
+all-gather when the same bytes are scattered. So halves are arranged first, by list scheduling with ranks or
 in a given order. Then everything on the stream has a time from which on it can run: an update from the
 arrival of all that it reads, a forward op from that of all that it and the ones before it read. If the
 stream is never idle while something can run, the iteration takes
@@ -18,9 +18,10 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
+from legato.core.plan import Message
 from legato.core.workload import Workload
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.groups_in_halves import EVENT_S, Arranged, GroupedPeriod, Groups, move_one
@@ -39,6 +40,10 @@ class PairedPeriod(GroupedPeriod):
         place = {op: k for k, op in enumerate(self.updates)}
         self.update_of = [(self.update_reads[op], [place[dep] for dep in self.update_waits[op]]) for op in self.updates]
         self.until_s = [*accumulate(self.forward_s, initial=0.0)]
+        self.tail_s = [self.until_s[-1] - self.until_s[first] for first in self.first_read]
+        for op in self.updates:
+            for t in self.update_reads[op]:
+                self.tail_s[t] += workload.ops[op].duration_s
 
     def arrange(self, groups: Groups, rank: Sequence[tuple[int, int]]) -> Arranged:
         return self._arranged(groups, _Network(self, groups).by_rank(rank))
@@ -54,6 +59,13 @@ class PairedPeriod(GroupedPeriod):
         halves = list(arranged.halves)
         move_one(halves, rng)
         return self.in_order(groups, halves)
+
+    def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
+        """The halves as messages, without collectives; all-reduces if each group is gathered as soon as scattered."""
+        first, second = arranged.halves[::2], arranged.halves[1::2]
+        if all(half + len(groups) == gathers for half, gathers in zip(first, second, strict=True)):
+            return (Message(self.slices(groups[k])) for k in first)
+        return super().messages(groups, arranged)
 
     def _arranged(self, groups: Groups, network: _Network) -> Arranged:
         """What the stream does while these halves are sent."""
@@ -126,7 +138,10 @@ class _Network:
         self.now, self.end = 0.0, [math.inf] * (2 * self.count)
 
     def by_rank(self, rank: Sequence[tuple[int, int]]) -> _Network:
-        """Whenever it is free, the network takes the half with the lowest rank of those that can go."""
+        """Whenever it is free, the network takes the half with the lowest rank of those that can go.
+
+        A group is gathered when all parts of its tensors are scattered: those of one tensor arrive together then.
+        """
         coming = [(moment, k) for k, moment in enumerate(self.can_go)]
         heapq.heapify(coming)
         there: list[tuple[tuple[int, int], int]] = []
@@ -141,12 +156,12 @@ class _Network:
         return self
 
     def in_order(self, halves: Sequence[int]) -> _Network:
-        """Ends early if a half would wait for a later one."""
+        """Ends early if a group would be gathered before it is scattered."""
         for half in halves:
-            if half >= self.count and self.waits[half - self.count]:
-                break
             if half < self.count:
                 self.now = max(self.now, self.can_go[half])
+            elif self.end[half - self.count] == math.inf:
+                break
             self._send(half)
         return self
 
