@@ -57,6 +57,8 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
     if least_s is None:
         return None
     pairs = _pairs(sets, least_s * (1 + _EXACT), problem.moment_s, line.alpha_s / 2)
+    if not pairs:
+        return None
     # the chain begins with what is ready last, and groups with what is ready first
     tensors = order.tolist()
     joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
@@ -113,9 +115,11 @@ class _Step(NamedTuple):
 
 
 def _pairs(sets: NestedSets, seconds: float, moment_s: float, half_s: float) -> list[_Pair]:
-    """The pairs of a schedule of so many seconds, from the one that is scattered last."""
+    """The pairs of a schedule of so many seconds, from the one that is scattered last; none if they are too many."""
     arrays = sets.release_s, sets.tail_s, sets.work_s
     followed = follow(seconds, moment_s, moment_s, half_s, *arrays, places(len(sets.work_s)), _STATES)
+    if followed.cut or not followed.fits:
+        return []
     kinds, work_s, last = [BOTH], [0.0], [0]
     for t, step in enumerate(_steps(followed, np.diff(sets.work_s, prepend=0.0))):
         more_s, before_s = step.more_s, step.before_s

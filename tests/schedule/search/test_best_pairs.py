@@ -70,6 +70,22 @@ def test_they_are_near_the_optimum_of_chains(seed):
     assert bound.seconds * (1 - 1e-9) <= found[1].seconds <= bound.seconds * 1.025
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_many_halves(seed):
+    """Where messages are cheap, there may be more halves than are counted; then no pairs are found, or right ones."""
+    workload, cluster = chain(seed)
+    found = []
+    for k in range(40):
+        cost = LinearCost(workload.compute_s * 1e-3 * 1.1**k, cluster.cost().beta_s_per_byte)
+        cheap = Cluster(8, {"ring": cost})
+        period, low_s = period_of(workload, cheap), lower_bound(workload, cheap, sends="pairs", thorough=False).seconds
+        for high in (1.02, 1.2, 1.5):
+            found.append(best_pairs(period, low_s, high * low_s, partition=True))
+            if found[-1]:
+                assert simulated(period, found[-1], cheap) == pytest.approx(found[-1][1].seconds, rel=1e-12)
+    assert any(found) and not all(found)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_best_plan_of_a_chain_is_known(seed):
     """The bound for pairs is proved for all plans that can be run, and reached."""
