@@ -115,6 +115,8 @@ def test_a_measured_cluster_has_the_network_that_its_cost_implies():
 def test_the_command_line_imports_torch_only_in_commands_that_need_it():
     heavy = {"torch", "transformers", "numpy", "numba", "pyarrow", "plotly"}
     assert run(f"import sys, legato.cli; print({heavy} & set(sys.modules))").strip() == "set()"
+    # compiled searches and bounds are loaded where they are needed
+    assert run("import sys, legato.schedule.search.legato; print({'numba'} & set(sys.modules))").strip() == "set()"
 
 
 def test_types_of_lazy_names_are_known(tmp_path):

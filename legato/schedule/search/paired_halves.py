@@ -14,7 +14,6 @@ import msgspec
 from legato.core.workload import Workload
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
-from legato.schedule.search.best_pairs import best_pairs
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import Fastest
 from legato.schedule.search.group_search import plans_in_groups
@@ -29,6 +28,9 @@ _WORTH = 0.002
 
 def pair_halves(fastest: Fastest, budget: Budget) -> None:
     """Search for such plans, from the messages of the fastest one."""
+    # imported here because it compiles: other planning does without numba
+    from legato.schedule.search.best_pairs import best_pairs
+
     problem, plan = fastest.problem, fastest.plan
     workload, cluster = problem.workload, problem.cluster
     paired = Fastest(problem)
