@@ -35,6 +35,7 @@ All workers behave alike, so the spans are those of worker 0.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from typing import NamedTuple
 
 from legato.core.cluster import Cluster
@@ -125,7 +126,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
         followed = {dep for op in ops if op.phase == "backward" for dep in op.deps}
         backward_ends = [op for op in period.workload.phase_ops("backward") if op not in followed]
     priced = []
-    aggregated: dict[tuple[str, str], set[tuple[int, int]]] = {}  # (kind of a first half, tensor): from where to where
+    aggregated: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (kind of a first half, tensor): from where to where
     for i, message in enumerate(plan.messages):
         nbytes = message.wire_nbytes
         try:
@@ -135,8 +136,8 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
         first = _SECOND_HALF_OF.get(message.kind)
         for piece in message.slices if message.kind != "all_reduce" else ():
             if first is None:
-                aggregated.setdefault((message.kind, piece.tensor), set()).add((piece.start, piece.stop))
-            elif not _within(piece, aggregated.get((first, piece.tensor), set())):
+                _join(aggregated.setdefault((message.kind, piece.tensor), []), piece)
+            elif not _within(piece, aggregated.get((first, piece.tensor), [])):
                 raise PlanError(f"messages[{i}]: {message.kind} of {piece.tensor!r} before the {first} of these bytes")
         share = 1.0 if message.kind == "all_reduce" else 0.5
         tensors = list({period.tensor_id[piece.tensor] for piece in message.slices})
@@ -148,12 +149,22 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     return priced
 
 
-def _within(piece: Slice, aggregated: set[tuple[int, int]]) -> bool:
-    """Whether all bytes of a slice have been aggregated, in parts that do not overlap."""
-    if (piece.start, piece.stop) in aggregated:
-        return True
-    common = sum(max(0, min(stop, piece.stop) - max(start, piece.start)) for start, stop in aggregated)
-    return common == piece.nbytes
+def _join(spans: list[tuple[int, int]], piece: Slice) -> None:
+    """Add a slice to sorted spans, none of which it overlaps; what follows one another is one span."""
+    start, stop = piece.start, piece.stop
+    k = bisect(spans, (start, stop))
+    if k < len(spans) and spans[k][0] == stop:
+        stop = spans.pop(k)[1]
+    if k and spans[k - 1][1] == start:
+        k -= 1
+        start = spans.pop(k)[0]
+    spans.insert(k, (start, stop))
+
+
+def _within(piece: Slice, spans: list[tuple[int, int]]) -> bool:
+    """Whether one of these spans has all bytes of a slice."""
+    k = bisect(spans, (piece.start, math.inf)) - 1
+    return k >= 0 and spans[k][1] >= piece.stop
 
 
 def _contended(cluster: Cluster, nbytes: int, share: float) -> tuple[float, float]:

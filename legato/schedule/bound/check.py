@@ -60,6 +60,11 @@ def verify_bound(
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
+    sizes = bound.certificate.sets
+    if case in ("nested", "ranges", "sides") and not (
+        sizes and sizes[0] >= 1 and sizes[-1] == len(chosen) and all(a < b for a, b in pairwise(sizes))
+    ):
+        raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(chosen)})")
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":
@@ -210,8 +215,6 @@ def _nested(workload: Workload, cluster: Cluster, walk: _Walk, certificate: Cert
     the range of messages began and ended.
     """
     sizes = certificate.sets
-    if not sizes or sizes[0] < 1 or sizes[-1] != len(certificate.tensors) or any(b <= a for a, b in pairwise(sizes)):
-        raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(certificate.tensors)})")
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
     everything = range(len(workload.tensors))
     entire = _End(workload, cluster, dict.fromkeys(everything, 0), sends != "halves")

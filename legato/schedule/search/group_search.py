@@ -64,7 +64,7 @@ def _found(
 ) -> Iterator[tuple[Groups, Arranged]]:
     partition = not problem.cluster.unpack_s_per_byte
     search = _Search(period, partition, enough_s, random.Random(problem.seed), given)
-    first, *others = list(starts)
+    first, *others = starts
     for groups in itertools.chain([first], _equal_groups(period, partition, len(first)), others):
         search.start(groups)
         if search.done:

@@ -61,7 +61,7 @@ def chain(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_they_are_near_the_optimum_of_chains(seed):
-    """Where all tensors may be partitioned and nothing is updated, pairs as fast as the bound are found."""
+    """Where all tensors may be partitioned and nothing is updated: up to 2.3% off here, where intervals are joined."""
     workload, cluster = chain(seed)
     bound = lower_bound(workload, cluster, sends="pairs")
     low_s = lower_bound(workload, cluster, sends="pairs", thorough=False).seconds
