@@ -25,47 +25,56 @@ class Arrivals:
     def __init__(self, arena: Arena, shards: Sequence[Shard]) -> None:
         self._arena = arena
         self._server = {shard.index: shard.server for shard in shards}
+        self._looking = threading.Lock()
         self._begun = threading.Event()
-        self._work: tuple[int, list[int]] | None = None
+        self._stopped = False
         self._order: list[int] = []
+        self._left: list[int] = []
         self._seen: list[tuple[float, list[int]]] = []
         self._began_s = 0.0
         self.previous: tuple[int, tuple[float, ...]] = (0, ())
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
-    def begin(self, iteration: int, order: Sequence[int]) -> None:
-        """Start to observe an iteration, whose values are expected in this order."""
-        late = out_of_order(self._order, [group for _, group in self._seen], self._server)
-        self.previous = late, tuple(at - self._began_s for at, group in self._seen for _ in group)
-        self._order, self._seen = list(order), []
-        self._began_s = time.perf_counter()
-        self._work = (iteration, list(order))
+    def begin(self, order: Sequence[int]) -> None:
+        """Start to observe an iteration, whose values are expected in this order.
+
+        Called when all values of the iteration before have arrived, and before
+        any of this one can.
+        """
+        with self._looking:
+            self._look()  # what arrived after the last poll
+            late = out_of_order(self._order, [group for _, group in self._seen], self._server)
+            self.previous = late, tuple(at - self._began_s for at, group in self._seen for _ in group)
+            self._order, self._left, self._seen = list(order), list(order), []
+            self._arena.clear_iterations(order)
+            self._began_s = time.perf_counter()
         self._begun.set()
 
     def stop(self) -> None:
         """Stop the thread."""
-        self._work = None
+        self._stopped = True
         self._begun.set()
         self._thread.join()
 
     def _poll(self) -> None:
-        while True:
+        while not self._stopped:
             self._begun.wait()
             self._begun.clear()
-            if self._work is None:
-                return
-            iteration, left = self._work
-            seen = self._seen
-            while left and self._seen is seen and self._work is not None:
-                # A poll takes time, and more may arrive meanwhile. It looks at the last transfers first, so that
-                # whatever should have arrived before a transfer that it has seen is looked at later.
-                iterations = self._arena.iterations(left[::-1]).tolist()[::-1]
-                new = [index for index, found in zip(left, iterations, strict=True) if found == iteration]
-                if new:
-                    seen.append((time.perf_counter(), new))
-                    left = [index for index, found in zip(left, iterations, strict=True) if found != iteration]
+            while self._left and not self._stopped:
+                with self._looking:
+                    self._look()
                 time.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        """Note the transfers that have arrived since the last look."""
+        # A look takes time, and more may arrive meanwhile. It begins with the last transfers, so that whatever should
+        # have arrived before a transfer that it has seen is looked at later.
+        arrived = self._arena.arrived(self._left[::-1])[::-1]
+        new = [index for index, there in zip(self._left, arrived, strict=True) if there]
+        if new:
+            self._seen.append((time.perf_counter(), new))
+            self._left = [index for index, there in zip(self._left, arrived, strict=True) if not there]
 
 
 def out_of_order(order: Sequence[int], seen: Sequence[Sequence[int]], server: dict[int, int]) -> int:

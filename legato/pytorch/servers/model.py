@@ -160,7 +160,7 @@ class AgentModel(_Measured):
         replies = [puller.transport.next_command(rank, "the parameters") for rank in ranks]
         self.iteration = min(reply.iteration for reply in replies)
         self.training_goes_on = all(json.loads(reply.content)["training"] for reply in replies)
-        puller.expect(self.iteration, puller.pulls)
+        puller.expect(puller.pulls)
 
 
 class _ServedOptimizer:

@@ -45,15 +45,15 @@ class Puller:
         self.reads: list[str] = []  # names of the parameters, in the order in which their values were waited for
         self.servers = range(transport.roles.servers)
 
-    def expect(self, iteration: int, order: Sequence[int]) -> None:
+    def expect(self, order: Sequence[int]) -> None:
         """Post the receives of all values; from here on, reading a parameter waits for its value."""
+        if self.arrivals is not None:
+            self.arrivals.begin(order)
         for index in order:
             shard = self.by_index[index]
             source = self.transport.roles.server_rank(shard.server)
             what = f"the value of {shard.label}"
             self._works[index] = self.transport.receive(self.values.message[index], source, 1 + index, what)
-        if self.arrivals is not None:
-            self.arrivals.begin(iteration, order)
         self.reads.clear()
         for slot in self.slots.values():
             slot.mark_stepped()

@@ -132,7 +132,13 @@ class Arena:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
 
-    def iterations(self, indices: Sequence[int]) -> Tensor:
-        """Return the iterations that are now in the trailers of these shards."""
-        words = self._memory.view(torch.int64)
-        return words[[self._place[i][1] // 8 - 2 for i in indices]]
+    def clear_iterations(self, indices: Sequence[int]) -> None:
+        """Mark the elements of these shards as not yet arrived."""
+        self._memory.view(torch.int64)[self._iterations(indices)] = -1
+
+    def arrived(self, indices: Sequence[int]) -> list[bool]:
+        """Return for each of these shards whether its elements have arrived since `clear_iterations`."""
+        return (self._memory.view(torch.int64)[self._iterations(indices)] >= 0).tolist()
+
+    def _iterations(self, indices: Sequence[int]) -> list[int]:
+        return [self._place[i][1] // 8 - 2 for i in indices]

@@ -186,7 +186,7 @@ class Worker(Puller):
     def step(self, content: bytes, changed: Sequence[tuple[int, bool]], order: Sequence[int]) -> None:
         """Let the servers update as `content` says; the new values arrive in this order."""
         self._unstepped = False
-        self.expect(self.iteration, order)
+        self.expect(order)
         self._sent += self.tell_servers(STEP, self.iteration, content)  # need not wait: it is sent after all gradients
         if self.transport.rank == 0:
             self._send_changed(changed)

@@ -9,13 +9,15 @@ import itertools
 import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import PATIENCE_S, serving
 from support.ranks import Ranks
 
-from legato.pytorch.servers.arrivals import out_of_order
+from legato.pytorch.servers.arrivals import Arrivals, out_of_order
 from legato.pytorch.servers.server import Sender
+from legato.pytorch.servers.shards import Arena, Shard
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +42,19 @@ def test_what_is_out_of_order():
     assert out_of_order([0, 1, 2, 3], [[0, 1, 2, 3]], one) == 0  # seen together
     assert out_of_order([0, 1, 2, 3], [[1], [0], [3], [2]], one) == 2
     assert out_of_order([0, 1, 2, 3], [[1], [3], [0], [2]], two) == 0  # no order between servers
+
+
+def test_every_transfer_is_observed_even_if_it_arrives_between_two_polls():
+    shards = [Shard(i, f"p{i}", 0, 3, True, i % 2, torch.float32) for i in range(5)]
+    arena = Arena(shards)
+    arrivals = Arrivals(arena, shards)
+    order = [4, 2, 0, 1, 3]
+    for pull in range(200):
+        arrivals.begin(order)
+        assert len(arrivals.previous[1]) == (5 if pull else 0)
+        for index in order:
+            arena.trailer[index][0] = pull // 2  # agents may receive the same iteration twice
+    arrivals.stop()
 
 
 @pytest.fixture(scope="module")
