@@ -8,6 +8,7 @@ from legato.core.errors import PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.collective import iteration_time
+from support.updated_chains import UNIT
 
 
 def layers(seed, count=3, fused=False):
@@ -81,3 +82,31 @@ def best_sharded(workload, cluster, anywhere=False, compute="one"):
             if seconds < best:
                 best, best_plan = seconds, plan
     return best, best_plan
+
+
+def best_in_pairs(times, units, cluster, from_s=0.0):
+    """The least seconds of all plans in pairs of whole units, where all that follows an arrival is its tail.
+
+    Nothing is gathered before `from_s`.
+    """
+    items = [t for t, count in enumerate(units) for _ in range(count)]
+    best = float("inf")
+
+    def follow(left, under_way, now, least):
+        nonlocal best
+        if least >= best:
+            return
+        if not left and not under_way:
+            best = least
+        for k, (ready, tail, half) in enumerate(left):
+            end = max(now, ready) + half
+            follow(left[:k] + left[k + 1 :], [*under_way, (tail, half)], end, least)
+        for k, (tail, half) in enumerate(under_way):
+            end = max(now, from_s) + half
+            follow(left, under_way[:k] + under_way[k + 1 :], end, max(least, end + tail))
+
+    for groups in {tuple(sorted(tuple(sorted(group)) for group in groups)) for groups in partitions(items)}:
+        near = [[max(of[t] for t in group) for group in groups] for of in (times.release_s, times.tail_s)]
+        cost = [min(c.cost(UNIT * len(group)) for c in cluster.collectives.values()) / 2 for group in groups]
+        follow(list(zip(*near, cost, strict=True)), [], 0.0, times.compute_s)
+    return best

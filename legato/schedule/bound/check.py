@@ -19,6 +19,7 @@ from legato.core.plan import Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
+from legato.schedule.bound.check_gathers import check_gathers
 from legato.schedule.bound.check_ranges import check_ranges
 from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_sides import check_sides
@@ -61,7 +62,7 @@ def verify_bound(
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
     sizes = bound.certificate.sets
-    if case in ("nested", "ranges", "sides") and not (
+    if case in ("nested", "ranges", "sides", "gathers") and not (
         sizes and sizes[0] >= 1 and sizes[-1] == len(chosen) and all(a < b for a, b in pairwise(sizes))
     ):
         raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(chosen)})")
@@ -76,7 +77,7 @@ def verify_bound(
         workload = with_sharded_updates(workload, cluster.workers)
         if case not in ("compute", "processor"):
             workload = without_updates(workload)
-    elif case in ("update", "step"):
+    elif case in ("update", "step", "gathers"):
         raise InputError(f"certificate: case {case!r} without a shard")
     walk, all_reduce_only = _Walk(workload, compute, order), sends == "all_reduces"
     if case == "compute":
@@ -93,10 +94,14 @@ def verify_bound(
         proved = _last(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "update":
         proved = _update(every, cluster, walk, bound)
-    elif case == "step":
+    elif case in ("step", "gathers"):
         if compute != "one":
-            raise InputError("certificate: case 'step' with unlimited streams (expected one)")
-        proved = _step(every, cluster, walk, chosen, step_last)
+            raise InputError(f"certificate: case {case!r} with unlimited streams (expected one)")
+        from_s = _first_gather(every, cluster, walk, chosen, step_last)
+        if case == "step":
+            proved = _step(every, cluster, walk, chosen, from_s)
+        else:
+            proved = check_gathers(workload, cluster, walk, bound.certificate, from_s)
     elif case == "nested":
         proved = _nested(workload, cluster, walk, bound.certificate, sends)
     elif case == "ranges":
@@ -167,20 +172,25 @@ def _update(every: Workload, cluster: Cluster, walk: _Walk, bound: Bound) -> Fra
     return total
 
 
-def _step(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], step_last: bool) -> Fraction:
-    """b + d + f(tails), or max(b, f(release times)) + alpha/2 + beta/2 * B + min q, with f for halves."""
+def _first_gather(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], step_last: bool) -> Fraction:
+    """b + d."""
     updates = set(every.phase_ops("optimizer")) if step_last else set()
     least = []
     for t in chosen:
         own = updates & set(every.tensors[t].readers)
         least.append(sum((Fraction(every.ops[op].duration_s / cluster.workers) for op in own), Fraction(0)))
+    return Fraction(walk.backward_until[-1], _SCALE) + min(least)
+
+
+def _step(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], from_s: Fraction) -> Fraction:
+    """b + d + f(tails), or max(b, f(release times)) + alpha/2 + beta/2 * B + min q, with f for halves."""
     backward = Fraction(walk.backward_until[-1], _SCALE)
     front, back = (
         _End(every, cluster, {t: near(t) for t in chosen}, all_reduce_only=False, one_kind=True)
         for near in (walk.release, walk.tail)
     )
-    one_after_another = backward + min(least) + Fraction(back.finish[-1], back.unit)
     busy = max(backward, Fraction(front.finish[-1], front.unit)) + Fraction(back.half + back.sent[-1], back.unit)
+    one_after_another = from_s + Fraction(back.finish[-1], back.unit)
     return max(one_after_another, busy + Fraction(min(map(walk.tail, chosen)), _SCALE))
 
 

@@ -141,6 +141,9 @@ f(release times of S) - b at least. All all-gathers of S come after b as well, s
 
     T >= max(b, f(release times of S)) + alpha/2 + beta/2 * B + min q(S).
 
+*Gathers.* The same for nested sets, whose messages are as many beside one pass as beside the other one:
+what is scattered during the backward pass is gathered after it (`gathers.py`).
+
 *Wire formats.* A message of b bytes costs what its collective takes for b bytes or, in a
 wire format, for half of them, rounded up: no less than alpha + beta/2 * b, and its
 overhead no less than that with half the slope. All of these arguments use costs and
@@ -160,7 +163,7 @@ its certificate alone, in exact arithmetic.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -175,6 +178,7 @@ from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
+from legato.schedule.bound.gathers import gathers
 from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import SetsBound, nested
 from legato.schedule.bound.plan_kind import Sends, check_sends
@@ -217,6 +221,7 @@ Case = Literal[
     "sequences",
     "update",
     "step",
+    "gathers",
 ]
 
 
@@ -230,7 +235,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
     m of "both".
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. With "nested", "ranges" and "sides", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
+    limits. With "nested", "ranges", "sides" and "gathers", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
     `op` is the optimizer op of "update". The times of updates are part of `network_s`.
     """
 
@@ -360,7 +365,10 @@ def _sharded(
     found += [_update(op, tuple(sorted(reads[op])), whole, cluster, times) for op in updates]
     if compute == "one":
         found += _steps(whole, cluster, times, step_last)
-    return max(found, key=lambda bound: bound.seconds)
+    best = max(found, key=lambda bound: bound.seconds)
+    if compute == "one":
+        best = _gathers(whole, cluster, times, step_last, best)
+    return best
 
 
 def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails) -> Bound:
@@ -378,12 +386,11 @@ def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Clus
 
 def _steps(workload: Workload, cluster: Cluster, times: HeadsTails, step_last: bool) -> Iterator[Bound]:
     """What sets of the tensors with the longest tails prove with the argument "step"."""
-    ops, updates = workload.ops, Period.of(workload).updates
-    backward_s = sum(ops[op].duration_s for op in workload.phase_ops("backward"))
-    by_tail = sorted(range(len(updates)), key=times.tail_s.__getitem__, reverse=True)
+    backward_s = _backward_s(workload)
+    by_tail = sorted(range(len(workload.tensors)), key=times.tail_s.__getitem__, reverse=True)
     for count in _counts(len(by_tail)):
         inward = by_tail[:count][::-1]
-        update_s = min(sum(ops[op].duration_s for op in updates[t]) for t in inward) if step_last else 0.0
+        update_s = _least_update_s(workload, inward) if step_last else 0.0
         sizes = [workload.tensors[t].nbytes for t in inward]
         line = cheapest_line(cluster, sum(sizes))
         half = LinearCost(line.alpha_s / 2, line.beta_s_per_byte / 2)
@@ -395,6 +402,26 @@ def _steps(workload: Workload, cluster: Cluster, times: HeadsTails, step_last: b
         busy = max(backward_s, scattered_s) + half.cost(sum(sizes)) + last
         seconds = max(backward_s + update_s + gathered_s, busy)
         yield _certified("step", seconds, tuple(sorted(inward)), backward_s, last)
+
+
+def _gathers(workload: Workload, cluster: Cluster, times: HeadsTails, step_last: bool, best: Bound) -> Bound:
+    """What nested sets prove with the argument "gathers", or the best bound so far."""
+    from_s = _backward_s(workload)
+    if step_last:
+        from_s += _least_update_s(workload, range(len(workload.tensors)))
+    nbytes = [tensor.nbytes for tensor in workload.tensors]
+    found = gathers(times, nbytes, cheapest_line(cluster, workload.nbytes), from_s=from_s, beat_s=best.seconds)
+    return best if found is None else _of_sets("gathers", found, min(times.release_s), min(times.tail_s))
+
+
+def _backward_s(workload: Workload) -> float:
+    return sum(workload.ops[op].duration_s for op in workload.phase_ops("backward"))
+
+
+def _least_update_s(workload: Workload, tensors: Iterable[int]) -> float:
+    """The least time that the updates of one of these tensors take."""
+    updates = Period.of(workload).updates
+    return min(sum(workload.ops[op].duration_s for op in updates[t]) for t in tensors)
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.optimum import UNIT, Optimum
-from support.sharding import partitions
+from support.sharding import best_in_pairs
 from support.strategies import clusters, examples, op_orders, paired_plans, workloads
 from support.updated_chains import best_with_halves, chain, cluster_of
 
@@ -34,30 +34,6 @@ def bound_of(workload, cluster, compute="one", order="captured", beat_s=1e-3):
     times, line = heads_tails(workload, compute, order), cheapest_line(cluster, workload.nbytes)
     found = sides(times, [tensor.nbytes for tensor in workload.tensors], line, beat_s=beat_s)
     return found and Bound(found.seconds, Certificate("sides", found.tensors, 0.0, found.seconds, 0.0, sets=found.sets))
-
-
-def best_in_pairs(times, units, cluster):
-    """The least seconds of all plans in pairs of whole units, where all that follows an arrival is its tail."""
-    items = [t for t, count in enumerate(units) for _ in range(count)]
-    best = float("inf")
-
-    def follow(left, under_way, now, least):
-        nonlocal best
-        if least >= best:
-            return
-        if not left and not under_way:
-            best = least
-        for k, (ready, tail, half) in enumerate(left):
-            end = max(now, ready) + half
-            follow(left[:k] + left[k + 1 :], [*under_way, (tail, half)], end, least)
-        for k, (tail, half) in enumerate(under_way):
-            follow(left, under_way[:k] + under_way[k + 1 :], now + half, max(least, now + half + tail))
-
-    for groups in {tuple(sorted(tuple(sorted(group)) for group in groups)) for groups in partitions(items)}:
-        near = [[max(of[t] for t in group) for group in groups] for of in (times.release_s, times.tail_s)]
-        cost = [min(c.cost(UNIT * len(group)) for c in cluster.collectives.values()) / 2 for group in groups]
-        follow(list(zip(*near, cost, strict=True)), [], 0.0, times.compute_s)
-    return best
 
 
 def layers(seed):
