@@ -12,19 +12,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from legato.core.cluster import LinearCost
-from legato.schedule.basics.joined import Joined
 from legato.schedule.bound.nested import Chain, NestedSets
 from legato.schedule.bound.side_states import AFTER, BEFORE, BOTH, Floats, Followed, follow, places
 from legato.schedule.bound.sides import TwoSides
-from legato.schedule.search.groups_in_halves import Arranged, Groups
+from legato.schedule.search.groups_in_halves import Arranged, Groups, groups_between
 from legato.schedule.search.paired_period import PairedPeriod
-from legato.simulator.period import Period
 
 __all__ = ["best_pairs"]
 
@@ -60,17 +58,10 @@ def best_pairs(period: PairedPeriod, low_s: float, high_s: float, *, partition: 
     if not pairs:
         return None
     # the chain begins with what is ready last, and groups with what is ready first
-    tensors = order.tolist()
-    joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
-    cuts = [0, *(round(work_s / line.beta_s_per_byte) for work_s in accumulate(pair.work_s for pair in pairs))]
-    cuts = [_border(joined, at, partition) for at in cuts[:-1]] + [joined.nbytes]
-    groups: Groups = []
-    kinds: list[int] = []
-    for pair, (start, stop) in zip(pairs, pairwise(cuts), strict=True):
-        if start < stop:
-            slices = joined.slices(start, stop)
-            groups.insert(0, [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in slices])
-            kinds.insert(0, pair.kind)
+    cuts = [round(work_s / line.beta_s_per_byte) for work_s in accumulate(pair.work_s for pair in pairs)]
+    between = groups_between(workload, order.tolist(), cuts[:-1], partition)
+    kept = [(group, pair.kind) for group, pair in zip(between, pairs, strict=True) if group][::-1]
+    groups, kinds = [group for group, _ in kept], [kind for _, kind in kept]
     arranged = period.in_order(groups, [*_halves(kinds)])
     return (groups, arranged) if arranged.seconds < math.inf else None
 
@@ -191,13 +182,6 @@ def _new_kinds(before: tuple[int, ...], state: tuple[int, ...], t: int) -> int |
     new = state[1] & ~BOTH if t == 0 else state[1]
     paid = (new & BOTH) + (new & BEFORE), (new & BOTH) + (new & AFTER) // 2
     return new if state[0] == t and (before[2] + paid[0], before[3] + paid[1]) == state[2:] else None
-
-
-def _border(joined: Joined, at: int, partition: bool) -> int:
-    """The nearest offset up to which a pair may have bytes."""
-    if partition:
-        return joined.aligned(min(max(at, 0), joined.nbytes))
-    return min((*joined.starts, joined.nbytes), key=lambda start: abs(start - at))
 
 
 def _halves(kinds: Sequence[int]) -> Iterator[int]:

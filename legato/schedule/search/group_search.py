@@ -25,7 +25,7 @@ from legato.schedule.search.groups_in_halves import Arranged, GroupedPeriod, Gro
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 
-__all__ = ["plans_in_groups"]
+__all__ = ["plan_in_groups", "plans_in_groups"]
 
 #: How many changes to try for every round. They cost less than those of all-reduces.
 _CHANGES = 16
@@ -50,9 +50,14 @@ def plans_in_groups(
     rearranged.
     """
     for groups, found in _found(problem, period, starts, enough_s, arranged):
-        messages = problem.collectives.fit(period.messages(groups, found))
-        plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
-        yield msgspec.structs.replace(plan, op_order=found.op_order)
+        yield plan_in_groups(problem, period, groups, found)
+
+
+def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arranged: Arranged) -> Plan:
+    """The plan of an iteration that is arranged; each message takes the collective that is cheapest for its size."""
+    messages = problem.collectives.fit(period.messages(groups, arranged))
+    plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
+    return msgspec.structs.replace(plan, op_order=arranged.op_order)
 
 
 def _found(

@@ -11,14 +11,16 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 from legato.core.workload import Workload
+from legato.schedule.basics.joined import Joined
 from legato.schedule.search.budget import Budget
 from legato.simulator.period import Period
 
-__all__ = ["EVENT_S", "Arranged", "GroupedPeriod", "Groups", "Part", "groups_of", "move_one"]
+__all__ = ["EVENT_S", "Arranged", "GroupedPeriod", "Groups", "Part", "groups_between", "groups_of", "move_one"]
 
 #: Bytes of a tensor (its index): from a start to a stop.
 Part = tuple[int, int, int]
@@ -65,6 +67,8 @@ class GroupedPeriod(ABC):
             for t in tensors:
                 self.read_by[t].append(k)
         self.first_read = [min(readers, default=len(self.forward)) for readers in self.read_by]
+        self.until_s = [*accumulate(self.forward_s, initial=0.0)]
+        self.tail_s = [self.until_s[-1] - self.until_s[first] for first in self.first_read]  # of forward ops
         self.updates = [op for op in order if ops[op].phase == "optimizer"]
         self.update_reads = {op: period.reads[op] for op in self.updates}
         self.update_waits = {op: [dep for dep in period.waits[op] if dep in self.update_reads] for op in self.updates}
@@ -123,3 +127,22 @@ def groups_of(messages: Iterable[Message], workload: Workload) -> Groups:
         for message in messages
         if message.kind == "reduce_scatter"
     ]
+
+
+def groups_between(workload: Workload, tensors: Sequence[int], cuts: Sequence[int], partition: bool) -> Groups:
+    """The bytes of these tensors, end to end, divided at the nearest offsets that are possible.
+
+    Without `partition`, these are borders of tensors. A group may be empty.
+    """
+    joined, tensor_id = Joined([workload.tensors[t] for t in tensors]), Period.of(workload).tensor_id
+    borders = [0, *(_border(joined, at, partition) for at in cuts), joined.nbytes]
+    return [
+        [(tensor_id[piece.tensor], piece.start, piece.stop) for piece in joined.slices(start, stop)]
+        for start, stop in pairwise(borders)
+    ]
+
+
+def _border(joined: Joined, at: int, partition: bool) -> int:
+    if partition:
+        return joined.aligned(min(max(at, 0), joined.nbytes))
+    return min((*joined.starts, joined.nbytes), key=lambda start: abs(start - at))

@@ -19,7 +19,6 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 from legato.core.plan import Message
 from legato.core.workload import Workload
@@ -39,8 +38,6 @@ class PairedPeriod(GroupedPeriod):
         self.update_s = [workload.ops[op].duration_s for op in self.updates]
         place = {op: k for k, op in enumerate(self.updates)}
         self.update_of = [(self.update_reads[op], [place[dep] for dep in self.update_waits[op]]) for op in self.updates]
-        self.until_s = [*accumulate(self.forward_s, initial=0.0)]
-        self.tail_s = [self.until_s[-1] - self.until_s[first] for first in self.first_read]
         for op in self.updates:
             for t in self.update_reads[op]:
                 self.tail_s[t] += workload.ops[op].duration_s

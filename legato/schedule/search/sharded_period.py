@@ -48,8 +48,11 @@ class ShardedPeriod(GroupedPeriod):
     def arrange(self, groups: Groups, rank: Sequence[tuple[int, int]]) -> Arranged:
         return _Arrangement(self, groups, rank).run()
 
-    def in_order(self, groups: Groups, halves: Sequence[int], updates: Sequence[int]) -> Arranged:
-        """The iteration with halves and updates in these orders; infinite seconds if it waits for itself."""
+    def in_order(self, groups: Groups, halves: Sequence[int], updates: Sequence[int] | None = None) -> Arranged:
+        """The iteration with halves and updates in these orders; infinite seconds if it waits for itself.
+
+        Without `updates`, each runs when it can.
+        """
         return _Arrangement(self, groups, None, halves, updates).run()
 
     def again(self, groups: Groups, arranged: Arranged) -> Arranged:
@@ -70,11 +73,12 @@ class _Arrangement:
         groups: Groups,
         rank: Sequence[tuple[int, int]] | None,
         halves: Sequence[int] = (),
-        updates: Sequence[int] = (),
+        updates: Sequence[int] | None = None,
     ) -> None:
-        """By `rank`, or, without one, with halves and updates in these orders."""
+        """By `rank`, or, without one, with halves in this order; with updates in this order, or when they can run."""
         self.period, self.count = period, len(groups)
-        self.rank, self.fixed, self.fixed_updates = rank, list(halves)[::-1], list(updates)[::-1]
+        self.rank, self.fixed = rank, list(halves)[::-1]
+        self.fixed_updates = None if updates is None else list(updates)[::-1]
         self.cost_s = [period.half_s(sum(stop - start for _, start, stop in group)) for group in groups]
         self.tensors = [list(dict.fromkeys(t for t, _, _ in group)) for group in groups]
         number = len(period.release_s)
@@ -145,7 +149,7 @@ class _Arrangement:
         return max(self.stream, at)
 
     def _next_update_at(self) -> float:
-        if self.rank is None:
+        if self.fixed_updates is not None:
             known = self.fixed_updates and not self.waits[self.fixed_updates[-1]]
             return self.since[self.fixed_updates[-1]] if known else math.inf
         return self.updates_coming[0][0] if self.updates_coming else math.inf
@@ -198,7 +202,7 @@ class _Arrangement:
 
     def _compute(self, now: float) -> None:
         period = self.period
-        if self.rank is None:
+        if self.fixed_updates is not None:
             if self._next_update_at() <= now:
                 self.updates_there.append((0, self.fixed_updates.pop()))
         else:
