@@ -18,11 +18,12 @@ r(t(j)). The network carries one of these halves at a time, so
     T >= max(b, r(t(1)) + h(1), ..., r(t(k)) + h(k)) + h(k) + q(t(k))     for each k.
 
 A schedule of T seconds exists only if the line can be divided among pairs such that this holds for all of them. For a
-given limit of the maximum, it is best to give each pair in turn as many bytes as it may have: the next one
-then is of a higher class, with more time on both sides. So intervals of the maximum are followed at once, each with
-the most work that m pairs can have, for m = 1, 2, 3 and so on. In an interval, the maximum may be as large as its end,
-and counts as its begin. A pair must reach beyond its class, so there are n at most. Bisection finds the longest
-T that is too short.
+given maximum, it is best to give each pair in turn as many bytes as it may have: the next one is then of a higher
+class, with more time on both sides. So intervals of the maximum are followed side by side, each with the most work
+that m pairs can have, for m = 1, 2, 3 and so on. In an interval, the maximum may be as large as its end, and counts as
+its begin. It never falls from one pair to the next, so what was reached in a lower interval counts in the
+higher ones, too. A pair must reach beyond its class, so there are n at most. Bisection finds the longest T that is
+too short.
 
 If tails rise as release times do, updates take no time, and everything is scattered before anything is gathered, the
 inequalities are not only necessary, if the whole maximum counts for each k: reduce-scatters from the begin of the
@@ -40,12 +41,12 @@ from legato.schedule.basics.heads_tails import HeadsTails
 from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.nested import Chain, NestedSets, SetsBound
 
-__all__ = ["INTERVALS", "Gathers", "gathers"]
+__all__ = ["Gathers", "gathers"]
 
 #: The most sets of a chain.
 _SETS = 1024
 #: In how many intervals the maximum is followed.
-INTERVALS = 1024
+_INTERVALS = 1024
 #: The relative size of the first step of the bisection, its precision, and the allowance for rounding errors.
 _STEP, _EXACT, _ROUNDING = 1e-3, 1e-5, 1e-9
 
@@ -85,7 +86,7 @@ class Gathers:
         until_s = limit - self.tail_s[-1] - total - self.half_s
         if until_s < self.from_s:
             return False
-        edges = np.linspace(self.from_s, until_s, INTERVALS + 1)
+        edges = np.linspace(self.from_s, until_s, _INTERVALS + 1)
         begin, end = (edges, edges) if self.apart else (edges[:-1], edges[1:])
         of, work = np.zeros(len(begin), np.int64), np.full(len(begin), -1.0)
         for pairs in range(1, len(self.work_s) + 1):

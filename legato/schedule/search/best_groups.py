@@ -4,7 +4,9 @@ Where workers update their shards only, everything can be scattered before anyth
 an iteration is the moment c at which the first all-gather begins, plus what follows it. Here T is the least time for
 which some c leaves enough time on both sides (`bound/gathers.py`). Groups are taken from the end of the line, from
 what is ready last and needed first. Each has as many bytes as it can have for this T and this c. For a chain of
-layers without updates and one collective, this is the optimum of plans that scatter everything first.
+layers without updates and one collective, this is the optimum of plans that scatter everything first. Where the two
+passes take their time in different layers, it can be better to scatter last what is needed last, after something
+has been gathered; only the search finds that (`group_search.py`).
 """
 
 from __future__ import annotations
