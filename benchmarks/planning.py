@@ -144,7 +144,7 @@ def large(tensors: int, model: str) -> None:
     """Time and peak memory of every scheduler, the bounds and one simulation, each in a fresh process."""
     headings = f"{'seconds':>9}{'of CPU':>8}{'peak MiB':>10}{'messages':>10}{'iteration':>11}"
     print(f"{f'{model} of {tensors:,} tensors':28}{headings}")
-    for what in ("workload", *BOUNDS, "simulate fifo", *SCHEDULERS, *SERVER_SCHEDULERS):
+    for what in ("workload", *BOUNDS, "simulate fifo", *SCHEDULERS, SHARDED, *SERVER_SCHEDULERS):
         command = [sys.executable, __file__, "one", str(tensors), model, what]
         print(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout, end="", flush=True)
 
@@ -155,7 +155,10 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lower_bound, all-reduces": {"sends": "all_reduces"},
     "lower_bound, any order": {"order": "any"},
     "lower_bound, unlimited": {"compute": "unlimited"},
+    "lower_bound, sharded": {"shard": "optimizer", "step_last": True},
 }
+#: `legato` where the optimizer states are sharded.
+SHARDED = "legato, sharded"
 
 
 def one(tensors: int, model: str, what: str) -> None:
@@ -170,6 +173,8 @@ def one(tensors: int, model: str, what: str) -> None:
             result = format_seconds(lower_bound(workload, cluster, **BOUNDS[what]).seconds)
         elif fifo is not None:
             result = format_seconds(iteration_time(workload, fifo, cluster))
+        elif what == SHARDED:
+            plan = schedule("legato", workload, cluster, shard="optimizer")
         elif what != "workload":
             plan = schedule(what, workload, cluster)
     except TooLargeError as error:

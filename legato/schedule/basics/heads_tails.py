@@ -58,12 +58,20 @@ class HeadsTails(NamedTuple):
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
     """Release times and tails under a compute setting and an order.
 
-    Raises `InputError` on an unknown one, and `TooLargeError` on too many ops.
+    They are computed once and kept with the workload, which is immutable; nobody may change them.
+    Raises `InputError` on an unknown setting or order, and `TooLargeError` on too many ops.
     """
     check_compute(compute)
     check_size(workload)
     if order not in ("captured", "any"):
         raise unknown_name("order", order, ("captured", "any"))
+    kept: dict[tuple[Compute, Order], HeadsTails] = workload.__dict__.setdefault("heads_tails", {})
+    if (compute, order) not in kept:
+        kept[compute, order] = _heads_tails(workload, compute, order)
+    return kept[compute, order]
+
+
+def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
     period = Period.of(workload)
     if compute == "unlimited":
         return _longest_paths(period)

@@ -356,19 +356,31 @@ def _sharded(
     check_shard(shard)
     plain, whole = without_updates(workload), with_sharded_updates(workload, cluster.workers)
     found = [lower_bound(plain, cluster, compute=compute, order=order, sends="pairs", thorough=thorough)]
-    compute_s = heads_tails(whole, compute, order).compute_s
+    compute_s = whole.compute_s if compute == "one" else heads_tails(whole, compute, order).compute_s
     found.append(Bound(compute_s, Certificate("compute", (), compute_s, 0.0, 0.0)))
     if cluster.contention is not None and compute == "one":
         found.append(_processor(whole, cluster, compute_s))
     times, reads = heads_tails(plain, compute, order), Period.of(workload).reads
-    updates = (op for op in workload.phase_ops("optimizer") if reads[op])
-    found += [_update(op, tuple(sorted(reads[op])), whole, cluster, times) for op in updates]
+    beat_s = max(bound.seconds for bound in found)
+    updates = ((op, tuple(sorted(reads[op]))) for op in workload.phase_ops("optimizer") if reads[op])
+    found += (
+        _update(op, tensors, whole, cluster, times)
+        for op, tensors in updates
+        if _alone_s(op, tensors, whole, cluster, times) > beat_s
+    )
     if compute == "one":
         found += _steps(whole, cluster, times, step_last)
     best = max(found, key=lambda bound: bound.seconds)
     if compute == "one":
         best = _gathers(whole, cluster, times, step_last, best)
     return best
+
+
+def _alone_s(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails) -> float:
+    """What `_update` proves at most: all tensors in one message, ready with the last and needed with the first."""
+    nbytes = sum(workload.tensors[t].nbytes for t in tensors)
+    release_s, tail_s = (max(near[t] for t in tensors) for near in (times.release_s, times.tail_s))
+    return release_s + cheapest_line(cluster, nbytes).cost(nbytes) + workload.ops[op].duration_s + tail_s
 
 
 def _update(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails) -> Bound:
