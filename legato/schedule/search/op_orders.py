@@ -39,6 +39,7 @@ __all__ = [
     "OP_MOVES",
     "OP_MOVES_SHARE",
     "OrderValue",
+    "Places",
     "annealed_order",
     "bounded_orders",
     "promising_orders",
@@ -58,11 +59,14 @@ _HEAT = 0.01
 
 
 def times_in_order(workload: Workload, order: Sequence[int]) -> tuple[list[float], list[float]]:
-    """For each tensor, when its gradient is ready, and the seconds of computation from its first reader on."""
+    """For each tensor, when its gradient is ready, and the seconds of computation from its first reader on.
+
+    Readers that are not in the order do not count.
+    """
     until = list(accumulate((workload.ops[i].duration_s for i in order), initial=0.0))
     place = {op: k for k, op in enumerate(order)}
     ready = [until[place[tensor.ready_after] + 1] for tensor in workload.tensors]
-    first = [min((place[r] for r in tensor.readers), default=len(order)) for tensor in workload.tensors]
+    first = [min((place[r] for r in tensor.readers if r in place), default=len(order)) for tensor in workload.tensors]
     return ready, [until[-1] - until[k] for k in first]
 
 
@@ -81,7 +85,7 @@ class OrderValue:
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
 
 
-class _Places:
+class Places:
     """Where an op can stand, from its dependencies and from what may change places.
 
     Backward ops stay before all others: an update among them could only make gradients late.
@@ -139,7 +143,7 @@ def annealed_order(
 
     `anywhere`: all ops move, not only optimizer ops and the nodes of compiled graphs.
     """
-    places, rng = _Places(workload, anywhere=anywhere), random.Random(seed)
+    places, rng = Places(workload, anywhere=anywhere), random.Random(seed)
     movable = [op for op in order if anywhere or places.stretch[op] < 0 or workload.ops[op].graph]
     now, now_s = list(order), value(order)
     best, best_s = now, now_s
