@@ -33,7 +33,9 @@ arranged and improved like those of sharded plans (`paired_halves.py`, `group_se
 All this is for the captured order of computation. Where the order is free, it is also
 done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
 messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
-a compiled model, and where plans need not be run. Sharded plans have a search of their own
+a compiled model, and where plans need not be run. In the latter case, an order for which the bound
+is low becomes the captured one, and the order and the messages are at last searched together, for
+all-reduces (`moved_ops.py`) and for their halves (`moved_halves.py`). Sharded plans have a search of their own
 (`sharded_plans.py`), which starts from all of this. Where messages may travel in a wire
 format, all is done for what exact and for what rounded ones cost, and then as few as
 possible are rounded (`wire_format.py`). The plans of all other schedulers are
@@ -60,6 +62,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions
 from legato.schedule.basics.sharded import check_shard
 from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.published import PUBLISHED
 from legato.schedule.search.all_reduces import search_order
 from legato.schedule.search.arranged import arrange_updates
@@ -67,6 +70,8 @@ from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
 from legato.schedule.search.halves import halves
+from legato.schedule.search.moved_halves import move_halves
+from legato.schedule.search.moved_ops import search_any_order
 from legato.schedule.search.op_orders import bounded_orders, times_in_order
 from legato.schedule.search.paired_halves import pair_halves
 from legato.schedule.search.problem import Problem
@@ -84,6 +89,10 @@ _ANNEALING_SHARE, _ANNEALING_TRIES = 0.8, 64
 #: Where updates are arranged, the largest fraction of the budget for plans in the captured order before that, and the
 #: fraction of the rest that is left for messages in two halves.
 _CAPTURED_SHARE, _PAIRS_SHARE = 0.4, 0.2
+#: How many budgets there are for plans that only count with `any_order`, and the fraction for those of all-reduces.
+_ANY_ORDER_SHARE, _ALL_REDUCES_SHARE = 4.0, 0.75
+#: By how much a plan that gathers other messages than it scattered should be faster than one that does not.
+_WORTH = 0.002
 
 
 def legato(
@@ -108,8 +117,9 @@ def legato(
     which is logged. By default every message takes the cheapest collective; `collective`
     restricts the choice to one. With `any_order`, plans count too that can only be
     simulated: those that reorder more than the nodes of compiled graphs, or that gather
-    other messages than they scattered, and `work` and `limit_s` count twice: the best plan without
-    them is looked for as well. No message has more than `max_message_bytes`;
+    other messages than they scattered, and `work` and `limit_s` count up to seven times: the best plan without
+    them is looked for as well, the best plan in one more order, and for four times the work, orders
+    together with messages. No message has more than `max_message_bytes`;
     tensors are partitioned where that is necessary. With `shard`, it is the best plan that
     shards the optimizer or also the gradients. With `wire`, as few bytes as possible travel
     in a wire format, or all; then `work` and `limit_s` count four times: for exact messages, for
@@ -172,8 +182,26 @@ def _unsharded(problem: Problem) -> Plan:
         pair_halves(fastest, budget)
     if problem.any_order and fastest.seconds > least_s * (1 + gap):
         fastest.consider([_unsharded(replace(problem, any_order=False))])
+    if problem.any_order and not large:
+        _in_any_order(fastest, least_s)
     problem.warn_if_cut(budget)
     return fastest.plan
+
+
+def _in_any_order(fastest: Fastest, least_s: float) -> None:
+    """Search for plans that can only be simulated, of all-reduces and then of halves, with a budget of its own."""
+    problem, gap = fastest.problem, fastest.problem.gap
+    budget = problem.budget(_ANY_ORDER_SHARE)
+    if fastest.seconds > least_s * (1 + gap):
+        search_any_order(fastest, least_s, budget.part(_ALL_REDUCES_SHARE), _unsharded)
+    kind = kind_of(fastest.plan, problem.workload)
+    enough_s = lower_bound(problem.workload, problem.cluster, **kind._asdict()).seconds * (1 + gap)
+    if fastest.seconds > enough_s:
+        moved = Fastest(problem)
+        moved.consider([move_halves(problem, fastest.plan, enough_s, budget)])
+        if moved.seconds < fastest.seconds * (1 - (_WORTH if kind.sends != "halves" else 0.0)):
+            fastest.consider([moved.plan])
+    problem.warn_if_cut(budget)
 
 
 def _good_enough(fastest: Fastest, all_reduces_s: float) -> bool:
