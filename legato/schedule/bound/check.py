@@ -443,6 +443,8 @@ class _Walk:
         self.backward_until = list(accumulate(backward))
         self.forward_from = list(accumulate(reversed(forward)))[::-1]
         self.paths: dict[tuple[int, bool], int] = {}
+        self.releases: dict[int, int] = {}
+        self.tails: dict[int, int] = {}
 
     def compute(self) -> int:
         if self.compute_setting == "one":
@@ -451,6 +453,16 @@ class _Walk:
         return max([*through, *(self.path(i, self.before.__getitem__, False) for i in range(len(self.duration)))])
 
     def release(self, t: int) -> int:
+        if t not in self.releases:
+            self.releases[t] = self._release(t)
+        return self.releases[t]
+
+    def tail(self, t: int) -> int:
+        if t not in self.tails:
+            self.tails[t] = self._tail(t)
+        return self.tails[t]
+
+    def _release(self, t: int) -> int:
         producer = self.workload.tensors[t].ready_after
         if self.compute_setting == "unlimited":
             return self.path(producer, self.before.__getitem__, False)
@@ -458,7 +470,7 @@ class _Walk:
             return sum(self.duration[i] for i in self.needs(t))
         return self.backward_until[producer]
 
-    def tail(self, t: int) -> int:
+    def _tail(self, t: int) -> int:
         readers = list(self.workload.tensors[t].readers)
         if self.compute_setting == "unlimited":
             return max((self.path(r, self.after.__getitem__, True) for r in readers), default=0)

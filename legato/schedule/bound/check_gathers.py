@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from fractions import Fraction
-from itertools import count
+from itertools import accumulate, count
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
@@ -27,29 +27,29 @@ def check_gathers(
     workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, from_s: Fraction
 ) -> Fraction:
     """The claimed seconds, where nothing is gathered before `from_s`. Raises `InputError` if pairs may fit."""
-    sizes, tensors = certificate.sets, certificate.tensors
-    if len(sizes) > _SETS:
-        raise InputError(f"certificate: case 'gathers' with {len(sizes)} sets (expected at most {_SETS})")
+    if len(certificate.sets) > _SETS:
+        raise InputError(f"certificate: case 'gathers' with {len(certificate.sets)} sets (expected at most {_SETS})")
     claimed = sum(map(Fraction, (certificate.before_s, certificate.network_s, certificate.after_s)), Fraction(0))
-    if claimed <= 0 or _Sets(workload, cluster, walk, claimed, [tensors[:size] for size in sizes]).fit(from_s):
+    if claimed <= 0 or _Sets(workload, cluster, walk, claimed, certificate).fit(from_s):
         raise InputError(f"bound: what is scattered and then gathered may take {float(claimed)} s")
     return claimed
 
 
 class _Sets:
     def __init__(
-        self, workload: Workload, cluster: Cluster, walk: Walk, claimed: Fraction, sets: list[tuple[int, ...]]
+        self, workload: Workload, cluster: Cluster, walk: Walk, claimed: Fraction, certificate: Certificate
     ) -> None:
         nbytes = [tensor.nbytes for tensor in workload.tensors]
         costs = [(Fraction(cost.alpha_s), Fraction(cost.beta_s_per_byte)) for cost in cluster.least_costs()]
         alpha, total = min(a for a, _ in costs), sum(nbytes)
         slope = (min(a + b * total for a, b in costs) - alpha) / total
         self.unit = claimed / _CLAIMED
+        near = [[*accumulate(map(of, certificate.tensors), min)] for of in (walk.release, walk.tail)]
         self.release, self.tail = (
-            [self.down(Fraction(min(map(of, tensors)), walk.scale)) for tensors in sets]
-            for of in (walk.release, walk.tail)
+            [self.down(Fraction(least[size - 1], walk.scale)) for size in certificate.sets] for least in near
         )
-        self.work = [self.down(slope / 2 * sum(nbytes[t] for t in tensors)) for tensors in sets]
+        until = [*accumulate(nbytes[t] for t in certificate.tensors)]
+        self.work = [self.down(slope / 2 * until[size - 1]) for size in certificate.sets]
         self.half = self.down(alpha / 2)
 
     def down(self, seconds: Fraction) -> int:
