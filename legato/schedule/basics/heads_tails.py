@@ -58,7 +58,7 @@ class HeadsTails(NamedTuple):
 def heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTails:
     """Release times and tails under a compute setting and an order.
 
-    They are computed once and kept with the workload, which is immutable; nobody may change them.
+    They are computed once and kept with the workload, which is immutable; do not change the lists.
     Raises `InputError` on an unknown setting or order, and `TooLargeError` on too many ops.
     """
     check_compute(compute)

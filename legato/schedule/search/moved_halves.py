@@ -161,7 +161,8 @@ class _Search:
     def _changed(self, state: _State) -> _State:
         choice = self.rng.random()
         if choice < _MOVE_OP:
-            return self._with_moved_op(state)
+            passes = self.places.moved(state.order.passes, self.rng)
+            return state if passes is None else self._state(state.halves, self._order(passes))
         halves = list(state.halves)
         if choice < _MOVE_HALF:
             half = halves.pop(self.rng.randrange(len(halves)))
@@ -173,15 +174,6 @@ class _Search:
         else:
             self._move_parts(halves, merge=True)
         return self._state(tuple(halves), state.order)
-
-    def _with_moved_op(self, state: _State) -> _State:
-        passes = list(state.order.passes)
-        place = self.rng.randrange(len(passes))
-        first, last = self.places.of(passes[place], place, passes)
-        if first == last:
-            return state
-        passes.insert(self.rng.randint(first, last), passes.pop(place))
-        return self._state(state.halves, self._order(tuple(passes)))
 
     def _move_parts(self, halves: list[_Half], *, merge: bool) -> None:
         """Move some parts of a half to another one of its kind, or all of them to `merge` the two."""

@@ -222,12 +222,9 @@ class _Search:
         """Move an op, or change one of the things that messages are made from."""
         rng, sizes, first_come, way = self.rng, state.sizes, state.first_come, state.way
         if rng.random() < _MOVED:
-            order = list(state.order)
-            place = rng.randrange(len(order))
-            first, last = self.places.of(order[place], place, order)
-            if first < last:
-                order.insert(rng.randint(first, last), order.pop(place))
-                return self._state(tuple(order), self._times(tuple(order)), sizes, first_come, way)
+            order = self.places.moved(state.order, rng)
+            if order is not None:
+                return self._state(order, self._times(order), sizes, first_come, way)
         choice = rng.random()
         if choice < 0.1:
             way = rng.randrange(len(self.update_s))

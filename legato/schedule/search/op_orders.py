@@ -121,6 +121,16 @@ class Places:
             last += 1
         return first, last
 
+    def moved(self, order: Sequence[int], rng: random.Random) -> tuple[int, ...] | None:
+        """The order after a random move of one op, or None if the op that is drawn has no other place."""
+        place = rng.randrange(len(order))
+        first, last = self.of(order[place], place, order)
+        if first == last:
+            return None
+        moved = list(order)
+        moved.insert(rng.randint(first, last), moved.pop(place))
+        return tuple(moved)
+
     def _may_pass(self, op: int, other: int, bound: set[int]) -> bool:
         if other in bound or self.backward[op] != self.backward[other]:
             return False
