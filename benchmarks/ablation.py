@@ -88,9 +88,9 @@ def worker(model: str, output: Path) -> None:
     from legato import zoo
     from legato.core.files import write_text
     from legato.core.plan import Plan
+    from legato.pytorch import attach, attachment
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-    from legato.pytorch.runtime.model import wrap_model
     from legato.schedule import schedule
     from legato.simulator.collective import iteration_time
     from legato.testbed.accelerator import Clock, EmulatedOptimizer
@@ -109,11 +109,11 @@ def worker(model: str, output: Path) -> None:
             )
         plans = msgspec.json.decode(broadcast_bytes(made, dist.group.WORLD), type=list[Plan])
         emulated = CompiledModel(workload, clock=Clock(), seed=dist.get_rank())
-        wrapped, optimizer = wrap_model(emulated, EmulatedOptimizer(emulated), plans[0])
+        wrapped, optimizer = attach(emulated, EmulatedOptimizer(emulated), plans[0])
 
         def train(plan: Plan) -> list[float]:
             """The seconds of each iteration."""
-            wrapped.adopt(plan)
+            attachment(wrapped).adopt(plan)
             dist.barrier()
             emulated.clock.begin()
             began = []
@@ -124,7 +124,7 @@ def worker(model: str, output: Path) -> None:
                 began.append(time.perf_counter())
                 loss.backward()
                 optimizer.step()
-            wrapped.flush()
+            attachment(wrapped).flush()
             return [b - a for a, b in zip(began[WARM:], began[WARM + 1 :], strict=False)]
 
         times: dict[str, list[float]] = {name: [] for name in ROWS}

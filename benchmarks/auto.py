@@ -33,9 +33,8 @@ from legato.core import files
 from legato.core.plan import Plan
 from legato.core.units import parse_bandwidth
 from legato.demo.models import Training, gpt2, resnet50
-from legato.pytorch import wrap_model
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.runtime.model import DistributedModel
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from legato.testbed.launch import run_workers
 from legato.testbed.rank import gloo_rank
 
@@ -134,8 +133,8 @@ class Trainee:
         for _ in range(steps):
             self.step()
         seconds = time.perf_counter() - start
-        if isinstance(self.wrapped, DistributedModel):
-            self.wrapped.flush()
+        if (attached := attachment_of(self.wrapped)) is not None:
+            attached.flush()
         return seconds / steps
 
 
@@ -145,14 +144,14 @@ def measure(name: str, seconds: float, every: bool) -> dict[str, Any]:
     auto = Trainee(build, lambda t: legato.distribute(t.model, t.optimizer)[0])
     tried: list[Plan] = []
     observed = 0
-    while auto.wrapped.observed:
+    while attachment(auto.wrapped).observed:
         auto.step()
         observed += 1
-        if auto.wrapped.plan.scheduler not in ("default-buckets", *(plan.scheduler for plan in tried)):
-            tried.append(auto.wrapped.plan)
+        if attachment(auto.wrapped).plan.scheduler not in ("default-buckets", *(plan.scheduler for plan in tried)):
+            tried.append(attachment(auto.wrapped).plan)
     trainees = {"ddp, stock": ddp, "auto": auto}
     for plan in tried if every else []:
-        trainees[plan.scheduler] = Trainee(build, lambda t, plan=plan: wrap_model(t.model, t.optimizer, plan)[0])
+        trainees[plan.scheduler] = Trainee(build, lambda t, plan=plan: attach(t.model, t.optimizer, plan)[0])
     steps, rounds = agreed(ddp.block(3), len(trainees), seconds)
     for i in range(-1, rounds):
         for trainee in trainees.values() if i % 2 else reversed(trainees.values()):
@@ -162,9 +161,9 @@ def measure(name: str, seconds: float, every: bool) -> dict[str, Any]:
     return {
         "model": name,
         "observed": observed,
-        "plan": auto.wrapped.plan.scheduler,
-        "messages": len(auto.wrapped.plan.messages),
-        "tournament": {plan: m.seconds for plan, m in auto.wrapped.tournament.items()},
+        "plan": attachment(auto.wrapped).plan.scheduler,
+        "messages": len(attachment(auto.wrapped).plan.messages),
+        "tournament": {plan: m.seconds for plan, m in attachment(auto.wrapped).tournament.items()},
         "blocks": {kind: trainee.blocks_s for kind, trainee in trainees.items()},
     }
 

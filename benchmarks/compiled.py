@@ -149,7 +149,7 @@ def child(model: str, backend: str, kind: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from legato.pytorch import wrap_model
+    from legato.pytorch import attach, attachment
 
     torch.set_num_threads(1)
     with tempfile.NamedTemporaryFile() as store:
@@ -162,7 +162,7 @@ def child(model: str, backend: str, kind: str, pipe: Any) -> None:
             wrapped: Any = torch.nn.parallel.DistributedDataParallel(training.model)
         else:
             plan = plan_of(training.model, MESSAGES if kind == "cut" else 1)
-            wrapped, optimizer = wrap_model(training.model, optimizer, plan)
+            wrapped, optimizer = attach(training.model, optimizer, plan)
 
         def steps(count: int) -> None:
             for _ in range(count):
@@ -179,7 +179,7 @@ def child(model: str, backend: str, kind: str, pipe: Any) -> None:
             pipe.send((time.process_time() - start) / BLOCK)
         moments = []
         if kind != "ddp":
-            with wrapped.trace() as timelines:
+            with attachment(wrapped).trace() as timelines:
                 steps(3)
             spans = timelines[0].spans
             backward_s = max(s.end_s for s in spans if s.kind == "backward")
@@ -224,7 +224,7 @@ def follow(model: str, backend: str, iterations: int) -> None:
     import torch.distributed as dist
 
     from legato.core.cluster import Cluster
-    from legato.pytorch import wrap_model
+    from legato.pytorch import attach
     from legato.pytorch.recording.capture import capture
     from legato.pytorch.runtime.graph_sender import GraphSender
     from legato.schedule import schedule
@@ -244,7 +244,7 @@ def follow(model: str, backend: str, iterations: int) -> None:
         place = {op: k for k, op in enumerate(plan.op_order or workload.iteration_order())}
         ready = {tensor.name: place[tensor.ready_after] for tensor in workload.tensors}
         captured = [ready[t.name] for t in sorted(workload.tensors, key=lambda t: t.ready_after)]
-        wrapped, optimizer = wrap_model(training.model, training.optimizer, plan)
+        wrapped, optimizer = attach(training.model, training.optimizer, plan)
         GraphSender.hand_over = noted  # type: ignore[method-assign]
         followed = []
         for _ in range(iterations + 3):

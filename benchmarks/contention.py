@@ -94,7 +94,7 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
     from legato.pytorch.recording.capture import at_pace, capture
-    from legato.pytorch.runtime.model import DistributedModel, wrap_model
+    from legato.pytorch.runtime.attach import attach, attachment, attachment_of
     from legato.schedule.compare import compare
     from legato.simulator.collective import iteration_time
     from legato.testbed.rank import gloo_rank
@@ -115,8 +115,8 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
             began.append(time.perf_counter())
             loss.backward()
             training.optimizer.step()
-        if isinstance(wrapped, DistributedModel):
-            wrapped.flush()
+        if (attached := attachment_of(wrapped)) is not None:
+            attached.flush()
         return (began[-1] - began[0]) / count
 
     def compute_alone(training: Any, count: int) -> float:
@@ -150,14 +150,14 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
         plans = {plan.scheduler: plan for plan in msgspec.json.decode(content, type=list[Plan])}
         theirs, own = built(), built()
         ddp = nn.parallel.DistributedDataParallel(theirs.model)
-        ours, _ = wrap_model(own.model, own.optimizer, next(iter(plans.values())))
+        ours, _ = attach(own.model, own.optimizer, next(iter(plans.values())))
         measured: dict[str, list[float]] = {name: [] for name in (DDP, *plans)}
         alone: list[float] = []
         for _ in range(rounds):
             for name, times in measured.items():
                 alone.append(compute_alone(training, steps))
                 if name in plans:
-                    ours.adopt(plans[name])
+                    attachment(ours).adopt(plans[name])
                 who, wrapped = (theirs, ddp) if name == DDP else (own, ours)
                 times.append(train(who, wrapped, steps))
         if dist.get_rank() == 0:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime import drift
 from legato.pytorch.runtime.drift import DriftMonitor
@@ -67,14 +67,14 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items())]
         plan = Plan("per tensor", tuple(Message((s,)) for s in slices), forward_overlap=True)
-        wrapped, optimizer = wrap_model(model, optimizer, plan)
+        wrapped, optimizer = attach(model, optimizer, plan)
         x = torch.randn(256, 256)
         start = time.perf_counter()
         for _ in range(passes):
             optimizer.zero_grad()
             wrapped(x).square().mean().backward()
             optimizer.step()
-        wrapped.flush()
+        attachment(wrapped).flush()
         total = time.perf_counter() - start
         dist.destroy_process_group()
     print(f"{len(slices)} messages, {total / passes * 1e3:.1f} ms a pass, {meter.seconds / total:.3%} of it for this")

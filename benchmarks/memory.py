@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import DistributedModel, wrap_model
 from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.runtime.attach import attach, attachment_of
 
 STEPS = 4
 
@@ -90,7 +90,7 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
             )
     else:
         plan = PLANS[name](model)
-        wrapped, optimizer = wrap_model(model, optimizer, plan, shard=shard, gradient_as_bucket_view=views)
+        wrapped, optimizer = attach(model, optimizer, plan, shard=shard, gradient_as_bucket_view=views)
     x = torch.randn(4, width)
 
     def step() -> None:
@@ -105,8 +105,8 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
         step()
     last = peak_bytes()
     standing = sum(t.nbytes for t in model.parameters())
-    if isinstance(wrapped, DistributedModel):
-        wrapped.flush()
+    if (attached := attachment_of(wrapped)) is not None:
+        attached.flush()
     optimizer.zero_grad()
     states = getattr(optimizer, "optim", optimizer).state.values()
     state = sum(v.nbytes for entries in states for v in entries.values())

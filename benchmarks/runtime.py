@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 
 BLOCK = 5
@@ -44,7 +44,7 @@ def training(build, kind):
     else:
         plan = plans(model)[kind]
         start = time.perf_counter()
-        wrapped, optimizer = wrap_model(model, optimizer, plan)
+        wrapped, optimizer = attach(model, optimizer, plan)
         print(f"{build.__name__:9} {kind:11} wrapped in {time.perf_counter() - start:.2f} s")
 
     def block():
@@ -53,7 +53,7 @@ def training(build, kind):
             loss_of(wrapped).backward()
             optimizer.step()
         if kind != "ddp":
-            wrapped.flush()
+            attachment(wrapped).flush()
 
     return block
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 
 MODULUS, LENGTH, BATCH, WINDOW = 31, 16, 32, 20
@@ -83,7 +83,7 @@ def rank_main(rank: int, port: int, seeds: list[int], steps: int, results: Any) 
         torch.manual_seed(seed)
         model = Model()
         plan = plan_of(model, wire, every)
-        wrapped, optimizer = wrap_model(
+        wrapped, optimizer = attach(
             model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan, error_feedback=feedback
         )
         generator = torch.Generator().manual_seed(2 * seed + rank)
@@ -95,7 +95,7 @@ def rank_main(rank: int, port: int, seeds: list[int], steps: int, results: Any) 
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        wrapped.flush()
+        attachment(wrapped).flush()
         if rank == 0:
             results.put((kind, seed, losses))
         del wrapped

@@ -4,10 +4,10 @@
     cluster = legato.Cluster.derive(workers=8, bandwidth_bps=10e9, latency_s=30e-6)  # or legato.calibrate().cluster
     plan = legato.plan(workload, cluster)
     print(legato.simulate(workload, plan, cluster).iteration_s, legato.lower_bound(workload, cluster).seconds)
-    model, optimizer = legato.distribute(model, optimizer, plan)  # instead of DistributedDataParallel(model)
+    model, optimizer = legato.distribute(DistributedDataParallel(model), optimizer, plan)
 
 Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`.
-Train and measure, with PyTorch: `distribute`, `parameter_servers`, `capture`, `calibrate`.
+Train and measure, with PyTorch: `distribute`, `attachment`, `parameter_servers`, `capture`, `calibrate`.
 Files: `read`, `write`, `identity`.
 
 `import legato` is light: a function loads the libraries that it needs when it is first used. Without PyTorch, the
@@ -30,7 +30,7 @@ from legato.core.workload import Op, Tensor, Workload
 
 if TYPE_CHECKING:  # what `__getattr__` loads
     from legato.auto import distribute
-    from legato.pytorch import GradScaler, calibrate, capture, parameter_servers
+    from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
     from legato.pytorch.runtime.checkpoint import OptimizerState
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
@@ -57,6 +57,7 @@ __all__ = [
     "Timeline",
     "Workload",
     "__version__",
+    "attachment",
     "calibrate",
     "capture",
     "check_plan",
@@ -73,6 +74,7 @@ __all__ = [
 _WITH_TORCH = {
     "GradScaler": "legato.pytorch",
     "OptimizerState": "legato.pytorch.runtime.checkpoint",
+    "attachment": "legato.pytorch",
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",
     "distribute": "legato.auto",

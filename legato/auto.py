@@ -1,15 +1,14 @@
 """`legato.distribute`: trains by a given plan, or makes the plan from the first steps of training.
 
-[Note: auto] With `plan="auto"` the first steps run under torch's default
-buckets, without forward overlap. Two steps warm up. Then steps in which only the
+[Note: auto] With `plan="auto"` two steps warm up, which are DDP's. The next ones run
+under torch's default buckets, without forward overlap: steps in which only the
 phases are timed alternate with steps that are recorded op by op. No step is lost
 or run twice. After the last one all ranks calibrate together, on the CPU also beside
 products with the model's weights (docs/contention.md), and rank 0 plans from
-its recorded steps and the measured costs. Then DDP's own buckets and the best
-plans by prediction take turns for some steps each, and the one that is measured
+its recorded steps and the measured costs, in a process of its own. Then DDP's own passes
+and the best plans by prediction take turns for some steps each, and the one that is measured
 fastest stays (`legato.pytorch.runtime.tournament`). If rank 0 could not record
-(for instance, because the steps differ from one another), all ranks stay with the
-buckets, and rank 0 logs why.
+(for instance, because no two steps agree), all ranks stay with DDP's passes, and rank 0 says why.
 
 [Note: replan] The runtime compares the pace of training with that of the first
 steps under the plan (`legato.pytorch.runtime.drift`). With `replan="auto"` a
@@ -18,16 +17,17 @@ lasting change makes all ranks start again as above, before the same step.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.cluster import Cluster
@@ -38,13 +38,12 @@ from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.recording.capture import PhaseTimes, to_workload
+from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
-from legato.pytorch.runtime.comm_hook import can_be_hooked
-from legato.pytorch.runtime.model import DistributedModel, wrap_model
+from legato.pytorch.runtime.attach import Attachment, attach, attachment, attachment_of, find_ddp, innermost_optimizer
 from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
-from legato.schedule.compare import compare, contestants
+from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from legato.schedule.search.rounding import Rounding
 
@@ -52,16 +51,16 @@ __all__ = ["default_buckets", "distribute", "in_wire"]
 
 WARMUP_STEPS = 2
 RECORDED_STEPS = 5
+#: Planning that takes longer fails.
+PLANNING_S = 600.0
 #: Columns of the matrices with which the weights are multiplied to compute beside messages.
 _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
-_log = logging.getLogger("legato")
-
 
 def distribute(
     model: Any,
-    optimizer: Any,
+    optimizer: Any = None,
     plan: Plan | str | os.PathLike[str] = "auto",
     *,
     shard: Shard = "none",
@@ -69,19 +68,25 @@ def distribute(
     error_feedback: bool = False,
     process_group: Any = None,
     replan: str | None = None,
+    current: Sequence[str] = (),
     debug: bool | str | None = None,
     flight_dir: str | os.PathLike[str] | None = None,
     **options: Any,
-) -> tuple[DistributedModel, Any]:
-    """Train a model on all ranks as `DistributedDataParallel` does, with its gradients sent as planned.
+) -> tuple[Any, Any]:
+    """Let a model train on all ranks as `DistributedDataParallel` does, with its gradients sent as planned.
 
     Call it on every rank, in a script that was started with torchrun, after
-    `torch.distributed.init_process_group`.
+    `torch.distributed.init_process_group`. The model is, and stays, a `DistributedDataParallel`, and passes that
+    legato does not want are DDP's own; a line on standard error says so. `legato.attachment(model)` has what legato
+    does for it.
 
     Args:
-        model: a `torch.nn.Module`, with its parameters on their final device and in their final dtype, or a
-            `DistributedDataParallel`, which becomes the wrapped model.
-        optimizer: a `torch.optim.Optimizer` with parameters of the model.
+        model: a `DistributedDataParallel`, or a `torch.nn.Module` that contains one (a compiled model, one of a
+            framework); or a module, with its parameters on their final device and in their final dtype, which is
+            then wrapped.
+        optimizer: a `torch.optim.Optimizer` with parameters of the model. Without one, updates do not wait for their
+            parameters to be read; it can be given later, in another call. An optimizer that is not torch's is left
+            alone.
         plan: `"auto"` to make plans from the first 12 steps of training, and to stay with the one that is fastest in
             the next steps; a `Plan`; or the path of a plan file.
         shard: `"optimizer"` to keep only a part of the optimizer's states on each rank (ZeRO-1), `"gradients"` to keep
@@ -94,16 +99,17 @@ def distribute(
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
+        current: names of parameters, or patterns as in a shell, that are up to date when `step()` returns: something
+            reads them that legato cannot see.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`); None stands for
             the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
         flight_dir: the directory for the record of the last messages if something fails; None stands for the value
             of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.
-        options: arguments of `DistributedDataParallel`, such as `gradient_as_bucket_view`, which mean what they mean
-            there; `find_unused_parameters` is always on and costs nothing.
+        options: arguments of `DistributedDataParallel` for a module that is not wrapped yet.
 
     Returns:
-        The wrapped model, to be used like a `DistributedDataParallel` model, and the same optimizer object.
+        The model that was given, wrapped in `DistributedDataParallel` if it was not, and the optimizer that was given.
 
     Raises:
         InputError: no process group is initialized, or an argument is not as described.
@@ -112,32 +118,54 @@ def distribute(
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
+    ddp = find_ddp(model)
+    attached = None if ddp is None else attachment_of(ddp)
     automatic = plan == "auto"
+    if automatic and attached is not None:
+        _follow(attached, optimizer)
+        return model, optimizer
     if shard != "none":
-        check_shardable(optimizer)
+        check_shardable(innermost_optimizer(optimizer))
     if automatic:
-        plan = default_buckets(model)
+        plan = default_buckets(model if ddp is None else ddp.module)
     elif not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
-    wrapped, optimizer = wrap_model(
+    model, optimizer = attach(
         model,
         optimizer,
         plan if automatic else in_wire(plan, wire),
         shard="none" if automatic else shard,
         error_feedback=error_feedback,
         process_group=process_group,
+        current=current,
         debug=debug,
         flight_dir=flight_dir,
         **options,
     )
+    attached = attachment(model)
     if automatic:
-        places = {name: i for i, name in enumerate(trained_parameters(wrapped.module))}
-        fallback = wrapped.plan.sharded(shard, places)
-        fallback = in_wire(fallback, wire) if wire.startswith("all-") else fallback
-        _Observer(wrapped, optimizer, fallback, shard, wire).attach()
+        fallback = _fallback(attached, shard, wire)
+        _Observer(attached, optimizer, fallback, shard, wire).attach()
     if replan:
-        _replan(wrapped, optimizer, wire)
-    return wrapped, optimizer
+        _replan(attached, optimizer, wire)
+    return model, optimizer
+
+
+def _follow(attached: Attachment, optimizer: Any) -> None:
+    """Let another optimizer of an attached model follow; while it is watched without any, watch it again with this."""
+    if optimizer is not None:
+        attached.manage(optimizer)
+        if isinstance(attached.observer, _Observer) and attached.observed:
+            attached.observer.take(optimizer)
+
+
+def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
+    """The plan to stay with where planning fails: DDP's, unless something else was asked for."""
+    if shard == "none" and not wire.startswith("all-"):
+        return msgspec.structs.replace(attached.plan, scheduler="ddp")
+    places = {name: i for i, name in enumerate(trained_parameters(attached.module))}
+    plan = attached.plan.sharded(shard, places)
+    return in_wire(plan, wire) if wire.startswith("all-") else plan
 
 
 def in_wire(plan: Plan, wire: Rounding) -> Plan:
@@ -160,22 +188,20 @@ def in_wire(plan: Plan, wire: Rounding) -> Plan:
     )
 
 
-def _replan(model: DistributedModel, optimizer: Any, wire: Rounding) -> None:
+def _replan(attached: Attachment, optimizer: Any, wire: Rounding) -> None:
     """Make a new plan whenever the pace changes."""
 
     def start_again(change: str) -> None:
-        if model.message_group.rank() == 0:
-            _log.warning("since the first passes under the plan %s, %s; replanning", model.plan.scheduler, change)
-        before = model.plan
-        model.adopt(default_buckets(model.module))
-        _Observer(model, optimizer, before, before.shard, wire).attach()
+        before = attached.plan
+        attached.say(f"since the first passes under the plan {before.scheduler}, {change}; replanning")
+        attached.adopt(default_buckets(attached.module))
+        _Observer(attached, optimizer, before, before.shard, wire).attach()
 
-    model.on_drift = start_again
+    attached.on_drift = start_again
 
 
-def default_buckets(model: Any) -> Plan:
+def default_buckets(module: torch.nn.Module) -> Plan:
     """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB."""
-    module = model.module if isinstance(model, DistributedDataParallel) else model
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0
@@ -194,47 +220,76 @@ def default_buckets(model: Any) -> Plan:
 class _Observer:
     """Records the first steps through hooks on the model and the optimizer, plans, and lets the best plans compete.
 
-    If recording or planning fails, the plan is `fallback`. All plans that compete shard the same.
+    Without an optimizer, a step ends where the next forward pass begins, and plans have no forward overlap. If
+    recording or planning fails, the plan is `fallback`. All plans that compete shard the same.
     """
 
-    def __init__(self, model: DistributedModel, optimizer: Any, fallback: Plan, shard: Shard, wire: Rounding) -> None:
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, attached: Attachment, optimizer: Any, fallback: Plan, shard: Shard, wire: Rounding) -> None:
+        self._attached = attached
+        self._optimizer: Any = None
         self._fallback = fallback
         self._shard, self._wire = shard, wire
+        self._hooks: list[Any] = []
+        self._given = optimizer
+        self._begin()
+
+    def _begin(self) -> None:
         self._done = 0
         self._steps: list[RecordedStep] = []
         self._untraced: list[PhaseTimes] = []
         self._tracer: Tracer | None = None
         self._recorder: Recorder | None = None
         self._problem = ""
+        self._began = self._watched = (
+            False  # of the step that runs: its forward pass has begun; its passes are legato's
+        )
 
     def attach(self) -> None:
         """Register the hooks; they are removed when the plan is made."""
-        self._model.observed = True
-        self._hooks = [
-            self._model.register_forward_pre_hook(self._forward_begins),
-            self._optimizer.register_step_pre_hook(self._step_begins),
-            self._optimizer.register_step_post_hook(self._step_ended),
+        self._attached.observed, self._attached.observer = True, self
+        self._hooks = [self._attached.ddp.register_forward_pre_hook(self._forward_begins, prepend=True)]
+        if self._given is not None:
+            self.take(self._given)
+
+    def take(self, optimizer: Any) -> None:
+        """Watch the steps of this optimizer, from the beginning, unless there is one already."""
+        optimizer = innermost_optimizer(optimizer)
+        if self._optimizer is not None or not isinstance(optimizer, Optimizer):
+            return
+        self._abandon()
+        self._begin()
+        self._optimizer = optimizer
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ended),
         ]
 
-    @property
-    def _recording(self) -> bool:
+    def _is_recorded(self) -> bool:
+        """Whether the step that begins is one of those to be recorded."""
         return self._done >= WARMUP_STEPS and (self._done - WARMUP_STEPS) % 2 == 1
 
     @not_compiled  # type: ignore[untyped-decorator]
     def _forward_begins(self, *_: Any) -> None:
         """Begin to time or to record a step; of several forward passes before a step, the last one counts."""
-        if not self._model.module.training:  # frameworks call train() and eval() on the module, not on its wrapper
+        attached = self._attached
+        if not attached.observed:  # legato leaves the model to DDP
+            self._end()
             return
+        if not attached.module.training:  # frameworks call train() and eval() on the module, not on its wrapper
+            return
+        if self._optimizer is None and self._began:
+            self._step_ended()
         self._abandon()
-        if self._recording and not self._problem:
+        self._began, self._watched = True, attached.observed and attached.reducer is not None
+        if not self._watched:
+            return
+        if self._is_recorded() and not self._problem:
             with self._keeping_problems():
-                self._recorder = Recorder(self._model.module, self._optimizer, self._model.in_graphs)
+                self._recorder = Recorder(attached.module, self._optimizer, attached.in_graphs)
                 self._recorder.begin("forward", follow=True)
         elif self._done >= WARMUP_STEPS:
             self._tracer = Tracer()
-            self._model.set_tracer(self._tracer)
+            attached.set_tracer(self._tracer)
 
     def _step_begins(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Begin the optimizer's phase; with a closure, after the forward and backward pass in it."""
@@ -258,21 +313,31 @@ class _Observer:
             self._tracer.switch("optimizer")
 
     def _step_ended(self, *_: Any) -> None:
+        self._began = False
+        if self._attached.reason or (self._done >= WARMUP_STEPS and not self._watched):
+            self._abandon()  # its passes were DDP's
+            return
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             with self._keeping_problems():
                 self._steps.append(recorder.finish())
         elif self._tracer is not None:
             tracer, self._tracer = self._tracer, None
-            self._model.set_tracer(None)
+            self._attached.set_tracer(None)
             tracer.switch(None)
             self._untraced.append(
                 PhaseTimes(tracer.seconds("forward"), tracer.seconds("backward"), tracer.seconds("optimizer"))
             )
         self._done += 1
-        if len(self._steps) == RECORDED_STEPS or self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
+        if self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
             with without_dispatch_modes():  # another model may be recorded in this step
                 self._decide()
+
+    def _end(self) -> None:
+        """Remove all hooks."""
+        self._abandon()
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def _keeping_problems(self) -> Iterator[None]:
@@ -290,34 +355,53 @@ class _Observer:
 
     def _decide(self) -> None:
         """Calibrate, plan on rank 0, and let the best plans compete, on all ranks together."""
-        for hook in self._hooks:
-            hook.remove()
-        group = self._model.message_group
-        nbytes = sum(p.nbytes for p in trained_parameters(self._model.module).values())
-        compute = _products([p.detach() for p in trained_parameters(self._model.module).values()])
-        cluster = calibrate(group, sizes=sizes_up_to(nbytes), compute=compute).cluster
+        self._end()
+        group, parameters = self._attached.process_group, trained_parameters(self._attached.module)
+        compute = _products([p.detach() for p in parameters.values()])
+        cluster = calibrate(
+            group, sizes=sizes_up_to(sum(p.nbytes for p in parameters.values())), compute=compute
+        ).cluster
         chosen = b"\n".join(map(files.encode, self._contestants(cluster))) if group.rank() == 0 else b""
         plans = broadcast_bytes(chosen, group).splitlines()
-        self._model.compete([files.decode(plan, Plan, "a plan of rank 0") for plan in plans])
+        self._attached.compete([files.decode(plan, Plan, "a plan of rank 0") for plan in plans])
 
     def _contestants(self, cluster: Cluster) -> list[Plan]:
         """The plans to try, the simplest first; the fallback alone if planning fails."""
         try:
-            workload = _undisturbed(self._workload(), self._model.plan, cluster)
-            candidates = compare(workload, cluster, shard=self._shard, wire=self._wire)
-            if self._model.hooked:
-                candidates = [c for c in candidates if can_be_hooked(c.plan)]
-            return [c.plan for c in contestants(candidates)] or [self._fallback]
+            workload = _undisturbed(self._workload(), self._attached.plan, cluster)
+            contest = Contest(workload, cluster, self._shard, self._wire, overlap=self._optimizer is not None)
+            return _planned(contest) or [self._fallback]
         except Exception as error:
-            _log.warning("staying with the plan %s: %s", self._fallback.scheduler, self._problem or error)
+            self._attached.say(f"no plan could be made: {self._problem or error}")
             return [self._fallback]
 
     def _workload(self) -> Workload:
         if not self._steps:
             raise CaptureError(self._problem or "no step was recorded")
-        device = next(iter(trained_parameters(self._model.module).values())).device.type
-        name = type(self._model.module).__name__
-        return to_workload(self._steps, name=name, batch_size=1, device=device, untraced=self._untraced)
+        module = self._attached.module
+        device = next(iter(trained_parameters(module).values())).device.type
+        return agreed_workload(self._steps, name=type(module).__name__, device=device, untraced=self._untraced)
+
+
+def _planned(contest: Contest) -> list[Plan]:
+    """The plans of a contest, made in a process of its own.
+
+    So the training imports no compiler, and what a script has done to its Python does not matter.
+    """
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from legato.schedule.compare import hold_contest; hold_contest()"],
+        input=msgspec.json.encode(contest),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=PLANNING_S,
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").splitlines()
+        raise CaptureError(said[-1] if said else f"planning ended with exit status {done.returncode}")
+    return [files.decode(plan, Plan, "a plan") for plan in done.stdout.splitlines()]
 
 
 def _products(weights: Iterable[torch.Tensor]) -> Callable[[], None] | None:

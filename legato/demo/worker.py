@@ -26,7 +26,7 @@ from legato.demo.result import STAGES, ModelResult, measured_names
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.capture import at_pace, capture
-from legato.pytorch.runtime.model import DistributedModel, wrap_model
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import Advance
@@ -59,8 +59,8 @@ class Trainee:
             began.append(time.perf_counter())
             loss.backward()
             self.training.optimizer.step()
-        if isinstance(self.wrapped, DistributedModel):
-            self.wrapped.flush()
+        if (attached := attachment_of(self.wrapped)) is not None:
+            attached.flush()
         self._random = torch.get_rng_state()
         return (began[-1] - began[0]) / (count - 1)
 
@@ -132,7 +132,7 @@ def _passes(training: Training) -> None:
 def _train(build: Callable[[], Training], plan: Plan, steps: int, advance: Any) -> tuple[Trainee, Trainee]:
     """Train both in alternating blocks, so that other work slows both alike; the first block is a warm-up."""
     ddp = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
-    ours = Trainee(build, lambda t: wrap_model(t.model, t.optimizer, plan)[0])
+    ours = Trainee(build, lambda t: attach(t.model, t.optimizer, plan)[0])
     blocks = 1 + max(1, steps // BLOCK)
     for i in range(blocks):
         for k, trainee in enumerate((ddp, ours)):
@@ -147,7 +147,7 @@ def _trace(ddp: Trainee, ours: Trainee, plan: Plan) -> list[Timeline]:
     """Return the median traced iteration of each, under the names of `result.measured_names`."""
     with trace_ddp(ddp.wrapped, ddp.training.optimizer) as under_ddp:
         ddp.steps(TRACED)
-    with ours.wrapped.trace() as under_plan:  # type: ignore[operator]
+    with attachment(ours.wrapped).trace() as under_plan:
         ours.steps(TRACED)
     traced = zip(measured_names(plan), (under_ddp, under_plan), strict=True)
     return [msgspec.structs.replace(_typical(timelines), name=name) for name, timelines in traced if timelines]

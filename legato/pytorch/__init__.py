@@ -2,8 +2,17 @@
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.model import DistributedModel, wrap_model
+from legato.pytorch.runtime.attach import Attachment, attach, attachment
 from legato.pytorch.runtime.sharding import GradScaler
 from legato.pytorch.servers import parameter_servers
 
-__all__ = ["Calibration", "DistributedModel", "GradScaler", "calibrate", "capture", "parameter_servers", "wrap_model"]
+__all__ = [
+    "Attachment",
+    "Calibration",
+    "GradScaler",
+    "attach",
+    "attachment",
+    "calibrate",
+    "capture",
+    "parameter_servers",
+]

@@ -7,10 +7,13 @@ for, and what could replace it.
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, cast
 
@@ -19,26 +22,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _get_default_store, _world
-from torch.distributed.utils import _to_kwargs
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "JOIN_BEGINS",
     "PRIVATE_METADATA",
     "DispatchMode",
+    "IdleReducer",
     "PrefixStore",
-    "anybody_sends",
+    "SilentForward",
     "autograd_node_number",
     "backend_name",
-    "check_comm_hook",
     "checkpoint_name",
-    "comm_hooks",
-    "common_rank",
     "compile_graphs",
     "compiled_by",
     "compiled_module",
+    "compiles_two_ways",
     "compiles_with",
     "copy_all",
     "current_node",
@@ -47,6 +49,7 @@ __all__ = [
     "flatten_tensors",
     "group_is_alive",
     "group_timeout",
+    "has_builtin_hook",
     "has_forward_hooks",
     "has_gradient_hooks",
     "has_step_hooks",
@@ -57,12 +60,10 @@ __all__ = [
     "is_joining",
     "is_left_to_eager_mode",
     "is_whole_frame",
-    "keeps_its_reducer",
     "leaves",
     "mark_as_hooked",
     "memory_uses",
     "module_tables",
-    "moved_inputs",
     "multiply_all",
     "new_gloo",
     "no_gradients",
@@ -71,9 +72,9 @@ __all__ = [
     "on_compilation",
     "operator_schema",
     "outside_transforms",
+    "own_feature",
     "rebind_step",
-    "remove_reducer",
-    "share_final_model",
+    "steps_in_backward",
     "storage_id",
     "tensor_without_memory",
     "unflatten_tensors",
@@ -85,6 +86,8 @@ __all__ = [
     "without_overrides",
     "without_step_hooks",
 ]
+
+_log = logging.getLogger("legato")
 
 # ---- dispatch, overrides, compilation ---------------------------------------------------
 
@@ -120,32 +123,33 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
 
 @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
-    """Whether dynamo compiles what this frame calls, a module's `forward`.
+    """Whether dynamo compiles the module whose forward hook has this frame.
 
     It does because `torch.compile` was given the module (`module`), or because
     compiled code calls it (`caller`).
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
         return ""
-    caller = frame.f_back
+    caller = frame
+    while caller.f_code.co_filename != nn.modules.module.__file__:
+        caller = caller.f_back
     while caller.f_code.co_filename == nn.modules.module.__file__:
         caller = caller.f_back
     return "module" if caller.f_globals.get("__name__", "").startswith("torch._dynamo") else "caller"
 
 
 @contextmanager
-def compiles_with(compile_graph: Callable[[Any, Any, Any], Any], ddp: Any = None) -> Iterator[None]:
-    """Inside, dynamo calls `compile_graph(backend, graph, inputs)` for each graph.
+def compiles_with(compile_graph: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Inside, outside DDP's forward passes, dynamo calls `compile_graph(backend, graph, inputs)` for each graph.
 
-    This is the forward pass of `ddp`, if one is given. If `compile_graph`
-    returns None, dynamo does what it does for a DDP: it splits the graph by
-    `DDPOptimizer`, whose place is taken here.
+    If that returns None, the backend compiles it. It is called where dynamo
+    would split a graph for a DDP: in place of `DDPOptimizer`.
     """
     if "torch._dynamo" in sys.modules:
         _take_place_of_ddp_optimizer()
     active: Any = nn.parallel.DistributedDataParallel
     before = active._active_ddp_module
-    active._active_ddp_module = _Active(compile_graph, getattr(ddp, "bucket_bytes_cap", 2**62))
+    active._active_ddp_module = _Active(compile_graph)
     try:
         yield
     finally:
@@ -156,7 +160,47 @@ class _Active(NamedTuple):
     """What dynamo finds in place of the DDP whose forward pass runs."""
 
     compile_graph: Callable[[Any, Any, Any], Any]
-    bucket_bytes_cap: int
+    bucket_bytes_cap: int = 2**62
+
+
+def compiles_two_ways(
+    ddp: nn.Module, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]
+) -> Callable[[], None]:
+    """From now on, compile the graphs of the DDP's forward passes in two ways; each time one runs, `ours()` chooses.
+
+    Where it is true, what `compile_graph(backend, graph, inputs)` makes of the
+    graph runs, and elsewhere what `DDPOptimizer` does, as always. Only `inductor`
+    and `aot_eager` compile in two ways. Of graphs that dynamo has
+    compiled before, or in passes without gradients, nothing changes.
+
+    Returns a function that ends this; it also ends when nobody has this function any more.
+    """
+    _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
+    way = _SecondWay(compile_graph, ours)
+    _second_ways[ddp] = weakref.ref(way)
+    return way.end
+
+
+class _SecondWay:
+    """Compiles the graphs of a DDP's forward passes in a second way. Nothing but its `end` keeps it alive."""
+
+    def __init__(self, compile_graph: Callable[[Any, Any, Any], Any], ours: Callable[[], bool]) -> None:
+        self.compile_graph, self.ours = compile_graph, ours
+        self.ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
+_second_ways: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_SecondWay]] = weakref.WeakKeyDictionary()
+
+
+def _active_way() -> _SecondWay | None:
+    """The second way of the DDP whose forward pass runs."""
+    active = cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module
+    reference = _second_ways.get(active) if isinstance(active, nn.Module) else None
+    way = None if reference is None else reference()
+    return None if way is None or way.ended else way
 
 
 @functools.cache
@@ -165,14 +209,151 @@ def _take_place_of_ddp_optimizer() -> None:
 
     class Optimizer(distributed.DDPOptimizer):
         def compile_fn(self, gm: Any, example_inputs: Any, **options: Any) -> Any:
-            active = cast(Any, nn.parallel.DistributedDataParallel)._get_active_ddp_module()
+            compile_graph, backend = super().compile_fn, self.backend_compile_fn
+            active = cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module
             if isinstance(active, _Active) and not options:
-                compiled = active.compile_graph(self.backend_compile_fn, gm, example_inputs)
+                compiled = active.compile_graph(backend, gm, example_inputs)
                 if compiled is not None:
                     return compiled
-            return super().compile_fn(gm, example_inputs, **options)
+            way = _active_way()
+            if way is None or options or not torch.is_grad_enabled() or not _is_cut(backend):
+                return compile_graph(gm, example_inputs, **options)
+            return _TwoWays(compile_graph, backend).compile(way, gm, example_inputs)
 
     distributed.DDPOptimizer = Optimizer  # type: ignore[misc]
+
+
+class _TwoWays:
+    """A graph that is compiled for DDP's passes, by `compile_graph`, and in the second ways of all DDPs that run it.
+
+    dynamo shares it between modules of one class. In the way that the first
+    pass wants, it is compiled at once, as a part of dynamo's compilation; in
+    another one, when it first runs so, if possible.
+    """
+
+    def __init__(self, compile_graph: Callable[[Any, Any], Any], backend: Any) -> None:
+        self._compile_graph, self._backend = compile_graph, backend
+        self._compiled: Any = None
+        self._in_second_ways: weakref.WeakKeyDictionary[_SecondWay, Any] = weakref.WeakKeyDictionary()
+        self._again: _Again | None = None
+        self._last: weakref.ref[_SecondWay] | None = None
+
+    def compile(self, way: _SecondWay, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Compile the graph, now or later, and return the function that runs it."""
+        self._again = _Again(graph, inputs)  # first: compilation changes graph and context
+        ours = way.ours()
+        if ours:
+            self._in_second_ways[way] = way.compile_graph(self._backend, graph, inputs)
+        else:
+            self._compiled = self._compile_graph(graph, inputs)
+        if not self._again.later:
+            self._in_way(None if ours else way)
+            self._again = None
+        return self.run
+
+    def run(self, *args: Any) -> Any:
+        """Run the graph in the way that the present pass wants."""
+        if in_backward_pass():  # of a checkpoint: it runs in the way in which it ran before
+            way = None if self._last is None else self._last()
+        else:
+            way = _active_way()
+            way = None if way is None or not way.ours() else way
+            self._last = None if way is None else weakref.ref(way)
+        return self._in_way(way)(*args)
+
+    def _in_way(self, way: _SecondWay | None) -> Any:
+        """The graph, compiled in this way; None for DDP's."""
+        if way is not None:
+            if way not in self._in_second_ways:
+                self._in_second_ways[way] = self._second(way)
+            if (compiled := self._in_second_ways[way]) is not None:
+                return compiled
+        if self._compiled is None:
+            assert self._again is not None
+            self._compiled = self._again.compile(self._compile_graph)
+        return self._compiled
+
+    def _second(self, way: _SecondWay) -> Any:
+        if self._again is None:
+            return None
+        try:
+            return self._again.compile(functools.partial(way.compile_graph, self._backend))
+        except Exception as error:
+            if not self._again.later:
+                raise  # dynamo knows what to do
+            _log.info("a graph is compiled as for DDP only: %s: %s", type(error).__name__, error)
+            return None
+
+
+class _Again:
+    """Compiles a graph, that is just being compiled, once more: now or `later`.
+
+    It may be `later` if compilation adds no guards. They would be about sizes that vary, or memory that inputs share.
+    """
+
+    def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
+        from torch._dynamo.utils import to_fake_tensor
+        from torch._functorch import config
+
+        self._graph, self._inputs = _copy_of(graph), list(inputs)
+        guards = torch._guards
+        self._compile_context, self._context = guards.CompileContext.try_get(), copy.copy(guards.TracingContext.get())
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as dynamo makes it
+            mode = torch._subclasses.FakeTensorMode(shape_env=cast(Any, self._context.fake_mode).shape_env)
+        self.later = _adds_no_guards(graph, inputs)
+        if self.later:  # then these inputs will be gone
+            self._inputs = [to_fake_tensor(x, mode) for x in inputs]
+            describer = mode.fake_tensor_converter.meta_converter.describer
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
+        self._context.fake_mode = mode
+
+    def compile(self, compile_graph: Callable[[Any, Any], Any]) -> Any:
+        """Compile it as if dynamo did so now, with a context and a graph that nothing else has."""
+        from torch._dynamo.callback import CallbackTrigger, callback_handler
+        from torch._dynamo.convert_frame import compile_lock
+
+        context = copy.copy(self._context)
+        context.hop_dispatch_set_cache = type(context.hop_dispatch_set_cache)()
+        with ExitStack() as stack:
+            if self.later:
+                stack.enter_context(compile_lock)
+                stack.enter_context(getattr(torch.compiler, "_compile_session_context", nullcontext)())
+                identity = getattr(self._compile_context, "compile_id", None)
+                stack.enter_context(callback_handler.install_callbacks(CallbackTrigger.DYNAMO, str(identity)))
+                stack.enter_context(torch._guards.compile_context(self._compile_context))
+                stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch._guards.tracing(context))
+            return compile_graph(_copy_of(self._graph), list(self._inputs))
+
+
+def _adds_no_guards(graph: Any, inputs: Sequence[Any]) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    if any(type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided for x in inputs):
+        return False
+    if len({storage_id(x.untyped_storage()) for x in inputs}) < len(inputs):
+        return False
+    try:
+        return not any(free_symbols(node.meta.get("example_value")) for node in graph.graph.nodes)
+    except Exception:  # a value of an unknown kind
+        return False
+
+
+def _copy_of(graph: Any) -> Any:
+    """A copy of a graph of dynamo's with all that AOTAutograd reads of it; they have parameters in common."""
+    copied = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for name, child in graph.named_children():
+        if isinstance(child, torch.fx.GraphModule) and name in vars(copied)["_modules"]:
+            setattr(copied, name, _copy_of(child))
+    for name, value in vars(graph).items():
+        vars(copied).setdefault(name, value)
+    copied.meta = dict(graph.meta)
+    for node, before in zip(copied.graph.nodes, graph.graph.nodes, strict=True):
+        node.meta.pop("grapharg", None)  # the input itself
+        if hasattr(before, "_dynamo_source"):
+            node._dynamo_source = before._dynamo_source
+    return copied
 
 
 def compiled_module(module: nn.Module) -> nn.Module:
@@ -246,6 +427,16 @@ def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[
             }
             return aot_eager(graph, inputs, fw_compiler=phases["forward"], bw_compiler=phases["backward"])
     return None
+
+
+def _is_cut(backend: Any) -> bool:
+    """Whether it is a backend for which `compile_graphs` compiles."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = innermost_backend(backend)
+    inductor = isinstance(backend, torch._TorchCompileInductorWrapper)
+    return inductor or getattr(backend, "compiler_fn", backend) is aot_eager
 
 
 def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
@@ -520,32 +711,41 @@ def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
 # ---- DistributedDataParallel -----------------------------------------------------------
 
 
-def remove_reducer(ddp: Any) -> None:
-    """Remove DDP's own reducer, with its hooks on the parameters and its buckets."""
-    ddp.reducer._remove_autograd_hooks()
-    ddp.logger = None  # it holds the reducer too
-    ddp.reducer = None
+def own_feature(ddp: Any) -> str:
+    """Something that a DDP was told to do and that only its own passes do; empty if there is nothing.
 
-
-def keeps_its_reducer(ddp: Any) -> str:
-    """What a user's DDP has been told that only its own reducer can do; empty if nothing."""
-    options = {
+    (A communication hook that is built into torch shows only in DDP's reducer: `has_builtin_hook`.)
+    """
+    distributed: Any = dist
+    features = {
         "mixed_precision": ddp.mixed_precision,
         "delay_all_reduce_named_params": ddp._delay_all_reduce_params,
-        "a built-in communication hook": not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"),
+        "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
+        "torch._dynamo.config.optimize_ddp = 'python_reducer'": ddp._use_python_reducer,
+        "a communication hook": getattr(ddp, "_comm_hooks", ()),
         "a communication hook for buffers": hasattr(ddp, "buffer_hook"),
+        "TORCH_DISTRIBUTED_DEBUG": distributed.get_debug_level() != distributed.DebugLevel.OFF,
     }
-    return ", ".join(name for name, value in options.items() if value)
+    return next((name for name, used in features.items() if used), "")
 
 
-def check_comm_hook(ddp: Any, hook: Any) -> None:
-    """Raise the error of DDP for a communication hook that it refuses."""
-    ddp._check_comm_hook(hook)
+def is_joining(ddp: Any) -> bool:
+    """Whether the model is, or was, inside `join()`, where ranks may run out of batches."""
+    return bool(ddp._join_config.enable)
 
 
-def comm_hooks(ddp: Any) -> list[tuple[Callable[..., Any], object]]:
-    """The communication hooks that were registered, with their states; the list itself."""
-    return cast("list[tuple[Callable[..., Any], object]]", ddp._comm_hooks)
+#: What `join()` asks of DDP's logger when it begins, on all ranks.
+JOIN_BEGINS = "_set_uneven_input_join"
+
+
+def has_builtin_hook(ddp: Any) -> bool:
+    """Whether DDP's reducer has a communication hook, also one that is built into torch."""
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
+
+
+def steps_in_backward(parameter: nn.Parameter) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` updates the parameter."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def ignored_parameters(module: nn.Module) -> Any:
@@ -553,33 +753,115 @@ def ignored_parameters(module: nn.Module) -> Any:
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
-def is_joining(ddp: Any) -> bool:
-    """Whether the model is inside `join()`, where ranks may run out of batches."""
-    return bool(ddp._join_config.enable)
+class IdleReducer:
+    """Puts the reducer of a DDP away, with its buckets and its hooks, while the DDP's passes are not its own.
+
+    What takes its place brings it back as soon as anything else than a forward pass asks something of it, or of
+    the DDP's logger, and calls `asked(name)` before. A framework that prepares it for a backward pass calls
+    `prepare()` instead.
+    """
+
+    def __init__(self, ddp: Any, asked: Callable[[str], None], prepare: Callable[[], None]) -> None:
+        self._ddp, self._asked, self._prepare = ddp, asked, prepare
+        self._parameters, self._sparse = ddp._build_params_for_reducer()
+        self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the DDP averages."""
+        return cast("list[nn.Parameter]", self._parameters)
+
+    @property
+    def is_away(self) -> bool:
+        return isinstance(self._ddp.reducer, _Away)
+
+    def put_away(self) -> None:
+        """Free the reducer. Raises DDP's error if a backward pass of DDP's has not finished."""
+        self._ddp._check_reducer_finalized()
+        self._ddp.reducer = _Away(self._come_back, self._prepare, lambda: self._ddp.reducer)
+        self._ddp.logger = _Away(self._come_back, self._prepare, lambda: self._ddp.logger)
+        if self._ddp.static_graph:  # else backward passes would ask for it
+            self._ddp._static_graph_delay_allreduce_enqueued = True
+
+    def bring_back(self) -> None:
+        """Make a reducer like the one that was put away."""
+        ddp = self._ddp
+        frozen = [p for p in self._parameters if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+        ddp._ddp_init_helper(self._parameters, self._sparse, self._names, ddp.static_graph)
+        for p in frozen:
+            p.requires_grad_(False)
+        ddp._has_rebuilt_buckets = False
+        if ddp.static_graph:
+            ddp.static_graph = False  # else it would not be set
+            ddp._set_static_graph()
+
+    def _come_back(self, name: str) -> None:
+        if self.is_away:
+            self._asked(name)
+            self.bring_back()
 
 
-def anybody_sends(ddp: Any, joined: bool) -> bool:
-    """Inside `join()`: whether the ranks that still train send in this iteration; known to the `joined` ranks."""
-    return bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=joined))
+class _Away:
+    """In place of the reducer or the logger of an idle DDP."""
+
+    def __init__(self, back: Callable[[str], None], prepare: Callable[[], None], real: Callable[[], Any]) -> None:
+        self._back, self._prepare, self._real = back, prepare, real
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._back(name)
+        return getattr(self._real(), name)
+
+    def _rebuild_buckets(self) -> bool:
+        """A forward pass asks whether the buckets have changed."""
+        return False
+
+    def prepare_for_backward(self, _: Any) -> None:
+        """A framework tells that a backward pass will come."""
+        self._prepare()
 
 
-def common_rank(ddp: Any, active: bool) -> int:
-    """Inside `join()`: a rank, of those that call this as `active`, on which all ranks agree."""
-    return int(ddp._find_common_rank(dist.get_rank(ddp.process_group), active))
+class SilentForward:
+    """Lets forward passes of a DDP not prepare its reducer, so that it sends nothing in their backward passes.
 
+    Call `begin()` before a pass and `end()` after it. The module itself, and what it calls, see DDP's settings as they
+    are; `module_begins()` is called before it, and `module_ends(completed)` after it.
+    """
 
-def share_final_model(ddp: Any, is_last_joiner: bool) -> None:
-    """At the end of `join()`: give all ranks the parameters and buffers of a rank that joined last."""
-    ddp._sync_final_model(is_last_joiner)
+    def __init__(self, ddp: Any, module_begins: Callable[[], None], module_ends: Callable[[bool], None]) -> None:
+        self._ddp = ddp
+        self._sends = self._completed = False
 
+        @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ddp.require_backward_grad_sync = self._sends
+            module_begins()
+            try:
+                output = type(ddp)._run_ddp_forward(ddp, *args, **kwargs)
+                self._completed = True
+                return output
+            finally:
+                module_ends(self._completed)
+                self._sends, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
 
-def moved_inputs(ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The inputs of a forward pass on the device of `device_ids`, if DDP has one."""
-    if not ddp.device_ids:
-        return args, kwargs
-    device = torch.device(ddp.device_type, ddp.device_ids[0])
-    moved = _to_kwargs(args, kwargs, device, ddp.use_side_stream_for_tensor_copies)
-    return moved[0][0], moved[1][0]
+        self._run = run
+
+    def begin(self) -> None:
+        """Let the forward pass that follows prepare nothing."""
+        self._completed = False
+        self._sends, self._ddp.require_backward_grad_sync = self._ddp.require_backward_grad_sync, False
+        vars(self._ddp)["_run_ddp_forward"] = self._run
+
+    def end(self) -> tuple[bool, bool]:
+        """Return whether the module has returned, and whether the backward pass is to send, as DDP would decide."""
+        del vars(self._ddp)["_run_ddp_forward"]
+        self._ddp.require_backward_grad_sync = self._sends
+        if self._completed:
+            self._ddp.require_forward_param_sync = self._sends
+        return self._completed, bool(self._sends)
 
 
 # ---- process groups ---------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from legato.core import files
 from legato.core.cluster import Cluster
-from legato.core.errors import InputError, TooLargeError
+from legato.core.errors import InputError, LegatoError, TooLargeError
 from legato.core.plan import Plan, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
@@ -27,11 +29,13 @@ __all__ = [
     "MOST_BUCKET_BYTES",
     "SAME",
     "Candidate",
+    "Contest",
     "best",
     "better_buckets",
     "check_bounds",
     "compare",
     "contestants",
+    "hold_contest",
     "stock_buckets",
 ]
 
@@ -199,6 +203,30 @@ def contestants(candidates: Sequence[Candidate], most: int = 3) -> list[Candidat
     kinds = {candidate.plan.forward_overlap: candidate for candidate in reversed(others)}
     chosen = [*kinds.values(), *(c for c in others if c not in kinds.values())][:most]
     return sorted(own + chosen, key=_simplicity)
+
+
+class Contest(msgspec.Struct, frozen=True):
+    """What to plan for a tournament of plans: with `overlap`, also plans with forward overlap."""
+
+    workload: Workload
+    cluster: Cluster
+    shard: Shard = "none"
+    wire: Rounding = "none"
+    overlap: bool = True
+
+
+def hold_contest() -> None:
+    """Read a `Contest` from standard input, and print its contestants, a plan a line: `legato.auto` runs this.
+
+    An error is one line on standard error, and exit status 1.
+    """
+    try:
+        contest = msgspec.json.decode(sys.stdin.buffer.read(), type=Contest)
+        found = compare(contest.workload, contest.cluster, shard=contest.shard, wire=contest.wire)
+        for candidate in contestants([c for c in found if contest.overlap or not c.plan.forward_overlap]):
+            sys.stdout.buffer.write(files.encode(candidate.plan) + b"\n")
+    except LegatoError as error:
+        sys.exit(str(error))
 
 
 def _simplicity(candidate: Candidate) -> tuple[bool, int, float]:

@@ -31,7 +31,7 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.runtime.model import DistributedModel, wrap_model
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from legato.pytorch.runtime.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
@@ -81,8 +81,8 @@ class _Loop:
             began.append(time.perf_counter())
             loss.backward()
             self.optimizer.step()
-        if isinstance(self.wrapped, DistributedModel):
-            self.wrapped.flush()
+        if (attached := attachment_of(self.wrapped)) is not None:
+            attached.flush()
         return began
 
 
@@ -152,13 +152,13 @@ class _Planned:
         self.name, self.plan, self.loop = name, plan, loop
 
     def iterations(self, count: int) -> list[float]:
-        self.loop.wrapped.adopt(self.plan)
+        attachment(self.loop.wrapped).adopt(self.plan)
         self.loop.model.follow(self.plan.op_order)
         return self.loop.run(count)
 
     def trace(self) -> list[Timeline]:
         self.iterations(_WARM_GRAPHS)
-        with self.loop.wrapped.trace() as timelines:
+        with attachment(self.loop.wrapped).trace() as timelines:
             self.loop.run(_TRACED)
         found: list[Timeline] = timelines
         return found
@@ -265,7 +265,7 @@ def _runners(workload: Workload, predictions: Sequence[_Prediction], compiled: b
             runners.append(_Ddp(p.name, first, None if p.name == "ddp" else bucket_caps(p.plan)))
             continue
         if planned is None:
-            planned = _Loop(first, *wrap_model(first, EmulatedOptimizer(first), p.plan))
+            planned = _Loop(first, *attach(first, EmulatedOptimizer(first), p.plan))
         runners.append(_Planned(p.name, p.plan, planned))
     return runners
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 #: Whatever takes longer than this hangs. Nothing that works waits for it, so it is far more than the slowest machine
 #: needs.
-PATIENCE_S = 900
+PATIENCE_S = int(os.environ.get("LEGATO_PATIENCE_S", 900))
 
 
 def environment(**variables):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import legato
 import legato.auto
 from legato.core.errors import CaptureError, InputError
+from legato.pytorch import attachment
 from legato.pytorch.runtime import tournament
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
 
@@ -88,11 +89,13 @@ def automatic(model_name, steps=DECIDED, loop="plain", **options):
                 wrapped, optimizer = wrap("ddp", model, optimizer)
             else:
                 wrapped, optimizer = legato.distribute(model, optimizer, **options)
-                model.register_forward_pre_hook(lambda *_, model=wrapped: plans.append(model.plan.scheduler))
+                model.register_forward_pre_hook(
+                    lambda *_, model=wrapped: plans.append(attachment(model).plan.scheduler)
+                )
             LOOPS[loop](wrapped, optimizer, steps)
             trained.append(wrapped)
     hooks = len(wrapped._forward_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return distance(*trained), [*plans, wrapped.plan.scheduler], hooks, wrapped.tournament
+    return distance(*trained), [*plans, attachment(wrapped).plan.scheduler], hooks, attachment(wrapped).tournament
 
 
 def automatic_lending(model_name):
@@ -128,7 +131,7 @@ def hooked_in_the_tournament():
             train(wrapped, optimizer, steps)
             wrapped.register_comm_hook(None, _all_reduce)
             train(wrapped, optimizer, 2)
-            found.append((wrapped.plan.scheduler, wrapped.observed))
+            found.append((attachment(wrapped).plan.scheduler, attachment(wrapped).observed))
     return found
 
 
@@ -147,14 +150,16 @@ def competing():
             if kind == "legato":
                 plans = [legato.core.plan.Plan(f"p{i}", random_plan(model, i).messages, i > 0) for i in range(3)]
                 train(wrapped, optimizer, 3)
-                wrapped.compete(plans)
-                model.register_forward_pre_hook(lambda *_, model=wrapped: names.append(model.plan.scheduler))
+                attachment(wrapped).compete(plans)
+                model.register_forward_pre_hook(
+                    lambda *_, model=wrapped: names.append(attachment(model).plan.scheduler)
+                )
                 train(wrapped, optimizer, 17, seed=12)
             else:
                 train(wrapped, optimizer, 3)
                 train(wrapped, optimizer, 17, seed=12)
             trained.append(wrapped)
-    return distance(*trained), names, wrapped.tournament, wrapped.plan.scheduler
+    return distance(*trained), names, attachment(wrapped).tournament, attachment(wrapped).plan.scheduler
 
 
 UNUSED = {"ddp": {"find_unused_parameters": True}, "legato": {}}
@@ -176,7 +181,7 @@ def automatic_with_changing_steps():
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
         trained.append(train(wrapped, optimizer, 14))
-    return distance(*trained), wrapped.plan.scheduler, wrapped.observed
+    return distance(*trained), attachment(wrapped).plan.scheduler, attachment(wrapped).observed
 
 
 def automatic_that_cannot_be_recorded():
@@ -192,7 +197,7 @@ def automatic_that_cannot_be_recorded():
         train(wrapped, optimizer, 14)
     finally:
         legato.auto.Recorder = recorder
-    return wrapped.plan.scheduler
+    return attachment(wrapped).plan.scheduler
 
 
 def calibrated():
@@ -214,7 +219,7 @@ def automatic_with_sparse_inputs():
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
         trained.append(train(wrapped, optimizer, 14))
-    return distance(*trained), wrapped.plan.scheduler
+    return distance(*trained), attachment(wrapped).plan.scheduler
 
 
 def automatic_for_two_models():
@@ -240,6 +245,6 @@ def automatic_for_two_models():
             trained.append(torch.nn.ModuleList([encoder.module, decoder.module]))
     return (
         distance(*trained),
-        [model.plan.scheduler for model in (encoder, decoder)],
+        [attachment(model).plan.scheduler for model in (encoder, decoder)],
         [encoder.observed, decoder.observed],
     )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from support.training import random_plan
 
 ITERATIONS = 30
@@ -79,7 +79,7 @@ class Chaos:
             module.register_full_backward_pre_hook(self.sleep)
 
     def delay_messages(self, wrapped):
-        reducer = wrapped.reducer
+        reducer = attachment(wrapped).reducer
         channel = reducer._channel
 
         def late(*message):
@@ -100,7 +100,7 @@ class Chaos:
         elif what < 0.5:
             rng.choice(parameters).sum()
         elif what < 0.55:
-            wrapped.flush()
+            attachment(wrapped).flush()
         self.sleep()
 
 
@@ -119,7 +119,7 @@ def train(seed, kind):
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        wrapped, optimizer = wrap_model(
+        wrapped, optimizer = attach(
             model, optimizer, plan, gradient_as_bucket_view=views, debug=debug and kind == "chaos"
         )
     if chaos:

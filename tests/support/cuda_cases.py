@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F
 
+from legato.pytorch import attachment
 from support import training
 
 
@@ -45,7 +46,7 @@ def automatic(name, device="cuda"):
             training.wrap(kind, model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
         )
         trained.append(training.train(wrapped, optimizer, 14))
-    return training.distance(*trained), wrapped.plan.scheduler
+    return training.distance(*trained), attachment(wrapped).plan.scheduler
 
 
 def captured(name, device="cuda"):

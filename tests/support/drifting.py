@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import legato
+from legato.pytorch import attachment
 from legato.pytorch.runtime import drift
 from support.automatic import short_tournaments
 from support.training import OPTIMIZERS, build, distance, wrap
@@ -66,7 +67,11 @@ def _changing(replan, handler):
                 optimizer.zero_grad()
                 F.cross_entropy(wrapped(x), y).backward()
                 optimizer.step()
-                if kind == "legato" and not wrapped.observed and (not plans or wrapped.plan is not plans[-1]):
-                    plans.append(wrapped.plan)
+                if (
+                    kind == "legato"
+                    and not attachment(wrapped).observed
+                    and (not plans or attachment(wrapped).plan is not plans[-1])
+                ):
+                    plans.append(attachment(wrapped).plan)
             trained.append(wrapped)
         return distance(*trained), handler.lines, [plan.scheduler for plan in plans]

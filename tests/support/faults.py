@@ -27,7 +27,7 @@ def training(case, directory):
     import torch.distributed as dist
     from torch.nn import functional as F
 
-    from legato.pytorch import wrap_model
+    from legato.pytorch import attach, attachment
     from support.matrix_rows import Dense, sgd
     from support.training import random_plan
 
@@ -38,9 +38,9 @@ def training(case, directory):
     debug = {"skips_a_step_in_debug_mode": "order", "nan_in_debug_mode": "finite"}.get(case, False)
     plan = random_plan(model, 3)
     options = {"debug": debug, "flight_dir": directory, "shard": "optimizer" if "sharded" in case else "none"}
-    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, **options)
+    wrapped, optimizer = attach(model, sgd(model.parameters()), plan, **options)
     if case == "killed_in_a_tournament":
-        wrapped.compete([plan, random_plan(model, 4)])  # times are compared after five steps
+        attachment(wrapped).compete([plan, random_plan(model, 4)])  # times are compared after five steps
     bad = dist.get_rank() == (0 if case == "killed_rank_0" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -78,7 +78,7 @@ def training(case, directory):
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         optimizer.step()
-    wrapped.flush()
+    attachment(wrapped).flush()
 
 
 def start(case, rank, port, directory):

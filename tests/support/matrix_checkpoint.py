@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from legato.core.errors import LegatoError
+from legato.pytorch import attachment
 from legato.pytorch.runtime.checkpoint import LocalShards, OptimizerState
 from support.matrix_sharded import Mixed
 from support.training import wrap
@@ -135,7 +136,7 @@ def several(path):
         first = torch.optim.Adam([*model.body.parameters(), model.scale], lr=0.01 * (i + 1))
         second = torch.optim.SGD([*model.conv.parameters(), *model.head.parameters()], lr=0.1, momentum=0.9 - 0.1 * i)
         wrapped, first = wrap("legato", torch.compile(model, backend="eager"), first, seed=i)
-        wrapped.manage(second)
+        attachment(wrapped).manage(second)
         state = {key: OptimizerState(wrapped, o) for key, o in (("first", first), ("second", second))}
         if i:
             dcp.load(state, checkpoint_id=path)
@@ -203,7 +204,7 @@ def largest(path):
     """The elements of the weight's shard, and of the largest tensor while it is saved, and while it is loaded."""
     model, wrapped, optimizer, scheduler = made("legato", "adam", seed=0, make=Large)
     train(wrapped, optimizer, scheduler)
-    wrapped.flush()
+    attachment(wrapped).flush()
     with Largest() as saving:
         dcp.save({"optimizer": OptimizerState(wrapped, optimizer)}, checkpoint_id=path)
     model, wrapped, optimizer, scheduler = made("legato", "adam", seed=1, make=Large)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from legato.auto import distribute
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach
 from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
@@ -138,7 +138,7 @@ def sent_early(kind, backend, steps=5):
     torch._dynamo.reset()
     model = kind()
     model.compile(backend=backend)
-    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
+    wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
     arrived, found = [], []
     for accumulator in wrapped.reducer.accumulator_of.values():
         accumulator._node.register_hook(lambda *_: arrived.append(1))
@@ -183,7 +183,7 @@ def late(kind, backend):
             model = kind()
             model.compile(backend=backend)
             plan = per_tensor(model, forward_overlap=True)
-            wrapped, optimizer = wrap_model(model, adam(model.parameters()), plan, **OPTIONS)
+            wrapped, optimizer = attach(model, adam(model.parameters()), plan, **OPTIONS)
 
             def step(optimizer, _, flush=None if waits else wrapped.flush):
                 optimizer.step()
@@ -205,7 +205,7 @@ def as_in_eager_mode(kind, backend):
         model = kind()
         if compiles:
             model.compile(backend=backend)
-        wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model, True), **OPTIONS)
+        wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model, True), **OPTIONS)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         found.append([p.grad.clone() for p in train(wrapped, optimizer, 5).parameters()])
@@ -288,7 +288,7 @@ def in_order(backend, seed):
     messages = tuple(Message((Slice(t.name, 0, t.nbytes),)) for t in tensors)
     plan = with_node_order(Plan("shuffled", messages, op_order=order), workload)
     assert plan.node_order
-    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), plan, **OPTIONS)
+    wrapped, optimizer = attach(model, sgd(model.parameters()), plan, **OPTIONS)
     found, hand_over = [], GraphSender.hand_over
 
     def noted(self, parameter, grad):
@@ -396,7 +396,7 @@ def regularized_once():
     torch._dynamo.reset()
     model = Layers()
     model.compile(backend="aot_eager")
-    wrapped, optimizer = wrap_model(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
+    wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for i in range(STEPS):
         x, y = model.batch(generator)

@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import OPTIONS, distance, random_plan, train, wrap
 
 
 def plain(model, optimizer, **options):
     """The model under legato, by a plan of whole tensors, as communication hooks want it."""
-    return wrap_model(model, optimizer, default_buckets(model), **options, **OPTIONS)
+    return attach(model, optimizer, default_buckets(model), **options, **OPTIONS)
 
 
 def hooked(register):
@@ -77,7 +77,7 @@ def hook_of_a_users_ddp():
         wrapped, optimizer = nn.parallel.DistributedDataParallel(model), sgd(model.parameters())
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         if kind == "legato":
-            wrapped, optimizer = wrap_model(wrapped, optimizer, default_buckets(model))
+            wrapped, optimizer = attach(wrapped, optimizer, default_buckets(model))
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -182,7 +182,7 @@ def static_graph():
         if kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model, static_graph=True)
         else:
-            wrapped, optimizer = wrap_model(model, optimizer, random_plan(model, 0), static_graph=True, **OPTIONS)
+            wrapped, optimizer = attach(model, optimizer, random_plan(model, 0), static_graph=True, **OPTIONS)
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -209,7 +209,7 @@ def own_group_again():
         train(wrapped, optimizer, 4)
         store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         if kind == "legato":
-            wrapped.flush()
+            attachment(wrapped).flush()
         del wrapped
         dist.barrier()
         dist.destroy_process_group()
@@ -222,7 +222,7 @@ def own_group_again():
 def hook_and_a_partitioned_plan():
     model = nn.Linear(4, 2, bias=False)
     plan = Plan("parts", (Message((Slice("weight", 0, 8),)), Message((Slice("weight", 8, 32),))))
-    wrapped, _ = wrap_model(model, sgd(model.parameters()), plan)
+    wrapped, _ = attach(model, sgd(model.parameters()), plan)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
@@ -237,7 +237,7 @@ def built_in_hook_of_a_users_ddp():
     model = Dense()
     ddp = nn.parallel.DistributedDataParallel(model)
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    wrap_model(ddp, sgd(model.parameters()), default_buckets(model))
+    attach(ddp, sgd(model.parameters()), default_buckets(model))
 
 
 class Depthwise(nn.Module):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from support.matrix_rows import STEPS, Dense, adam, sgd
 from support.training import build, distance, random_plan, train, wrap
 
@@ -55,7 +55,7 @@ def skipping(where, ranks):
                 failed += 1
             dist.all_reduce(failed)
             if failed:
-                wrapped.abandon()
+                attachment(wrapped).abandon()
             else:
                 optimizer.step()
         trained.append(wrapped)
@@ -183,6 +183,6 @@ def other_settings(what):
     if mine and what == "torch":
         torch.use_deterministic_algorithms(True)
     try:
-        wrap_model(model, optimizer, random_plan(Dense(), 0))
+        attach(model, optimizer, random_plan(Dense(), 0))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
 
-from legato.pytorch import wrap_model
+from legato.pytorch import attach
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
@@ -233,7 +233,7 @@ def a_users_own_ddp():
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = adam(model.parameters())
         if kind == "legato":
-            same, optimizer = wrap_model(wrapped, optimizer, random_plan(model, 3))
+            same, optimizer = attach(wrapped, optimizer, random_plan(model, 3))
             assert same is wrapped and isinstance(same, nn.parallel.DistributedDataParallel)
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)

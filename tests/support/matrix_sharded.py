@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import DistributedModel, GradScaler, wrap_model
+from legato.pytorch import GradScaler
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime import gate
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
@@ -54,7 +55,7 @@ def whole_tensors(name, dtype=torch.float32):
         if kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)
         else:
-            wrapped, optimizer = wrap_model(model, optimizer, per_tensor(model), shard=SHARD[-1])
+            wrapped, optimizer = attach(model, optimizer, per_tensor(model), shard=SHARD[-1])
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -63,8 +64,8 @@ def clipped(norm_type, max_norm=0.01):
     """Clipping by norm: the distance of the weights, relative to that of a run that is not clipped."""
 
     def clip(model, optimizer, i):
-        if isinstance(model, DistributedModel):
-            norms.append(model.clip_grad_norm_(max_norm, norm_type))
+        if (attached := attachment_of(model)) is not None:
+            norms.append(attached.clip_grad_norm_(max_norm, norm_type))
         else:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
 
@@ -77,8 +78,8 @@ def clipped(norm_type, max_norm=0.01):
 
 
 def clip_value(model, value):
-    if isinstance(model, DistributedModel):
-        model.clip_grad_value_(value)
+    if (attached := attachment_of(model)) is not None:
+        attached.clip_grad_value_(value)
     else:
         nn.utils.clip_grad_value_(model.parameters(), value)
 
@@ -127,7 +128,7 @@ def several_optimizers():
         second = sgd([*model.conv.parameters(), *model.head.parameters()])
         wrapped, first = wrap(kind, model, first)
         if kind == "legato":
-            wrapped.manage(second)
+            attachment(wrapped).manage(second)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for i in range(STEPS):
             x, y = model.batch(generator)
@@ -152,7 +153,7 @@ def states(optimizer_name):
             train(wrapped, optimizer, 2, seed=i)
             if kind == "legato":
                 SHARD[:] = [shard] * (i % 2 == 0)
-                wrapped.adopt(random_plan(model, seed=i))
+                attachment(wrapped).adopt(random_plan(model, seed=i))
             saved = optimizer.state_dict()
             again = OPTIMIZERS[optimizer_name](model.parameters())
             again.load_state_dict(saved)
@@ -196,15 +197,15 @@ def released():
     found = []
 
     def look():
-        wrapped.flush()
-        kept = sum(bucket.buffer.untyped_storage().nbytes() > 0 for bucket in wrapped.reducer.buckets)
+        attachment(wrapped).flush()
+        kept = sum(bucket.buffer.untyped_storage().nbytes() > 0 for bucket in attachment(wrapped).reducer.buckets)
         with gate.invisible():
-            found.append((kept, sum(not slot.is_spent for slot in wrapped.reducer.slots)))
+            found.append((kept, sum(not slot.is_spent for slot in attachment(wrapped).reducer.slots)))
 
     x, y = model.batch(torch.Generator().manual_seed(0))
     optimizer.zero_grad()
     F.cross_entropy(wrapped(x), y).backward()
-    wrapped.clip_grad_value_(1.0)
+    attachment(wrapped).clip_grad_value_(1.0)
     look()
     optimizer.step()
     look()
@@ -219,7 +220,7 @@ def plan_between(plans, set_to_none=False):
         optimizer.step()
         if wrapped := optimizers.get(optimizer):
             SHARD[:] = [shard] * (plans[i % len(plans)] == "sharded")
-            wrapped.adopt(random_plan(wrapped.module, seed=i))
+            attachment(wrapped).adopt(random_plan(wrapped.module, seed=i))
             SHARD[:] = [shard]
 
     optimizers = {}
@@ -252,8 +253,8 @@ def left_out():
         return adam(list(parameters)[2:])
 
     def norm(wrapped, optimizer, i):
-        if isinstance(wrapped, DistributedModel):
-            norms.append(wrapped.clip_grad_norm_(1e9))
+        if (attached := attachment_of(wrapped)) is not None:
+            norms.append(attached.clip_grad_norm_(1e9))
         else:
             norms.append(nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9))
             wrapped.zero_grad()
@@ -279,7 +280,7 @@ def left_out_last():
             whole = [Message((Slice(name, 0, p.nbytes),)) for name, p in model.named_parameters()]
             halves = [msgspec.structs.replace(m, kind=kind) for m in whole for kind in ("reduce_scatter", "all_gather")]
             plan = Plan("in turns", tuple(halves), forward_overlap=True, shard=SHARD[-1])
-            wrapped, optimizer = wrap_model(model, optimizer, plan)
+            wrapped, optimizer = attach(model, optimizer, plan)
         trained.append(train(wrapped, optimizer, 4))
     return distance(*trained)
 
@@ -329,11 +330,11 @@ def not_finite(norm_type):
     """The norm that each rank returns if there is a NaN in the gradients of the last shard only."""
     torch.manual_seed(7)
     model = Dense()
-    wrapped, _ = wrap_model(model, sgd(model.parameters()), per_tensor(model), shard=SHARD[-1])
+    wrapped, _ = attach(model, sgd(model.parameters()), per_tensor(model), shard=SHARD[-1])
     model.third.weight.register_hook(lambda grad: torch.cat([grad[:-1], grad[-1:] * float("nan")]))
     x, y = model.batch(torch.Generator().manual_seed(0))
     F.cross_entropy(wrapped(x), y).backward()
-    return wrapped.clip_grad_norm_(1.0, norm_type).isnan().item()
+    return attachment(wrapped).clip_grad_norm_(1.0, norm_type).isnan().item()
 
 
 # ---- what must be refused -------------------------------------------------------------------
@@ -353,10 +354,10 @@ def said(what):
     optimizer.zero_grad()
     try:
         if what == "no gradients":
-            wrapped.clip_grad_norm_(1.0)
+            attachment(wrapped).clip_grad_norm_(1.0)
         elif what == "norm of order 0":
             backward()
-            wrapped.clip_grad_norm_(1.0, 0.0)
+            attachment(wrapped).clip_grad_norm_(1.0, 0.0)
         elif what == "added before the step":
             backward()
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
@@ -364,16 +365,16 @@ def said(what):
         elif what == "another plan":
             backward()
             optimizer.step()
-            wrapped.adopt(random_plan(model, seed=1))
+            attachment(wrapped).adopt(random_plan(model, seed=1))
             backward()
         elif what == "a plan without shards":
             backward()
             optimizer.step()
             SHARD.clear()
-            wrapped.adopt(random_plan(model, seed=1))
+            attachment(wrapped).adopt(random_plan(model, seed=1))
             backward()
         elif what == "two optimizers":
-            wrapped.manage(sgd([model.first.weight]))
+            attachment(wrapped).manage(sgd([model.first.weight]))
         elif what == "held":
             kept = []
             model.third.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
@@ -403,7 +404,7 @@ def said(what):
     except (RankError, InputError) as error:
         return str(error)
     finally:
-        wrapped.reducer.close()
+        attachment(wrapped).reducer.close()
     return "nothing"
 
 
@@ -412,7 +413,7 @@ def clipped_on_one_rank():
     group = dist.new_group(timeout=timedelta(seconds=3))
     torch.manual_seed(7)
     model = Dense()
-    wrapped, optimizer = wrap_model(
+    wrapped, optimizer = attach(
         model, adam(model.parameters()), random_plan(model, 0), process_group=group, shard=SHARD[-1]
     )
     train(wrapped, optimizer, 2)
@@ -421,9 +422,9 @@ def clipped_on_one_rank():
     F.cross_entropy(wrapped(x), y).backward()
     try:
         if dist.get_rank() == 0:
-            wrapped.clip_grad_norm_(1.0)
+            attachment(wrapped).clip_grad_norm_(1.0)
         optimizer.step()
-        wrapped.flush()
+        attachment(wrapped).flush()
     except RankError as error:
         return str(error)
     return "nothing"
@@ -432,9 +433,9 @@ def clipped_on_one_rank():
 def adopted(kind):
     """A sharded plan for an optimizer that cannot be sharded, which has trained under another one."""
     shard, model = SHARD.pop(), Dense()
-    wrapped, _ = wrap_model(model, {"LBFGS": torch.optim.LBFGS}[kind](model.parameters()), random_plan(model, 0))
+    wrapped, _ = attach(model, {"LBFGS": torch.optim.LBFGS}[kind](model.parameters()), random_plan(model, 0))
     SHARD.append(shard)
-    wrapped.adopt(random_plan(model, 0))
+    attachment(wrapped).adopt(random_plan(model, 0))
 
 
 def refused(what):
@@ -444,7 +445,7 @@ def refused(what):
     optimizer = kinds.get(what, torch.optim.SGD)(model.parameters(), lr=0.1)
     plan = random_plan(model, 0)
     shard = {"other": "gradients", "unknown": "everything"}.get(what, "none")
-    wrap_model(model, optimizer, plan, shard=shard)
+    attach(model, optimizer, plan, shard=shard)
 
 
 def random_model(seed):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from legato.pytorch import attachment
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
@@ -101,7 +102,7 @@ def several_optimizers():
             muon, other = torch.optim.Muon(matrices, lr=1e-2), adam(rest)
             wrapped, muon = wrap(kind, model, muon)
             if kind == "legato" and managed:
-                wrapped.manage(other)
+                attachment(wrapped).manage(other)
 
             def both(optimizer, i, other=other):
                 optimizer.step()

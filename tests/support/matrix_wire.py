@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import legato
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from support.automatic import DECIDED, short_tournaments
 from support.matrix_rows import STEPS, Dense, adam
 from support.training import MODELS, distance, random_plan, train
@@ -44,7 +44,7 @@ def as_hook(name, wire, **options):
             wrapped = nn.parallel.DistributedDataParallel(model)
             wrapped.register_comm_hook(None, _hook(wire))
         else:
-            wrapped, optimizer = wrap_model(model, optimizer, in_wire(random_plan(model, 3), wire), **options)
+            wrapped, optimizer = attach(model, optimizer, in_wire(random_plan(model, 3), wire), **options)
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -60,7 +60,7 @@ def halves(wire):
             first = [msgspec.structs.replace(m, kind="reduce_scatter") for m in plan.messages]
             second = [msgspec.structs.replace(m, kind="all_gather") for m in plan.messages]
             plan = msgspec.structs.replace(plan, messages=(*first, *reversed(second)))
-        wrapped, optimizer = wrap_model(model, adam(model.parameters()), plan)
+        wrapped, optimizer = attach(model, adam(model.parameters()), plan)
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -72,7 +72,7 @@ def exact_dtypes(dtype):
         torch.manual_seed(7)
         model = Dense(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        wrapped, optimizer = wrap_model(model, optimizer, in_wire(random_plan(model, 3), wire))
+        wrapped, optimizer = attach(model, optimizer, in_wire(random_plan(model, 3), wire))
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
 
@@ -94,7 +94,7 @@ def lost(error_feedback, steps=50):
     size = model.weight.nbytes
     plan = Plan("halves", (Message((Slice("weight", 0, 1600),), wire="bf16"), Message((Slice("weight", 1600, size),))))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    wrapped, optimizer = wrap_model(model, optimizer, plan, error_feedback=error_feedback)
+    wrapped, optimizer = attach(model, optimizer, plan, error_feedback=error_feedback)
     x = torch.rand(1000, generator=torch.Generator().manual_seed(1)) + 1  # on all ranks
     for _ in range(steps):
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def hooked():
     """A communication hook on a plan with a wire format."""
     model = Dense()
     plan = in_wire(Plan("x", tuple(Message((Slice(n, 0, p.nbytes),)) for n, p in model.named_parameters())), "bf16")
-    wrapped, _ = wrap_model(model, adam(model.parameters()), plan)
+    wrapped, _ = attach(model, adam(model.parameters()), plan)
     wrapped.register_comm_hook(None, _hook("fp16"))
 
 
@@ -120,4 +120,4 @@ def distributed(wire, given):
     wrapped, optimizer = legato.distribute(model, adam(model.parameters()), plan, wire=wire, error_feedback=True)
     with short_tournaments():
         train(wrapped, optimizer, DECIDED if plan == "auto" else 2)
-    return sorted({message.wire or "" for message in wrapped.plan.messages})
+    return sorted({message.wire or "" for message in attachment(wrapped).plan.messages})

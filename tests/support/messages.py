@@ -15,7 +15,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.parameters import trained_parameters
@@ -108,7 +108,7 @@ def updates_while_waiting():
 
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
     messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
-    wrapped, optimizer = wrap_model(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
+    wrapped, optimizer = attach(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
     wrapped._readers.may_wait = lambda _: True  # there is no forward pass to watch
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:
@@ -116,9 +116,9 @@ def updates_while_waiting():
     (late + early).backward()
     optimizer.step()
     if rank == 0:
-        wrapped.reducer.buckets[0].work.wait()  # `early` is in
+        attachment(wrapped).reducer.buckets[0].work.wait()  # `early` is in
         model["late"].weight.sum()
-    wrapped.flush()
+    attachment(wrapped).flush()
     dist.barrier()
     store.delete_key(f"updated on {rank}")
     return updated
@@ -128,10 +128,10 @@ def packed_and_sent():
     """What happens to the gradient of one tensor in two messages, in order."""
     model, happened = nn.Linear(4, 2, bias=False), []
     messages = tuple(Message((Slice("weight", start, start + 16),)) for start in (0, 16))
-    wrapped, optimizer = wrap_model(
+    wrapped, optimizer = attach(
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
     )
-    reducer = wrapped.reducer
+    reducer = attachment(wrapped).reducer
     pack, channel = reducer._pack, reducer._channel
 
     def packing(bucket):
@@ -145,7 +145,7 @@ def packed_and_sent():
     reducer._pack, reducer._channel = packing, sending
     wrapped(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    wrapped.flush()
+    attachment(wrapped).flush()
     return happened
 
 
@@ -183,7 +183,7 @@ def equality(model_name, optimizer_name, seed, overlap=True, **options):
                 model, **({"find_unused_parameters": True} if model_name == "Partial" else {})
             )
         else:
-            wrapped, optimizer = wrap_model(model, optimizer, mixed(training.random_plan(model, seed, overlap), seed))
+            wrapped, optimizer = attach(model, optimizer, mixed(training.random_plan(model, seed, overlap), seed))
         trained.append(training.train(wrapped, optimizer, 8, **options))
     return training.distance(*trained)
 
@@ -212,7 +212,7 @@ def equality_dear(collective, buffer_bytes, **options):
         else:
             cluster = Cluster.derive(dist.get_world_size(), 1e9, 1e-5)
             plan = dear(workload(model), cluster, collective=collective, buffer_bytes=buffer_bytes)
-            wrapped, optimizer = wrap_model(model, optimizer, plan)
+            wrapped, optimizer = attach(model, optimizer, plan)
         trained.append(training.train(wrapped, optimizer, 8, **options))
     return training.distance(*trained)
 
@@ -231,7 +231,7 @@ def under(plans):
     found = {}
     for plan in plans:
         model = training.build("Convolutional")
-        wrapped, optimizer = wrap_model(model, training.OPTIMIZERS["adam"](model.parameters()), plan)
+        wrapped, optimizer = attach(model, training.OPTIMIZERS["adam"](model.parameters()), plan)
         found[plan.scheduler] = training.distance(ddp, training.train(wrapped, optimizer, 4))
     return found
 
@@ -279,7 +279,7 @@ def peer_dies_in_training():
     slices = [Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items())]
     steps = Message(tuple(slices[:2]), "all_reduce", "halving-doubling", 2)
     halves = [Message(tuple(slices[2:]), kind, "ring") for kind in ("reduce_scatter", "all_gather")]
-    wrapped, optimizer = wrap_model(model, optimizer, Plan("mortal", (steps, *halves), forward_overlap=True))
+    wrapped, optimizer = attach(model, optimizer, Plan("mortal", (steps, *halves), forward_overlap=True))
     training.train(wrapped, optimizer, 2)
     if dist.get_rank() == 1:
         model.embed.weight.register_post_accumulate_grad_hook(lambda _: os._exit(0))
@@ -296,7 +296,7 @@ def peer_dies_in_training():
 def _refused(change):
     model = nn.Linear(4, 2, bias=False)
     whole = Message((Slice("weight", 0, 32),))
-    wrap_model(model, training.OPTIMIZERS["sgd"](model.parameters()), Plan("odd", tuple(change(whole))))
+    attach(model, training.OPTIMIZERS["sgd"](model.parameters()), Plan("odd", tuple(change(whole))))
 
 
 def unknown_collective():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime.gate import GatedParameter
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
@@ -266,7 +266,7 @@ def waiting_in_halves():
     model = build("Convolutional")
     slices = tuple(Slice(n, 0, p.numel() * p.element_size()) for n, p in reversed(trained_parameters(model).items()))
     plan = Plan("halves", (Message(slices, "reduce_scatter"), Message(slices, "all_gather")), forward_overlap=True)
-    wrapped, optimizer = wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), plan)
+    wrapped, optimizer = attach(model, OPTIMIZERS["sgd"](model.parameters()), plan)
     waiting = []
     train(
         wrapped,
@@ -280,7 +280,7 @@ def waiting_in_halves():
 def whole_without_overlap():
     model = build("Convolutional")
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    wrapped, optimizer = wrap_model(model, optimizer, random_plan(model, 1, forward_overlap=False))
+    wrapped, optimizer = attach(model, optimizer, random_plan(model, 1, forward_overlap=False))
     train(wrapped, optimizer, 1)
     return all(type(p) is nn.Parameter for p in model.parameters())
 
@@ -314,7 +314,7 @@ def adopting():
         for i in range(4):
             train(wrapped, optimizer, 2, seed=i)
             if kind == "legato":
-                wrapped.adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
+                attachment(wrapped).adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
         trained.append(wrapped)
     return distance(*trained)
 
@@ -322,11 +322,17 @@ def adopting():
 def tracing():
     model = build("Convolutional")
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
-    with wrapped.trace() as timelines:
+    with attachment(wrapped).trace() as timelines:
         train(wrapped, optimizer, 5)
     messages = [sum(s.kind == "message" for s in t.spans) for t in timelines]
     kinds = {s.kind for t in timelines for s in t.spans}
-    return len(timelines), messages, len(wrapped.plan.messages), sorted(kinds), [t.iteration_s for t in timelines]
+    return (
+        len(timelines),
+        messages,
+        len(attachment(wrapped).plan.messages),
+        sorted(kinds),
+        [t.iteration_s for t in timelines],
+    )
 
 
 def freed():
@@ -341,8 +347,8 @@ def freed():
     try:
         for seed in range(3):
             train(wrapped, optimizer, 3)
-            before.append([StorageWeakRef(bucket.buffer.untyped_storage()) for bucket in wrapped.reducer.buckets])
-            wrapped.adopt(random_plan(model, seed))
+            before.append([StorageWeakRef(bucket.buffer.untyped_storage()) for bucket in attachment(wrapped).reducer.buckets])
+            attachment(wrapped).adopt(random_plan(model, seed))
             train(wrapped, optimizer, 1)  # the channel keeps its last message
             left.append([reference.expired() for references in before for reference in references].count(False))
     finally:
@@ -367,13 +373,13 @@ def other_plan_on_rank_1():
 
 def plan_of_another_model():
     model = build("Convolutional")
-    wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), random_plan(build("Attention"), 0))
+    attach(model, OPTIMIZERS["sgd"](model.parameters()), random_plan(build("Attention"), 0))
 
 
 def plan_that_cuts_an_element():
     model = nn.Linear(1, 1, bias=False)
     plan = Plan("odd", (Message((Slice("weight", 0, 3),)), Message((Slice("weight", 3, 4),))))
-    wrap_model(model, OPTIMIZERS["sgd"](model.parameters()), plan)
+    attach(model, OPTIMIZERS["sgd"](model.parameters()), plan)
 
 
 def sending_twice():
@@ -398,7 +404,7 @@ def left_behind():
     counts = []
     for _ in range(4):
         model = build("Attention")
-        train(*wrap("legato", model, OPTIMIZERS["sgd"](model.parameters())), 2).flush()
+        attachment(train(*wrap("legato", model, OPTIMIZERS["sgd"](model.parameters())), 2)).flush()
         del model
         gc.collect()
         time.sleep(1)  # a thread looks up twice a second
@@ -418,9 +424,9 @@ def sparse_gradient():
 def wrapped_twice():
     model = build("Convolutional")
     wrapped, optimizer = wrap("legato", model, OPTIMIZERS["sgd"](model.parameters()))
-    wrap_model(wrapped, optimizer, wrapped.plan)
+    attach(wrapped, optimizer, attachment(wrapped).plan)
 
 
 def foreign_optimizer():
     model = build("Convolutional")
-    wrap_model(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))
+    attach(model, OPTIMIZERS["sgd"](build("Attention").parameters()), random_plan(model, 0))

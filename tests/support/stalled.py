@@ -12,7 +12,7 @@ from torch import nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import wrap_model
+from legato.pytorch import attach
 
 TIMEOUT_S = 6
 
@@ -26,7 +26,7 @@ def main():
     slices = (Slice(n, 0, 4 * p.numel()) for n, p in reversed(list(model.named_parameters())))
     plan = Plan("each", tuple(Message((s,)) for s in slices), forward_overlap=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped, optimizer = wrap_model(model, optimizer, plan, flight_dir=directory)
+    wrapped, optimizer = attach(model, optimizer, plan, flight_dir=directory)
     started = 0.0
     try:
         for i in range(50):

@@ -75,14 +75,17 @@ class GraphCompiler:
         number = self._graphs
         self._graphs += 1
         whole_pass = self._whole_pass(module)
+        sender_of, ran = self._sender_of, self.ran  # the functions below stay as long as torch, and so not this object
+        are_tensors: list[bool] = []  # of the inputs: others are sizes
 
         def function_of(phase: str, module: fx.GraphModule, inputs: Sequence[Any], compile_piece: CompilePiece) -> Any:
             graph = GraphFunction(number, phase, module, inputs, compile_piece)
             if phase == "backward":
-                function: Any = functools.partial(_run_backward, graph, self._sender_of)
+                function: Any = functools.partial(_run_backward, graph, sender_of, are_tensors)
             else:
+                are_tensors[:] = [hasattr(value, "stride") for value in inputs]
                 graph.compile_whole()  # at once: the backward graph is compiled for the strides of its results
-                function = functools.partial(_run_forward, graph, self._sender_of, self.ran, whole_pass)
+                function = functools.partial(_run_forward, graph, sender_of, ran, whole_pass)
             function._boxed_call = True
             return function
 
@@ -149,10 +152,13 @@ def _first_reads(
 
 
 def _run_backward(
-    graph: GraphFunction, sender_of: Callable[[nn.Parameter], Sender | None], args: list[Any]
+    graph: GraphFunction,
+    sender_of: Callable[[nn.Parameter], Sender | None],
+    are_tensors: Sequence[bool],
+    args: list[Any],
 ) -> Sequence[Any]:
     """Run a backward graph, in pieces if it is known who sends its gradients, which are handed over after each."""
-    parameters = _parameters(len(graph.outputs))
+    parameters = _parameters(len(graph.outputs), are_tensors)
     sender = next((s for p in parameters if p is not None and (s := sender_of(p)) is not None), None)
     pieces: list[graphs.Piece] = []
     if sender is not None and (starts := _completions(graph, sender, parameters)):
@@ -188,10 +194,14 @@ def _completions(graph: GraphFunction, sender: Sender, parameters: Sequence[nn.P
     return tuple(start for start in starts if start < len(nodes))
 
 
-def _parameters(count: int) -> list[nn.Parameter | None]:
-    """The parameters whose gradients the graph returns, which runs now as a node of a backward pass."""
+def _parameters(count: int, are_tensors: Sequence[bool]) -> list[nn.Parameter | None]:
+    """The parameters whose gradients the graph returns, which runs now as a node of a backward pass.
+
+    It returns something for each input of the forward graph; autograd knows those only that `are_tensors`.
+    """
     node = current_node()
     ends = node.next_functions if node is not None else ()
-    if len(ends) != count:
+    if (len(are_tensors), sum(are_tensors)) != (count, len(ends)):
         return [None] * count
-    return [getattr(function, "variable", None) for function, _ in ends]
+    functions = iter(ends)
+    return [getattr(next(functions)[0], "variable", None) if is_tensor else None for is_tensor in are_tensors]

@@ -28,6 +28,7 @@ __all__ = [
     "broadcast_tensors",
     "describe_model",
     "describe_optimizer",
+    "first_said",
     "gather_bytes",
     "gather_numbers",
     "group_device",
@@ -39,14 +40,10 @@ _MESSAGE_BYTES = 1024
 _BROADCAST_BYTES = 250 * 2**20
 
 
-def describe_model(plan: Plan, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def describe_model(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Describe what must be equal on all ranks: name of a fact -> its value on this rank."""
     facts = {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype} on {p.device.type}" for name, p in parameters.items()}
     facts["number of trained parameters"] = str(len(parameters))
-    for kind, found in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, t in found:
-            if name not in parameters:
-                facts[f"{kind} {name!r}"] = f"{tuple(t.shape)} {t.dtype}" + ", frozen" * (kind == "parameter")
     facts["plan"] = f"{plan.scheduler} {identity(plan)}"
     facts["torch"] = torch.__version__
     facts["torch.get_default_dtype()"] = str(torch.get_default_dtype())
@@ -78,12 +75,19 @@ def agree(facts: dict[str, str], group: Any) -> None:
 
 def raise_together(problem: str, group: Any) -> None:
     """Raise `RankError` on every rank if any rank has a problem (an empty string stands for none)."""
+    if said := first_said(problem, group):
+        raise RankError(said)
+
+
+def first_said(problem: str, group: Any) -> str:
+    """What the first rank says that has something to say, with its number, on every rank; empty if none has."""
     mine = _to_tensor(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
     for rank, text in enumerate(gathered):
         if said := _from_tensor(text).rstrip(b"\0").decode(errors="replace"):
-            raise RankError(f"rank {rank}: {said}")
+            return f"rank {rank}: {said}"
+    return ""
 
 
 def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:

@@ -30,7 +30,7 @@ from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 from legato.pytorch._private import group_timeout
 from legato.pytorch.network.agreement import group_device
-from legato.pytorch.network.channel import Channel, channel_for
+from legato.pytorch.network.channel import Channel, channel_for, check_message
 from legato.pytorch.network.contention import measure_contention
 
 __all__ = ["Calibration", "Sample", "calibrate", "sizes_up_to"]
@@ -140,7 +140,7 @@ def calibrate(
     channel = channel_for(own)
     messages = [Message((Slice("measured", 0, 4),), collective=name, depth=depth) for name, depth in ways]
     for message in messages:
-        channel.check(message, "calibrate")
+        check_message(message, "calibrate", own.name())
     measured: list[list[tuple[int, float]]] = [[] for _ in ways]
     for i, nbytes in enumerate(sizes):
         count = _stream(nbytes, [points[-1] for points in measured if points])

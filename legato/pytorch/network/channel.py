@@ -45,7 +45,7 @@ from legato.pytorch.network.collectives import Collectives
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
 
-__all__ = ["Channel", "channel_for"]
+__all__ = ["Channel", "channel_for", "check_message"]
 
 #: The collective of reduce_scatter and all_gather over gloo if the plan names none.
 _OWN_HALVES = "ring"
@@ -58,9 +58,6 @@ class Channel(Protocol):
     def __call__(self, buffer: Tensor, message: Message) -> Any:
         """Launch a message on a flat buffer, in place, and return the work to wait for."""
 
-    def check(self, message: Message, name: str) -> None:
-        """Raise `PlanError` unless this channel can carry out the message; `name` is its name in the error."""
-
     def give_up(self) -> None:
         """Note that a message has failed: the process can end without waiting for messages in flight."""
 
@@ -70,9 +67,22 @@ def channel_for(group: Any) -> Channel:
     return _GlooChannel(group) if group.name() == "gloo" else _BackendChannel(group)
 
 
-def _check_kind(message: Message, name: str) -> None:
+def check_message(message: Message, name: str, backend: str) -> None:
+    """Raise `PlanError` unless a channel over this backend carries out the message; `name` is its name in the error."""
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
+    if backend != "gloo":
+        if message.collective in ROUNDS or message.depth > 1:
+            raise PlanError(
+                f"{name}.collective: {message.collective!r}, depth {message.depth} (expected that of {backend}; others "
+                "run over gloo only)"
+            )
+        return
+    if _steps_of(message) is None and message.depth > 1:
+        raise PlanError(f"{name}.depth: {message.depth} (expected 1 with gloo's own all-reduce)")
+    if message.collective not in (None, *ROUNDS) and message.collective not in dist.Backend.backend_list:
+        known = ", ".join(["gloo", *ROUNDS])
+        raise PlanError(f"{name}.collective: {message.collective!r} (this runtime carries out {known})")
 
 
 class _BackendChannel:
@@ -80,14 +90,6 @@ class _BackendChannel:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-
-    def check(self, message: Message, name: str) -> None:
-        _check_kind(message, name)
-        if message.collective in ROUNDS or message.depth > 1:
-            raise PlanError(
-                f"{name}.collective: {message.collective!r}, depth {message.depth} (expected that of "
-                f"{self._group.name()}; others run over gloo only)"
-            )
 
     def give_up(self) -> None:
         """Do nothing: only the backend has messages in flight."""
@@ -114,14 +116,6 @@ class _GlooChannel:
         self._failed = threading.Event()
         self._thread: threading.Thread | None = None
         self._last: Any = None  # the message launched last
-
-    def check(self, message: Message, name: str) -> None:
-        _check_kind(message, name)
-        if _steps_of(message) is None and message.depth > 1:
-            raise PlanError(f"{name}.depth: {message.depth} (expected 1 with gloo's own all-reduce)")
-        if message.collective not in (None, *ROUNDS) and message.collective not in dist.Backend.backend_list:
-            known = ", ".join(["gloo", *ROUNDS])
-            raise PlanError(f"{name}.collective: {message.collective!r} (this runtime carries out {known})")
 
     def __call__(self, buffer: Tensor, message: Message) -> Any:
         busy = isinstance(self._last, _QueuedWork) and not self._last.is_completed()

@@ -94,7 +94,8 @@ class Recorder:
     Call `begin(phase)` and `end()` around each phase, or use `with
     recorder.phase(name)`; after the last one, `finish()` returns the
     `RecordedStep`. A phase that begins while another is open ends that one. If
-    the step fails, `abandon()` removes all hooks; `finish()` does so too.
+    the step fails, `abandon()` removes all hooks; `finish()` does so too. Without
+    an optimizer, its phase is not recorded.
 
     What cannot be recorded does not disturb the step: `finish()` raises for it.
     `compiled` says that a wrapper of the model is compiled.
@@ -102,7 +103,7 @@ class Recorder:
     Raises `CaptureError` if the model has no trainable parameter, or one with sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool = False) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, compiled: bool = False) -> None:
         self._model = model
         self._optimizer = optimizer
         if sparse := sparse_parameters(model):
@@ -115,6 +116,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._hooks = ExitStack()
         self._phase: Phase | None = None
+        self._updates: OptimizerTimes | None = None
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -135,7 +137,7 @@ class Recorder:
         if self._phase is None:
             self._start()
         self._phase, self._follow = phase, follow
-        if phase == "optimizer":
+        if phase == "optimizer" and self._optimizer is not None:
             self._updates = OptimizerTimes(list(self._parameters.values()), self._optimizer, self._storages)
         _of_thread.mode.add(self)
 
@@ -164,7 +166,8 @@ class Recorder:
         names = list(self._parameters)
         unused = [i for i in range(len(names)) if i not in self._ready]
         found = tuple(self._tensors(unused))
-        updates = self._updates.seconds([i for i in range(len(names)) if i in self._ready], seconds)
+        ready = [i for i in range(len(names)) if i in self._ready]
+        updates = [] if self._updates is None else self._updates.seconds(ready, seconds)
         return RecordedStep(
             ops=ops,
             tensors=found,
@@ -188,6 +191,7 @@ class Recorder:
 
     def _start(self) -> None:
         self._problem: Exception | None = None
+        self._updates = None
         self._storages = Storages()
         self._owners = Owners(self._storages)
         self._paths = ModulePaths(self._model)
@@ -224,7 +228,7 @@ class Recorder:
         if self._problem is not None:
             return
         with self._keeping_problems():
-            if self._phase == "optimizer":
+            if self._phase == "optimizer" and self._updates is not None:
                 self._updates.note((*args, *kwargs.values()), out, marks)
             else:
                 self._note(operator_of(func), args, kwargs, out, marks)

@@ -21,9 +21,9 @@ from legato.core.errors import PlanError, RankError
 from legato.core.layout import BufferLayout, buffer_layout, chains, sharded_layout
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch._private import version_of, without_overrides
-from legato.pytorch.runtime.update import Update, set_to_none_or_zero
+from legato.pytorch.runtime.update import Update, zeroing
 
-__all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "make_buckets"]
+__all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "check_plan", "make_buckets"]
 
 #: The dtypes of formats in which float32 may travel.
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,8 +52,6 @@ class Slot:
     whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
     ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
     has_grad: bool = False  # ... and it has arrived
-    arrivals: int = 0  # how often something was added to its gradient in this backward pass
-    expected_arrivals: int = 0  # ... and in the pass before, for a static graph
     offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
     kept: int = 0  # how often the offered gradient was the one that arrived; -1 if another one did
     early: bool = False  # in this backward pass the offered gradient was taken before it arrived
@@ -62,6 +60,7 @@ class Slot:
     gate: Any = None  # what the gate of the parameter has to know
     stage: str = IDLE
     update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
+    zero_after: Callable[[nn.Parameter], None] | None = None  # what `zero_grad()` does to the gradient, once it is used
     zeroed: bool = False  # a gradient that was sent was set to zero, under a sharded plan
     spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
 
@@ -90,7 +89,7 @@ class Slot:
             if self.is_spent:
                 self.parameter.grad = None if set_to_none else torch.zeros_like(self.parameter)
             else:
-                set_to_none_or_zero(set_to_none)(self.parameter)
+                zeroing(set_to_none)(self.parameter)
 
     def check_cleared(self) -> None:
         """Raise `RankError` if a backward pass or a step is about to use a gradient that was taken."""
@@ -121,7 +120,7 @@ class Slot:
 
     def mark_stepped(self, update: Update | None = None) -> None:
         """Enter PENDING: `optimizer.step()` was called. `update` is None where other processes do it."""
-        self.stage, self.update = PENDING, update
+        self.stage, self.update, self.zero_after = PENDING, update, None
 
     def mark_updating(self) -> None:
         """Enter UPDATING: the update is being applied."""
@@ -254,6 +253,12 @@ def make_buckets(
         for piece in slot.slices:
             slot.parts.setdefault(piece.bucket.index, []).append(piece)
     return list(slots.values()), buckets
+
+
+def check_plan(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
+    """Raise what `make_buckets` raises, without memory for buckets."""
+    without_memory = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
+    make_buckets(plan, without_memory, ranks)
 
 
 def _uniform(

@@ -35,10 +35,9 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError
 from legato.pytorch._private import checkpoint_name, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
-from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
 from legato.pytorch.runtime.sharding import Shard, Shards
-from legato.pytorch.runtime.update import Update
+from legato.pytorch.runtime.update import Update, reducers_of
 
 __all__ = ["LocalShards", "OptimizerState", "boxes"]
 
@@ -203,11 +202,11 @@ class OptimizerState:
 
     def _shards(self) -> Shards | None:
         """The shards, with everything up to date, if the optimizer is sharded now."""
-        reducer: Reducer | None = vars(self._optimizer).get("_legato_reducer")
-        if reducer is None:
-            return None
-        reducer.settle()
-        return reducer.shards
+        for reducer in reducers_of(self._optimizer):
+            reducer.settle()
+            if reducer.shards is not None:
+                return cast(Shards, reducer.shards)
+        return None
 
     def _names(self) -> dict[nn.Parameter, str]:
         """The names of the optimizer's parameters."""

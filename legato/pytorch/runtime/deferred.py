@@ -5,9 +5,9 @@ groups and returns. The optimizer's own `step` updates the parameters later, on
 a stand-in object that shares the state and holds only the parameters that are
 to be updated now (`legato.pytorch.runtime.gate` decides when). Only optimizers
 of `torch.optim` whose step treats each parameter separately are split in this
-way. Any other optimizer (LBFGS, a third-party one, one with hooks on its step,
-a fused one driven by GradScaler) steps all parameters at once, when all
-gradients have arrived: slower, but never wrong.
+way. LBFGS, an optimizer with hooks on its step, or a fused one driven by GradScaler
+steps all parameters at once, when all gradients have arrived: slower, but never wrong.
+An optimizer that is not torch's is left alone (`is_known`).
 
 Under a sharded plan, `step()` itself updates this rank's shards, and the parameters
 wait for the others' (`legato.pytorch.runtime.sharding`).
@@ -17,63 +17,77 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
+from legato.pytorch.runtime.buckets import PENDING, Slot
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharded_state import take_state, whole_state
-from legato.pytorch.runtime.update import Update, set_to_none_or_zero
+from legato.pytorch.runtime.update import Update, reducers_of, zeroing
 
-__all__ = ["defer_steps", "drop_gradients"]
+__all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]
 
 #: Never split: LBFGS mixes parameters and calls its closure several times; sparse gradients are not sent.
 _WHOLE = ("LBFGS", "SparseAdam")
+
+
+class Attached(Protocol):
+    """legato on a model, as an optimizer sees it."""
+
+    #: What carries a plan out; None where passes are DDP's.
+    reducer: Reducer | None
+    #: Whether `step()` was called since this was last set to False.
+    stepped: bool
 
 
 class _DeferredSteps:
     """A mix-in for the class of the user's optimizer, which defers its steps and is otherwise transparent."""
 
     _legato_base: type[Optimizer]
-    _legato_reducer: Reducer | None
+    _legato_attachments: list[Attached]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer = cast(Optimizer, self)
-        reducer, base = self._legato_reducer, self._legato_base
-        if reducer is not None and reducer.in_backward:
+        optimizer, base = cast(Optimizer, self), self._legato_base
+        reducers: list[Reducer] = reducers_of(self)
+        if any(reducer.in_backward for reducer in reducers):
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
-        if reducer is not None:
-            reducer.stepped = True
-        if reducer is not None and reducer.shards is not None:
+        for attachment in self._legato_attachments:
+            attachment.stepped = True
+        if any(reducer.shards is not None for reducer in reducers):
             return _step_shards(self, base, closure)
-        if reducer is None or not _divisible(optimizer, base, reducer):
-            if reducer is not None:
+        if not reducers or not _divisible(optimizer, base, reducers):
+            for reducer in reducers:
                 reducer.settle()
-            tracer = reducer.tracer if reducer is not None else None
-            if tracer:
+            tracers = [reducer.tracer for reducer in reducers if reducer.tracer]
+            for tracer in tracers:
                 tracer.switch("optimizer")
             result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
-            if tracer:
+            for tracer in tracers:
                 tracer.switch(None)
             return result
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _step_later(optimizer, base, self._legato_reducer or reducer)  # its forward pass may have changed the plan
+        _step_later(optimizer, base, reducers_of(self))  # its forward pass may have changed the plan
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer, reducer = cast(Optimizer, self), self._legato_reducer
-        if reducer is None:
+        optimizer, reducers = cast(Optimizer, self), reducers_of(self)
+        if not reducers:
             return self._legato_base.zero_grad(optimizer, set_to_none)
-        drop_gradients((p for g in optimizer.param_groups for p in g["params"]), reducer, set_to_none)
+        found = {key: (reducer, slot) for reducer in reducers for key, slot in reducer.by_parameter.items()}
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            reducer, slot = found.get(id(p), (None, None))
+            if reducer is not None and slot is not None:
+                reducer.zero(slot, set_to_none)
+            else:
+                zeroing(set_to_none)(p)
         return None
 
     @property
@@ -88,21 +102,21 @@ class _DeferredSteps:
     def state_dict(self) -> Any:
         """The state of whole parameters; if it is sharded, all ranks have to call this."""
         self._settle()
-        reducer = self._legato_reducer
-        if reducer is None or reducer.shards is None:
+        sharded = _sharded_reducer(self)
+        if sharded is None:
             return self._legato_base.state_dict(cast(Optimizer, self))
-        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), reducer)))
+        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), sharded)))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the state of whole parameters, of which a rank keeps its shards."""
         self._settle()
-        shards = None if self._legato_reducer is None else self._legato_reducer.shards
-        if shards is None:
+        sharded = _sharded_reducer(self)
+        if sharded is None:
             return self._legato_base.load_state_dict(cast(Optimizer, self), state_dict)
         whole = self._with_state({})
         self._legato_base.load_state_dict(whole, state_dict)
         vars(self)["param_groups"] = whole.param_groups
-        take_state(cast(Optimizer, self), whole.state, shards)
+        take_state(cast(Optimizer, self), whole.state, sharded.shards)
         return None
 
     def _with_state(self, state: Any) -> Optimizer:
@@ -118,58 +132,50 @@ class _DeferredSteps:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy (pickle, deepcopy) as an optimizer of the user's own class."""
         self._settle()
-        if self._legato_reducer is not None and self._legato_reducer.shards is not None:
+        if _sharded_reducer(self) is not None:
             raise InputError("a sharded optimizer cannot be copied: use its state_dict(), on all ranks")
         return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
 
     def _settle(self) -> None:
-        if self._legato_reducer is not None:
-            self._legato_reducer.settle()
+        for reducer in reducers_of(self):
+            reducer.settle()
 
 
 mark_as_hooked(_DeferredSteps.step)
 
 
-def drop_gradients(parameters: Iterable[nn.Parameter], reducer: Reducer, set_to_none: bool) -> None:
-    """Do what `zero_grad` does, also for gradients that are in flight or not used yet."""
-    zero = set_to_none_or_zero(set_to_none)
-    for p in parameters:
-        slot = reducer.by_parameter.get(id(p))
-        if slot is not None and slot.stage == PENDING and slot.update is not None:
-            slot.update.zero_after(set_to_none)
-            continue
-        if slot is not None and slot.stage == SENT:
-            if set_to_none or reducer.in_backward or reducer.shards is not None:
-                reducer.drop(slot)
-            else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
-                reducer.resolve(slot)
-        if slot is not None and (reducer.shards is not None or slot.spent is not None):
-            slot.zero(set_to_none)
-        else:
-            zero(p)
+def _sharded_reducer(optimizer: Any) -> Reducer | None:
+    return next((reducer for reducer in reducers_of(optimizer) if reducer.shards is not None), None)
 
 
-def _divisible(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> bool:
+def is_known(optimizer: Any) -> bool:
+    """Whether the optimizer is one of torch's, or its class says that it updates every parameter alone."""
+    base = getattr(optimizer, "_legato_base", type(optimizer))
+    return f"{base.__module__}.".startswith("torch.optim.") or bool(getattr(base, "steps_parameters_alone", False))
+
+
+def _divisible(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> bool:
     """Whether the optimizer can update some parameters now and others later."""
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    listed = f"{base.__module__}.".startswith("torch.optim.") and base.__name__ not in _WHOLE
-    known = listed or getattr(base, "steps_parameters_alone", False)
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    return reducer.plan.forward_overlap and known and not (scaled or differentiable or has_step_hooks(optimizer))
+    overlap = any(reducer.plan.forward_overlap for reducer in reducers)
+    return overlap and base.__name__ not in _WHOLE and not (scaled or differentiable or has_step_hooks(optimizer))
 
 
-def _step_later(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
+def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
     update = Update(optimizer, base)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    slots = {id(p): slot for p in parameters if (slot := reducer.by_parameter.get(id(p))) is not None}
-    if any(slot.stage == PENDING for slot in slots.values()):
-        reducer.settle()  # a second step() before the first one's result was read
-    with gate.invisible():
-        later = [slot for slot in slots.values() if reducer.may_wait(slot)]
-    reducer.postpone(later, update)
-    now = [p for p in parameters if id(p) not in slots or slots[id(p)].stage != PENDING]
-    reducer.deliver([slots[id(p)] for p in now if id(p) in slots])
-    if now:
+    waiting: set[int] = set()
+    for reducer in reducers:
+        slots = [slot for p in parameters if (slot := reducer.by_parameter.get(id(p))) is not None]
+        if any(slot.stage == PENDING for slot in slots):
+            reducer.settle()  # a second step() before the first one's result was read
+        with gate.invisible():
+            later = [slot for slot in slots if reducer.plan.forward_overlap and reducer.may_wait(slot)]
+        reducer.postpone(later, update)
+        waiting.update(id(slot.parameter) for slot in later)
+        reducer.deliver([slot for slot in slots if slot.stage != PENDING])
+    if now := [p for p in parameters if id(p) not in waiting]:
         update.apply(now)
 
 
@@ -179,9 +185,9 @@ def _step_shards(optimizer: Any, base: type[Optimizer], closure: Callable[[], An
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    reducer: Reducer = optimizer._legato_reducer  # the closure's forward pass may have changed the plan
+    reducer = _sharded_reducer(optimizer)  # the closure's forward pass may have changed the plan
+    assert reducer is not None and reducer.shards is not None
     shards = reducer.shards
-    assert shards is not None
     if reducer.tracer:
         reducer.tracer.switch("optimizer")
     waiting: list[Slot] = []
@@ -199,21 +205,27 @@ def _step_shards(optimizer: Any, base: type[Optimizer], closure: Callable[[], An
     return loss
 
 
-def defer_steps(optimizer: Optimizer, reducer: Reducer) -> None:
-    """Make the optimizer's `step()` return at once, and update each parameter when it is read."""
+def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
+    """Let the optimizer's `step()` return at once and update each parameter when it is read, in legato's passes."""
     if isinstance(optimizer, _DeferredSteps):
-        _restore(optimizer)
+        if attachment not in optimizer._legato_attachments:
+            optimizer._legato_attachments.append(attachment)
+        return
     base = type(optimizer)
-    vars(optimizer)["_legato_reducer"] = reducer
+    vars(optimizer)["_legato_attachments"] = [attachment]
     overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
     object.__setattr__(optimizer, "__class__", overlay)
     rebind_step(optimizer, base, overlay)
 
 
-def _restore(optimizer: _DeferredSteps) -> None:
-    """Bring everything up to date, and give the optimizer its own class back."""
+def restore_steps(optimizer: Any, attachment: Attached) -> None:
+    """Defer the optimizer's steps for this model no longer; after the last one, it has its own class again."""
+    if not isinstance(optimizer, _DeferredSteps) or attachment not in optimizer._legato_attachments:
+        return
     optimizer._settle()
-    base = optimizer._legato_base
-    object.__setattr__(optimizer, "__class__", base)
-    vars(optimizer).pop("_legato_reducer", None)
-    rebind_step(cast(Optimizer, optimizer), base, base)
+    optimizer._legato_attachments.remove(attachment)
+    if not optimizer._legato_attachments:
+        base = optimizer._legato_base
+        object.__setattr__(optimizer, "__class__", base)
+        vars(optimizer).pop("_legato_attachments")
+        rebind_step(cast(Optimizer, optimizer), base, base)

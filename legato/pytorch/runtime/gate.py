@@ -13,6 +13,7 @@ flight (before `optimizer.step()`) the value is current, and only access to
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,7 +26,8 @@ from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = ["GatedParameter", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
 
-_GRAD = frozenset(getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))
+_GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
+_GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
 _METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "is_cuda", "is_cpu",
@@ -65,6 +67,8 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
                 slot = slot_of(parameter)
                 if slot is None:  # another thread has brought it up to date
                     continue
+                if func in _GRAD and _is_zeroed(parameter, slot, func, args):
+                    return None
                 resolve(parameter, gradient=func in _GRAD)
                 slot.was_read = slot.was_read or func not in _GRAD
         with without_overrides():
@@ -106,14 +110,32 @@ def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
 
 def slot_of(parameter: GatedParameter) -> Slot | None:
     """The slot of a parameter with a gate; None if another thread has just removed it."""
-    return cast(Slot | None, vars(parameter).get("_legato_gate", (None, None))[0])
+    return cast(Slot | None, vars(parameter).get("_legato_gate", (None,))[0])
 
 
 def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
     """Bring a parameter up to date, or its gradient too."""
-    slot, resolve_slot = vars(parameter).get("_legato_gate", (None, None))
+    slot, resolve_slot, _ = vars(parameter).get("_legato_gate", (None, None, None))
     if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
         resolve_slot(slot)
+
+
+def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
+    """Zero a gradient without waiting for it, if that is all that its reader wants: `p.grad = None`, or `zero_grad()`.
+
+    `nn.Module.zero_grad` asks for each gradient only to see whether there is one.
+    """
+    zero = vars(parameter)["_legato_gate"][2]
+    if zero is None or slot.stage not in (PENDING, SENT):
+        return False
+    if func == _SET_GRAD and args[1] is None:
+        zero(slot, True)
+        return True
+    caller = sys._getframe(2)
+    if func == _GET_GRAD and caller.f_code is nn.Module.zero_grad.__code__:
+        zero(slot, caller.f_locals["set_to_none"])
+        return True
+    return False
 
 
 def _gated(values: Any) -> Iterator[Any]:
@@ -127,14 +149,16 @@ def _gated(values: Any) -> Iterator[Any]:
             yield from _gated(value)
 
 
-def install(slot: Slot, resolve: Callable[[Slot], None]) -> None:
+def install(slot: Slot, resolve: Callable[[Slot], None], zero: Callable[[Slot, bool], None] | None = None) -> None:
     """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
+
+    `zero(slot, set_to_none)` does what `zero_grad` does to a gradient that may be in flight.
 
     A parameter whose class is a subclass of `nn.Parameter` gets no gate.
     """
     if slot.plain_class is nn.Parameter:
         if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
-            slot.gate = (slot, resolve)
+            slot.gate = (slot, resolve, zero)
         slot.parameter._legato_gate = slot.gate  # type: ignore[attr-defined]
         slot.parameter.__class__ = GatedParameter
 

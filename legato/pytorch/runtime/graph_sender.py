@@ -42,7 +42,7 @@ class GraphSender:
         nothing else may be added to it, and in the passes before this was so.
         """
         slot, reducer = self._slot(parameter), self.reducer
-        if slot is None or slot.kept < 0 or not reducer.enabled:
+        if slot is None or slot.kept < 0 or not reducer.armed:
             return
         slot.offer(grad)
         if slot.kept < _KEPT or not self._arrives_unchanged(slot, grad):
@@ -61,8 +61,7 @@ class GraphSender:
         """Whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
         parameter, reducer = slot.parameter, self.reducer
         return (
-            not reducer.static_graph
-            and (slot.stage == IDLE or not reducer.in_backward)
+            (slot.stage == IDLE or not reducer.in_backward)
             and not has_gradient_hooks(parameter)
             and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
             and reducer.accumulator_of[slot].will_run
@@ -103,7 +102,7 @@ class GraphSender:
         """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
-            gate.install(slot, self.reducer.resolve)
+            gate.install(slot, self.reducer.resolve, self.reducer.zero)
         return hidden[0].name if hidden else ""
 
     def waiting(self) -> list[Slot]:

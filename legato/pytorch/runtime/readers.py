@@ -38,7 +38,14 @@ from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
 
-__all__ = ["ModuleCalls", "Readers", "gradient_is_held", "parameter_is_held", "settle_before_fork"]
+__all__ = [
+    "ModuleCalls",
+    "Readers",
+    "gradient_is_held",
+    "is_gateable",
+    "parameter_is_held",
+    "settle_before_fork",
+]
 
 #: Forward passes in training that are watched before any update waits.
 WATCHED = 2
@@ -76,6 +83,13 @@ _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _
 def parameter_is_held(parameter: nn.Parameter) -> bool:
     """Whether anything but the module and autograd has the parameter's tensor or memory; call it under `invisible`."""
     return uses(parameter) != _PARAMETER_ALONE
+
+
+def is_gateable(parameter: nn.Parameter) -> bool:
+    """Whether a gate can see all reads of a parameter: it is no subclass's, and torch owns its memory."""
+    plain = type(parameter) in (nn.Parameter, gate.GatedParameter)
+    with gate.invisible():
+        return plain and parameter.untyped_storage().resizable()
 
 
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
@@ -126,8 +140,8 @@ class Readers:
         self._forwards = self._graphs = -(2**62)
 
     @contextmanager
-    def watch(self, slots: Iterable[Slot], resolve: Callable[[Slot], None]) -> Iterator[None]:
-        """Watch the forward pass inside, if it is one of those to be watched."""
+    def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
+        """Watch the forward pass inside, if it is one of those to be watched; `install` gives a parameter its gate."""
         if not 0 <= self._forwards < WATCHED and not self._strict:
             yield
             return
@@ -140,7 +154,7 @@ class Readers:
         for slot in gated:
             slot.was_read = False
             if slot.stage == IDLE:
-                gate.install(slot, resolve)
+                install(slot)
         try:
             with on_compilation(compilation_begins), _Operators(self._note):
                 yield

@@ -52,13 +52,18 @@ from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, BucketSlice, Slot, make_buckets
-from legato.pytorch.runtime.comm_hook import CommHook
 from legato.pytorch.runtime.debug import DebugChecks
-from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held, settle_before_fork
+from legato.pytorch.runtime.readers import (
+    ModuleCalls,
+    Readers,
+    gradient_is_held,
+    is_gateable,
+    parameter_is_held,
+    settle_before_fork,
+)
 from legato.pytorch.runtime.sharding import Shards
-from legato.pytorch.runtime.sparse import SparseGradients
 from legato.pytorch.runtime.tracing import Tracer
-from legato.pytorch.runtime.update import Update
+from legato.pytorch.runtime.update import Update, set_to_none, zeroing
 
 __all__ = ["Reducer", "reducer_of"]
 
@@ -74,11 +79,12 @@ _PACK_BYTES = 2**20
 class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
+    A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
+    (see `legato.pytorch.runtime.attach`). `current(name)` says of a parameter that its update may never wait.
     `optimizers` are those whose steps a sharded plan divides among the ranks.
     With `error_feedback`, what rounding to a wire format takes from a gradient is
     added to the next one (Seide et al., Interspeech 2014).
-    Raises `PlanError` if the plan is for another model, or if `channel` cannot
-    carry out one of its messages.
+    Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
     def __init__(
@@ -88,13 +94,13 @@ class Reducer:
         group: Any,
         channel: Channel,
         watchdog: Watchdog,
+        *,
         checks: DebugChecks | None = None,
         gradient_as_bucket_view: bool = False,
         readers: Readers | None = None,
-        enabled: Callable[[], bool] = lambda: True,
+        current: Callable[[str], bool] = lambda _: False,
+        is_own: Callable[[nn.Module], bool] = lambda _: False,
         read_elsewhere: bool = True,
-        sparse: Mapping[str, nn.Parameter] | None = None,
-        static_graph: bool = False,
         optimizers: Sequence[Optimizer] = (),
         error_feedback: bool = False,
     ) -> None:
@@ -105,8 +111,6 @@ class Reducer:
         self._checks = checks
         self._lends = gradient_as_bucket_view and plan.shard == "none"
         self._spends_early = plan.shard == "gradients" or (gradient_as_bucket_view and plan.shard != "none")
-        for i, message in enumerate(plan.messages):
-            channel.check(message, f"messages[{i}]")
         number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         self.slots, self.buckets = make_buckets(plan, parameters, group.size(), lambda p: number.get(id(p), -1))
         self.shards: Shards | None = None
@@ -122,66 +126,54 @@ class Reducer:
         self._lock = threading.RLock()  # several threads may read parameters
         self.readers = readers or Readers()
         self._read_elsewhere = read_elsewhere  # whether who holds a gradient's memory may read it
-        self._enabled = enabled  # False under no_sync()
-        self._module_calls = ModuleCalls(self.settle, lambda module: getattr(module, "reducer", None) is self)
+        # Whose bytes nothing but torch can reach, and whose reads a gate sees.
+        self._gateable = {s for s in self.slots if is_gateable(s.parameter) and not current(s.name)}
+        self._module_calls = ModuleCalls(self.settle, is_own)
         self.tracer: Tracer | None = None
-        self._comm_hook: CommHook | None = None
         self._scale = 1.0 / group.size()
         self._residuals: dict[BucketSlice, Tensor] | None = {} if error_feedback else None
         self.forwards = 0  # forward passes whose gradients will be sent
         self.passes = 0  # backward passes that sent, including the current one
-        self.stepped = False  # `optimizer.step()` was called since the model has last looked
+        self.armed = False  # the next backward pass sends
         self.in_backward = False
-        self.backward_scope = BackwardScope(lambda: self.enabled, self._backward_ended)
+        self.backward_scope = BackwardScope(lambda: self.armed, self._backward_ended)
         self.next = 0  # index of the bucket to launch next
-        self.closed = False  # another reducer has its parameters
+        self.closed = False
         for slot in self.slots:
             slot.find_spent()
-            before = _reducers.get(slot.parameter, lambda: None)()
-            if before is not None:
-                before.close()
             _reducers[slot.parameter] = weakref.ref(self)
-        self.static_graph = static_graph
-        self._sparse = SparseGradients(dict(sparse or {}), group, watchdog)
         self.accumulator_of = {
             s: Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
             for s in self.slots
         }
-        self._accumulators = [*self.accumulator_of.values()]
-        self._accumulators += [
-            Accumulator(p, self._before_sparse, lambda *_: None) for p in self._sparse.parameters.values()
-        ]
         buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in self.buckets}
         self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
         settle_before_fork(self)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes send; not under `no_sync()`, nor when the model is gone."""
-        return self._enabled() and not self.closed
-
     def may_wait(self, slot: Slot) -> bool:
         """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
-        gated = slot.stage == SENT and slot.plain_class is nn.Parameter
+        gated = slot.stage == SENT and slot in self._gateable
         return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
 
     def watch(self) -> AbstractContextManager[None]:
         """Watch who reads parameters in the forward pass inside."""
-        return self.readers.watch(self.slots, self.resolve)
+        return self.readers.watch(self.slots, lambda slot: gate.install(slot, self.resolve, self.zero))
 
     def close(self) -> None:
-        """Bring everything up to date, remove all hooks from the parameters, and free the buckets."""
+        """Bring everything up to date, remove all hooks from the parameters, and free the buckets.
+
+        A gradient that lies in a bucket keeps the bucket's memory.
+        """
         if self.closed:
             return
-        self.settle()
+        if not self.in_backward:  # else it has failed, and other ranks may not send what is missing
+            self.settle()
         self.closed = True
-        for accumulator in self._accumulators:
+        for accumulator in self.accumulator_of.values():
             accumulator.remove()
         for slot in self.slots:
             if slot.stage != IDLE:  # its gradient was sharded, and not used
                 gate.remove(slot)
-            if slot.whole is not None and slot.parameter.grad is slot.whole:
-                slot.parameter.grad = slot.whole.clone()  # the bucket is freed, and the next reducer finds no other use
             slot.release()
         for bucket in self.buckets:
             bucket.release()
@@ -194,8 +186,8 @@ class Reducer:
         """
         if self.in_backward:
             raise RankError(
-                "the last backward pass did not finish (an exception in it?); the ranks are out of step: "
-                "call abandon() on all of them, or start again from a checkpoint"
+                "the last backward pass did not finish (an exception in it?), and the ranks may be out of step: "
+                "start again from a checkpoint"
             )
         self._module_calls.end()
         self.backward_scope.forget()
@@ -203,7 +195,7 @@ class Reducer:
             if slot.stage == SENT and self.shards is None:
                 self.resolve(slot)
             elif slot.stage == SENT and slot.buckets[-1].owner < 0:  # no optimizer uses it, and compilers look at it
-                self.drop(slot)
+                gate.remove(slot)
 
     # ---- backward pass: sending -------------------------------------------------
 
@@ -219,20 +211,25 @@ class Reducer:
         if slot.early:
             slot.taken = None  # what is not packed yet will be in `.grad`
             return
-        if not self.in_backward and self.enabled:
+        if not self.in_backward and self.armed:
             self.begin_backward()
         elif self.in_backward and slot.ready:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
-                "shared parameter?); use use_reentrant=False, or static_graph=True if every step has as many, or "
-                "no_sync() around all but the last backward pass"
+                "shared parameter?), where the first passes had one; use use_reentrant=False"
             )
+        elif slot.stage == PENDING:
+            self._read_stale(slot)
         elif slot.stage != IDLE:
             self.resolve(slot)
 
-    def _before_sparse(self, *_: Any) -> None:
-        if not self.in_backward and self.enabled:
-            self.begin_backward()
+    def _read_stale(self, slot: Slot) -> None:
+        """Raise `RankError`, on all ranks: a gradient arrives of a parameter whose update still waits."""
+        error = RankError(
+            f"{slot.name} was read before its last update, by something that legato cannot see; "
+            f"keep it from waiting: distribute(..., current=[{slot.name!r}])"
+        )
+        raise self.watchdog.failure(f"backward pass {self.passes + 1}", error) from error
 
     def _gradient_ready(self, slot: Slot, *_: Any) -> None:
         if not self.in_backward:
@@ -244,15 +241,17 @@ class Reducer:
             if self._lends and not slot.to_pack:
                 slot.parameter.grad = slot.whole
             slot.mark_sent()
-            gate.install(slot, self.resolve)
+            gate.install(slot, self.resolve, self.zero)
             if self._spends_early and not slot.to_pack:
                 self._packed.append(slot)
         else:
-            slot.arrivals += 1
-            if not self.static_graph or slot.arrivals == slot.expected_arrivals:
-                self.mark_ready(slot)
+            self.mark_ready(slot)
 
     def begin_backward(self) -> None:
+        """Begin a backward pass that sends. Raises `RankError` if it was computed from values before an update."""
+        for slot in self.pending:
+            if slot.stage == PENDING and self.accumulator_of[slot].will_run:
+                self._read_stale(slot)
         self.settle()
         if self.shards is not None:
             self.shards.begin_pass()
@@ -264,7 +263,7 @@ class Reducer:
         for slot in self.slots:
             slot.ready = slot.has_grad = slot.early = slot.zeroed = False
             slot.taken = None
-            slot.to_pack, slot.arrivals = len(slot.parts), 0
+            slot.to_pack = len(slot.parts)
         for bucket in self.buckets:
             bucket.missing, bucket.writable = bucket.slots, False
             bucket.arrived, bucket.waiting_bytes = [], 0
@@ -273,7 +272,6 @@ class Reducer:
         if not self.in_backward:
             return
         for slot in self.slots:
-            slot.expected_arrivals = slot.arrivals
             if slot.early:
                 raise RankError(
                     f"{slot.name}: the gradient that a compiled graph handed out was sent, and none arrived"
@@ -281,8 +279,7 @@ class Reducer:
             if not slot.ready:
                 self.mark_ready(slot)
         self._packed.clear()
-        self._sparse.average(self.passes)
-        self.in_backward = False
+        self.in_backward = self.armed = False
         self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self._read_elsewhere:
             self._deliver_held()
@@ -314,7 +311,7 @@ class Reducer:
         slot.has_grad, slot.ready = grad is not None, True
         if not slot.early:
             slot.mark_sent()
-            gate.install(slot, self.resolve)
+            gate.install(slot, self.resolve, self.zero)
         for bucket in slot.buckets:
             bucket.missing -= 1
             if bucket.index in slot.parts:
@@ -396,23 +393,12 @@ class Reducer:
             self._launch(self._outgoing[self.next])
             self.next += 1
 
-    def use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Send every message with a communication hook from now on, which also divides by the number of ranks."""
-        self._comm_hook = CommHook(state, hook, self._channel)
-        self._scale = 1.0
-
-    def _send(self, bucket: Bucket) -> Any:
-        """Start the collective of a bucket."""
-        if self._comm_hook is not None:
-            return self._comm_hook.send(bucket, last=bucket.index == len(self.buckets) - 1)
-        return self._channel(bucket.buffer, bucket.message)
-
     def _launch(self, bucket: Bucket) -> None:
         self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
         with gate.invisible():
             if self._checks:
                 self._checks.check(bucket, self.passes, self.forwards, self.watchdog)
-            bucket.work = self._send(bucket)
+            bucket.work = self._channel(bucket.buffer, bucket.message)
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
         if self.shards is not None:
@@ -478,9 +464,20 @@ class Reducer:
             self._update(self._take_pending(len(self.buckets)))
             self._module_calls.end()
 
-    def drop(self, slot: Slot) -> None:
-        """Ignore a gradient that was sent (`zero_grad()` without a `step()`)."""
-        gate.remove(slot)
+    def zero(self, slot: Slot, set_to_none: bool) -> None:
+        """Do to a gradient what `zero_grad` does, also if it is in flight or not used yet."""
+        if slot.stage == PENDING and slot.update is not None:
+            slot.zero_after = zeroing(set_to_none)
+            return
+        if slot.stage == SENT:
+            if set_to_none or self.in_backward or self.shards is not None:
+                gate.remove(slot)  # the average is dropped
+            else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
+                self.resolve(slot)
+        if self.shards is not None or slot.spent is not None:
+            slot.zero(set_to_none)
+        else:
+            zeroing(set_to_none)(slot.parameter)
 
     def expect(self, slots: list[Slot]) -> None:
         """Let the new values of parameters, which other ranks send, arrive when they are read, or now."""
@@ -533,6 +530,9 @@ class Reducer:
                 else:
                     assert update is not None
                     update.apply([slot.parameter for slot in group])
+                    for slot in group:
+                        if slot.zero_after is not None:
+                            slot.zero_after(slot.parameter)
             for slot in group:
                 gate.remove(slot)
         if self.tracer:
@@ -549,7 +549,7 @@ class Reducer:
             for slot in slots:
                 if not slot.has_grad and not any(p.flag is not None and p.flag.abs().item() > 0 for p in slot.slices):
                     continue
-                optimizer_only = slot.update is not None and slot.update.drops_gradients
+                optimizer_only = slot.update is not None and slot.zero_after is set_to_none
                 if slot.whole is not None and (optimizer_only or self._lends):
                     slot.parameter.grad = slot.whole
                     continue
@@ -610,52 +610,6 @@ class Reducer:
         missing = next((part.slot.name for part in bucket.slices if not part.slot.ready), "")
         where = f"is in backward pass {self.passes}, at message {bucket.index} ({bucket.label})"
         return where + (f", which lacks the gradient of {missing}" if missing else "")
-
-    def abandon(self, furthest: Callable[[int], int]) -> None:
-        """Give up a step that failed on some rank: drop its gradients, and bring all ranks to the same message.
-
-        `furthest(n)` returns the largest of all ranks' `n`. A rank that has
-        launched fewer messages than another sends zeros for the missing ones.
-
-        Raises `RankError` if the model has sparse gradients, or the plan is sharded.
-        """
-        if self.shards is not None:
-            raise RankError("a step under a sharded plan cannot be given up; start again from a checkpoint")
-        if self._sparse.parameters:
-            raise RankError("a step of a model with sparse gradients cannot be given up; start again from a checkpoint")
-        self._update(self._take_pending(len(self.buckets)))
-        count = len(self._outgoing)
-        done = (self.passes - self.in_backward) * count + self.next * self.in_backward
-        goal = -(-furthest(done) // count) * count
-        for i in range(done, goal):
-            self._send_zeros(self._outgoing[i % count])
-        self.passes = goal // count
-        for bucket in self.buckets:
-            self._wait(bucket)
-        self.in_backward = False
-        self.backward_scope.forget()
-        for slot in self.slots:
-            if slot.stage == SENT:
-                gate.remove(slot)
-                slot.parameter.grad = None
-
-    def send_zeros(self) -> None:
-        """Send every message of a backward pass on a rank that has no gradients."""
-        self.settle()
-        self.passes += 1
-        for bucket in self.buckets:
-            self._send_zeros(bucket)
-        self._sparse.average(self.passes, zero=True)
-        for bucket in self.buckets:
-            self._wait(bucket)
-
-    def _send_zeros(self, bucket: Bucket) -> None:
-        self._wait_for_buffer(bucket)
-        if self.shards is not None:
-            self.shards.allocate(bucket)
-        if bucket.scattered is None:
-            bucket.buffer.zero_()
-        bucket.work = self._send(bucket)
 
 
 def reducer_of(parameter: nn.Parameter) -> Reducer | None:

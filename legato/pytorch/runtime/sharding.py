@@ -45,7 +45,7 @@ from legato.core.errors import InputError, RankError
 from legato.pytorch._private import SubstituteScaler, copy_all, without_overrides
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import SENT, Bucket, BucketSlice, Slot
-from legato.pytorch.runtime.update import Update
+from legato.pytorch.runtime.update import Update, reducers_of
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable"]
 
@@ -442,8 +442,7 @@ def _parameters(optimizer: Optimizer) -> list[int]:
 
 
 def _shards_of(optimizer: Any) -> Shards | None:
-    reducer = vars(optimizer).get("_legato_reducer")
-    return None if reducer is None else reducer.shards
+    return next((r.shards for r in reducers_of(optimizer) if r.shards is not None), None)
 
 
 def _unused(slot: Slot) -> RankError:

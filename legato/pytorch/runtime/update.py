@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_overrides, without_step_hooks
 
-__all__ = ["Update", "set_to_none_or_zero"]
+__all__ = ["Update", "reducers_of", "set_to_none", "zeroing"]
 
 
 class Update:
@@ -28,27 +28,13 @@ class Update:
         self._shared = without_step_hooks(attributes)
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-        self._zero: Callable[[nn.Parameter], None] | None = None
         with without_overrides():
             devices = {p.device.type for g in optimizer.param_groups for p in g["params"]} | {"cpu"}
         self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
-    def zero_after(self, set_to_none: bool) -> None:
-        """Zero each gradient once it has been used: `zero_grad(set_to_none)` was called after `step()`."""
-        self._zero = set_to_none_or_zero(set_to_none)
-
-    @property
-    def drops_gradients(self) -> bool:
-        """Whether `.grad` is None after the update, so that only the optimizer sees the gradient."""
-        return self._zero is _set_to_none
-
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run the optimizer's step on these parameters and no others."""
-        parameters = list(parameters)
         self._step((p, p) for p in parameters)
-        if self._zero:
-            for p in parameters:
-                self._zero(p)
 
     def apply_to_shards(self, shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Run the optimizer's step on shards, each given with the parameter of which it is a part."""
@@ -83,9 +69,15 @@ class Update:
             yield
 
 
-def set_to_none_or_zero(set_to_none: bool) -> Callable[[nn.Parameter], None]:
+def reducers_of(optimizer: Any) -> list[Any]:
+    """The reducers of the models whose parameters the optimizer updates, as far as legato's passes run now."""
+    attached = vars(optimizer).get("_legato_attachments", ())
+    return [attachment.reducer for attachment in attached if attachment.reducer is not None]
+
+
+def zeroing(to_none: bool) -> Callable[[nn.Parameter], None]:
     """The function that does to one parameter what `zero_grad(set_to_none)` does to all."""
-    return _set_to_none if set_to_none else _set_to_zero
+    return set_to_none if to_none else _set_to_zero
 
 
 def _snapshot(value: Any) -> Any:
@@ -94,7 +86,8 @@ def _snapshot(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _set_to_none(parameter: nn.Parameter) -> None:
+def set_to_none(parameter: nn.Parameter) -> None:
+    """Drop the parameter's gradient."""
     parameter.grad = None
 
 

@@ -172,7 +172,9 @@ def _agree(
 ) -> None:
     """Check that all ranks have the same model, plan and optimizer, and give them the values of rank 0."""
     roles = transport.roles
-    facts = describe_model(plan, model, dict(parameters))
+    facts = describe_model(plan, dict(parameters))
+    for kind, found in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        facts |= {f"{kind} {name!r}": f"{tuple(t.shape)} {t.dtype}" for name, t in found if name not in parameters}
     facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
     facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
     facts["roles"] = f"{roles.workers} workers, {roles.servers} servers, {roles.agents} agents"

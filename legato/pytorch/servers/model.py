@@ -102,14 +102,14 @@ class ServedModel(_Measured):
         super().__init__(module, worker, plan)
         self._worker = worker
         self._fingerprint = ModuleFingerprint(module)
+        self._frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
         self.worker, self.workers = worker.transport.rank, worker.transport.roles.workers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
-        if training and self._fingerprint.changed():
+        if training and (change := self._fingerprint.difference() or self._unfrozen()):
             raise RankError(
-                "a module or parameter of the model was added, replaced or unfrozen, which the servers do not know; "
-                "change the model before parameter_servers() is called"
+                f"{change}, which the servers do not know; change the model before parameter_servers() is called"
             )
         if training:
             self._worker.begin_forward()
@@ -117,6 +117,10 @@ class ServedModel(_Measured):
         if training and self._worker.enabled:
             self._worker.backward_scope.expect(output)
         return output
+
+    def _unfrozen(self) -> str:
+        trained = (name for name in self._frozen if self.module.get_parameter(name).requires_grad)
+        return next((f"{name} was unfrozen" for name in trained), "")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

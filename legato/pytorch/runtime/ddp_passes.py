@@ -1,0 +1,66 @@
+"""Watches passes of DDP's, where legato's may follow: when they end, and what in them legato could not do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
+
+__all__ = ["DdpPasses"]
+
+
+class DdpPasses:
+    """Counts the backward passes in which DDP sends.
+
+    The gradients of `parameters` are watched; a few are enough to see where a backward pass ends.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._in_forward = self._counts = False
+        self._arrived: set[str] = set()
+        self._accumulators = [Accumulator(p, self._before, partial(self._after, n, p)) for n, p in parameters.items()]
+        self._scope = BackwardScope(lambda: True, self._backward_ended)
+        #: Backward passes that have ended.
+        self.done = 0
+        #: Whether DDP still has to send the gradients of a forward pass.
+        self.running = False
+        #: Why legato cannot send this model's gradients; empty if nothing was seen.
+        self.objection = ""
+
+    def forward_begins(self) -> None:
+        """A forward pass begins."""
+        self._in_forward = True
+
+    def forward_ended(self, output: Any, sends: bool, counts: bool) -> None:
+        """A forward pass has ended; does DDP send in the backward pass that comes next, and does that count?"""
+        self._in_forward = False
+        if sends:
+            self.running, self._counts = True, counts
+            self._scope.expect(output)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for accumulator in self._accumulators:
+            accumulator.remove()
+
+    def _before(self, *_: Any) -> None:
+        if self._in_forward:
+            self.objection = "backward passes run inside forward passes"
+        self._scope.notice()
+
+    def _after(self, name: str, parameter: nn.Parameter, *_: Any) -> None:
+        if name in self._arrived:
+            self.objection = f"{name} gets several gradients in one backward pass"
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            self.objection = f"{name} has a gradient that is not dense"
+        self._arrived.add(name)
+
+    def _backward_ended(self) -> None:
+        self._arrived.clear()
+        self.done += self.running and self._counts
+        self.running = False

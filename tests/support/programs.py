@@ -1,0 +1,1572 @@
+"""Training programs made at random: loops composed of habits, under stock DDP and under legato with late messages.
+
+    PYTHONPATH=tests python -m support.programs [--seeds 0:1000] [--one 17] [--habits a,b] [--slow] [--dry]
+
+A program is a seed and a list of habits: a model, an optimizer, and one to six others, each of which puts something
+into the training loop, at moments and in steps that its own random numbers choose. What it computes is noted down:
+losses, what readers read, and at the end all parameters, buffers, gradients and states of optimizers. On two ranks the
+notes must be those of stock DDP bit for bit, or legato refuses the program with the same `LegatoError` on all ranks. A
+program that stock DDP itself refuses is left out. One that fails is made smaller, habit by habit.
+
+With `--dry` the second side is stock DDP too, with a bucket for each parameter and ranks that dawdle: it tests the
+programs. `--habits` takes these habits in place of those that the seed draws, and `--slow` may draw the slow ones.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+import hashlib
+import io
+import itertools
+import os
+import pickle
+import random
+import re
+import threading
+import time
+import traceback
+import warnings
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import prune
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.checkpoint import checkpoint
+
+from support.ranks import Ranks
+from support.training import MODELS, random_plan
+
+#: A rank that does not answer for so long hangs; when another one has failed already, it need not be waited for.
+PATIENCE_S, AFTER_A_FAILURE_S = 60, 5
+#: Programs after which the ranks are replaced: each leaves groups and threads behind.
+PROGRAMS = 20
+
+# ---- one run of a program ------------------------------------------------------------------
+
+
+class Deliberate(Exception):
+    """What a program raises and catches itself."""
+
+
+class Job:
+    """One run on this rank: what the habits have set up, and what has been noted down."""
+
+    def __init__(self, seed, kind):
+        self.seed, self.kind, self.i, self.working, self.plans = seed, kind, -1, False, 0
+        self.steps = random.Random(seed).randint(6, 14)
+        self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        self.dawdling = random.Random(f"{seed} {kind} {dist.get_rank()}")
+        self.attaching = random.Random(f"{seed} attaching")
+        self.log, self.moments, self.made, self.ready = [], collections.defaultdict(list), [], []
+        self.options, self.contexts, self.losses, self.strangers, self.around, self.cleanups = {}, [], [], [], [], []
+        self.module, self.optimizers, self.closures = Dense(), [], False
+        self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        self.split = lambda parameters: [parameters]
+        self.optimizers_last = self.module_given = self.late_optimizer = False
+        self.zero_at, self.zero = "begin", lambda: [o.zero_grad() for o in self.optimizers]
+        self.work, self.backward = self.plain_work, lambda loss, **options: loss.backward(**options)
+        self.step, self.step_of = lambda: [self.step_of(o) for o in self.optimizers], lambda o: o.step()
+
+    # What habits use
+
+    def some(self, rng):
+        """Some steps, at least one."""
+        rate = rng.choice([0.1, 0.4, 1])
+        return {i for i in range(self.steps) if rng.random() < rate} | {rng.randrange(self.steps)}
+
+    def at(self, rng, *moments):
+        """Decorate what happens in some steps: as they `begin`, after the `forward` pass, `between` backward and step,
+        `after` the step."""
+        moment, steps = rng.choice(moments or ["begin", "forward", "between", "after"]), self.some(rng)
+        return lambda f: self.moments[moment].append(lambda: self.i in steps and f())
+
+    def one(self, rng):
+        """A function that gives one of the parameters the model has by then."""
+        place = rng.random()
+        return lambda: (ps := list(self.module.parameters()))[int(place * len(ps))]
+
+    def early_or_late(self, rng):
+        """Decorate what is done before the model is wrapped, after that, or in the middle of the training."""
+        when = rng.choice(["early", "ready", "midway"])
+        if when == "midway":
+            step = rng.randrange(self.steps)
+            return lambda f: self.moments["begin"].append(lambda: self.i == step and f())
+        return (lambda f: f()) if when == "early" else self.ready.append
+
+    def note(self, label, value):
+        self.log.append((self.i, label, digest(value)))
+
+    def attempt(self, label, read):
+        """Note what a reader returns, or which error it raises."""
+        try:
+            value = read()
+        except Exception as error:
+            if is_legatos(error):
+                raise
+            value = type(error).__name__
+        self.note(label, value)
+        return value
+
+    def leaves(self):
+        return [m for m in self.module.modules() if not list(m.children())]
+
+    def probe(self):
+        return self.module.batch(torch.Generator().manual_seed(5))
+
+    # The loop
+
+    def batch(self):
+        return self.module.batch(self.generator)
+
+    def loss(self, model=None, batch=None):
+        x, y = batch or self.batch()
+        with contextlib.ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
+            out = (model or self.ddp)(x)
+            out = out["logits"] if isinstance(out, dict) else out
+            loss = sum((f() for f in self.losses), F.cross_entropy(out.float(), y))
+        self.note("loss", loss)
+        if self.zero_at == "forward":
+            self.zero()
+        return loss
+
+    def plain_work(self):
+        loss = self.loss()
+        self.happen("forward")
+        self.backward(loss)
+        return loss
+
+    def happen(self, moment):
+        if self.kind != "ddp" and self.dawdling.random() < 0.1:
+            time.sleep(self.dawdling.choice([5e-4, 2e-3, 5e-3]))
+        for function in self.moments[moment]:
+            function()
+
+    def _closure(self):
+        if self.zero_at == "begin":
+            self.zero()
+        self.working = True
+        loss = self.work()
+        self.working = False
+        self.happen("between")
+        return loss
+
+    def _iterate(self):
+        self.happen("begin")
+        if self.closures:
+            for optimizer in self.optimizers:
+                optimizer.step(self._closure)
+        else:
+            self._closure()
+            self.step()
+        self.happen("after")
+        if self.zero_at == "after":
+            self.zero()
+
+    def train(self):
+        """The whole program, with its last notes."""
+        early = None if self.optimizers_last else self.optimizers_of(self.module)
+        given_module = self.module_given and self.kind == "legato"
+        model = self.module if given_module else DDP(self.module, **self.options)
+        self.optimizers = early or self.optimizers_of(self.module)
+        self.ddp = self.attach(model, self.optimizers, self.late_optimizer, **(self.options if given_module else {}))
+        for function in self.ready:
+            function()
+        self.note("type", f"{type(self.ddp).__module__}.{type(self.ddp).__name__}")
+        with contextlib.ExitStack() as stack:
+            for context in self.around:
+                stack.enter_context(context())
+            for i in range(self.steps):
+                self.i = i
+                self._iterate()
+        self.i = "end"
+        self.happen("end")
+        for name, p in self.module.named_parameters():
+            self.note(name, p)
+            self.note(f"{name}.grad", p.grad)
+        for name, buffer in self.module.named_buffers():
+            self.note(name, buffer)
+        self.note("optimizers", [o.state_dict() for o in self.optimizers])
+        self.note("random numbers", torch.get_rng_state())
+
+    # Optimizers and wrapping
+
+    def optimizers_of(self, module):
+        groups = self.split([p for p in module.parameters() if p.requires_grad])
+        groups[0] = [*groups[0], *self.strangers]
+        made = [self.make_optimizer(group) for group in groups]
+        made = list(itertools.chain(*(o if isinstance(o, list) else [o] for o in made)))
+        for function in self.made:
+            function(made)
+        return made
+
+    def attach(self, model, optimizers, late=False, **options):
+        """A wrapped model; where legato trains, legato attaches to it and its optimizers, in one of its ways."""
+        if self.kind != "legato":
+            return model
+        import legato
+
+        attach, plan = self.attaching.choice([legato.distribute, legato.pytorch.attach]), self.plan(model)
+        others = self.attaching.choice(["attached", "managed", "unknown"])
+        if late:  # first without an optimizer
+            model, _ = attach(model, None, plan, **options)
+            options, step = {}, self.attaching.randrange(4)
+            give = lambda: self.i == step and self.attached() and attach(self.ddp, self.optimizers[0], self.attached().plan)  # noqa: E731
+            self.moments["begin"].append(give)
+        else:
+            model, same = attach(model, optimizers[0], plan, **options)
+            assert same is optimizers[0]
+        for optimizer in optimizers[1:]:
+            if others == "attached":
+                attach(model, optimizer, legato.attachment(model).plan)
+            elif others == "managed":
+                legato.attachment(model).manage(optimizer)
+        return model
+
+    def plan(self, model):
+        """A random plan, another one each time."""
+        self.plans += 1
+        module = model.module if isinstance(model, DDP) else model
+        return random_plan(module, f"{self.seed} {self.plans}", forward_overlap=self.attaching.random() < 0.8)
+
+    def attached(self):
+        """legato on the model that is trained, if any."""
+        import legato
+
+        with contextlib.suppress(legato.InputError):
+            return legato.attachment(self.ddp)
+
+    def become(self, ddp, attached):
+        """Train another wrapped model from now on, with new optimizers that have the states of those before."""
+        before, self.ddp, self.module = self.optimizers, ddp, ddp.module
+        self.optimizers = self.optimizers_of(self.module)
+        for old, new in zip(before, self.optimizers, strict=True):
+            shapes = [[p.shape for group in o.param_groups for p in group["params"]] for o in (old, new)]
+            if shapes[0] == shapes[1]:
+                new.load_state_dict(old.state_dict())
+        if attached:
+            self.attach(ddp, self.optimizers)
+
+
+def digest(value):
+    """A few words for a value, that differ where any of its bits does."""
+    if isinstance(value, str) and len(value) < 80:
+        return value
+    sha = hashlib.sha1()
+    _feed(sha.update, value)
+    return sha.hexdigest()[:12]
+
+
+def _feed(add, value):
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    if isinstance(value, numpy.ndarray):
+        value = torch.from_numpy(value.copy())
+    if isinstance(value, dict):
+        value = list(itertools.chain(*value.items()))
+    if isinstance(value, torch.Tensor) and value.is_sparse:
+        value = [value.detach().coalesce().indices(), value.detach().coalesce().values()]
+    elif isinstance(value, torch.Tensor) and value.is_nested:
+        value = list(value.detach().unbind())
+    if isinstance(value, torch.Tensor):
+        value = value.detach().contiguous()
+        if (value.is_floating_point() or value.is_complex()) and value.isnan().any():
+            value = value.masked_fill(value.isnan(), float("nan"))  # which NaN is no matter
+        add(f"{value.dtype} {tuple(value.shape)}".encode())
+        add(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _feed(add, part)
+    else:
+        add(repr(value).encode())
+
+
+# ---- habits ----------------------------------------------------------------------------------
+
+#: {kind: {name: function(job, rng)}}; of models and optimizers, a program has one.
+HABITS = {"model": {}, "optimizer": {}, "other": {}, "slow": {}}
+
+
+def habit(function, kind="other", name=None):
+    HABITS[kind][name or function.__name__] = function
+    return function
+
+
+model, slow = functools.partial(habit, kind="model"), functools.partial(habit, kind="slow")
+
+
+def several(names, function, kind="other"):
+    """Habits with one function(job, rng, name)."""
+    for name in names.split():
+        HABITS[kind][name] = functools.partial(function, name=name)
+
+
+# Models
+
+
+class Dense(nn.Module):
+    """The model of a program without another one."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 16, dtype=dtype), nn.Linear(16, 16, dtype=dtype)
+        self.third = nn.Linear(16, 10, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return self.third(self.middle(F.gelu(self.first(x.to(self.first.weight.dtype)))))
+
+    def middle(self, x):
+        return F.gelu(self.second(x))
+
+    def batch(self, generator):
+        return torch.randn(4, 12, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+class Reentrant(Dense):
+    def middle(self, x):
+        return checkpoint(super().middle, x, use_reentrant=True)
+
+
+class ReentrantTwice(Dense):
+    def middle(self, x):
+        return checkpoint(super().middle, checkpoint(super().middle, x, use_reentrant=True), use_reentrant=True)
+
+
+class Conditional(Dense):
+    """Another way in every step and on every rank."""
+
+    calls = 0
+
+    def middle(self, x):
+        self.calls += 1
+        return super().middle(x) if (self.calls + dist.get_rank()) % 3 else x
+
+
+class Mixed(Dense):
+    """Layers of three dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.bfloat16(), self.second.double()
+
+    def middle(self, x):
+        return super().middle(x.double()).float()
+
+
+class Complex(Dense):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+
+    def middle(self, x):
+        return super().middle((x * self.turn).abs())
+
+
+class Odd(Dense):
+    """A scalar, an empty parameter, one with other strides, and one that is used only by a tensor made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.1)), nn.Parameter(torch.zeros(0, 3))
+        self.turned = nn.Parameter(torch.randn(16, 16).T / 8)
+
+    def middle(self, x):
+        return super().middle(x @ self.turned) * self.scale + self.empty.sum()
+
+
+class Sparse(Dense):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 12, sparse=True)
+
+    def forward(self, x):
+        return super().forward(self.words(x).mean(1))
+
+    def batch(self, generator):
+        return torch.randint(0, 20, (4, 6), generator=generator), torch.randint(0, 10, (4,), generator=generator)
+
+
+class Scale(torch.autograd.Function):
+    """A function of one's own, that saves a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Saving(Dense):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def middle(self, x):
+        return super().middle(Scale.apply(x, self.scale))
+
+
+class Named(Dense):
+    """The output is in a dict."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "more": [x]}
+
+
+class Special(nn.Parameter):
+    """A kind of parameter of one's own."""
+
+
+def made_of(make, **options):
+    def set_up(job, rng):
+        job.module = make()
+        job.options |= options
+
+    return set_up
+
+
+UNUSED = {"find_unused_parameters": True}
+for _name, _make, _options in [
+    *((name.lower(), make, UNUSED if name == "Partial" else {}) for name, make in MODELS.items()),
+    ("dense", Dense, {}), ("reentrant", Reentrant, {}), ("reentrant_twice", ReentrantTwice, {"static_graph": True}),
+    ("conditional", Conditional, UNUSED), ("mixed", Mixed, {}), ("complex", Complex, {}), ("odd", Odd, {}),
+    ("sparse", Sparse, {}), ("saving", Saving, {}), ("named", Named, {}), ("double", lambda: Dense(torch.float64), {}),
+    ("bfloat16", lambda: Dense(torch.bfloat16), {}),
+]:  # fmt: skip
+    model(made_of(_make, **_options), name=_name)
+
+
+@model
+def weight_normed(job, rng):
+    nn.utils.parametrizations.weight_norm(job.module.first)
+    nn.utils.parametrizations.spectral_norm(job.module.second)
+
+
+@model
+def subclassed(job, rng):
+    job.module.second.weight = Special(job.module.second.weight.detach())
+
+
+@model
+def over_numpy(job, rng):
+    array = numpy.full((16, 16), 0.1, dtype=numpy.float32)
+    job.module.second.weight = nn.Parameter(torch.from_numpy(array))
+    job.at(rng)(lambda: job.note("array", array))
+
+
+@model
+def in_shared_memory(job, rng):
+    rng.choice([job.module, job.module.second]).share_memory()
+
+
+@model
+def flat(job, rng):
+    buffer = nn.utils.parameters_to_vector(job.module.parameters()).detach()
+    nn.utils.vector_to_parameters(buffer, job.module.parameters())
+    job.at(rng)(lambda: job.note("flat", buffer))
+
+
+# Optimizers
+
+_o = torch.optim
+OPTIMIZERS = {
+    "sgd": lambda ps: _o.SGD(ps, lr=0.1),
+    "momentum": lambda ps: _o.SGD(ps, lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True, foreach=False),
+    "sgd_foreach": lambda ps: _o.SGD(ps, lr=0.05, momentum=0.9, foreach=True),
+    "sgd_fused": lambda ps: _o.SGD(ps, lr=0.05, fused=True),  # its momentum in bfloat16 is uninitialized memory
+    "adam": lambda ps: _o.Adam(ps, lr=1e-2),
+    "adam_fused": lambda ps: _o.Adam(ps, lr=1e-2, fused=True),
+    "adam_foreach": lambda ps: _o.Adam(ps, lr=1e-2, foreach=True),
+    "tensor_lr": lambda ps: _o.Adam(ps, lr=torch.tensor(1e-2), foreach=False),
+    "adamw": lambda ps: _o.AdamW(ps, lr=1e-2, amsgrad=True, maximize=True),
+    "rmsprop": lambda ps: _o.RMSprop(ps, lr=1e-3, foreach=True, centered=True),
+    "adagrad": lambda ps: _o.Adagrad(ps, lr=1e-2),
+    "adadelta": lambda ps: _o.Adadelta(ps),
+    "adamax": lambda ps: _o.Adamax(ps, lr=1e-2),
+    "nadam": lambda ps: _o.NAdam(ps, lr=1e-2, foreach=True),
+    "radam": lambda ps: _o.RAdam(ps, lr=1e-2),
+    "rprop": lambda ps: _o.Rprop(ps),
+    "asgd": lambda ps: _o.ASGD(ps, lr=1e-2),
+    "adafactor": lambda ps: _o.Adafactor(ps),
+    "groups": lambda ps: _o.AdamW([{"params": ps[::2], "lr": 1e-3}, {"params": ps[1::2], "weight_decay": 0.1}]),
+    "muon": lambda ps: [
+        _o.Muon([p for p in ps if p.dim() == 2], lr=1e-2), _o.Adam([p for p in ps if p.dim() != 2] or ps)
+    ],
+}  # fmt: skip
+
+
+def _optimizing(make):
+    return lambda job, rng: setattr(job, "make_optimizer", make)
+
+
+for _name, _make in OPTIMIZERS.items():
+    habit(_optimizing(_make), "optimizer", _name)
+
+
+@functools.partial(habit, kind="optimizer")
+def lbfgs(job, rng):
+    job.closures = True
+    job.make_optimizer = lambda ps: _o.LBFGS(ps, lr=0.1, max_iter=3, tolerance_grad=-1, tolerance_change=-1)
+
+
+habit(lambda job, rng: setattr(job, "split", lambda ps: [ps[::2], ps[1::2]]), name="two_optimizers")
+habit(lambda job, rng: setattr(job, "split", lambda ps: [ps, ps[1::2]]), name="overlapping_optimizers")
+
+
+@habit
+def group_added_later(job, rng):
+    left, step = [], rng.randrange(job.steps)
+    job.split = lambda ps: (left.append(ps[-1:]), [ps[:-1]])[1]
+
+    @job.moments["after"].append
+    def add():
+        if job.i == step and left:
+            job.optimizers[0].add_param_group({"params": left[0]})
+
+
+habit(lambda job, rng: setattr(job, "closures", True), name="closures")
+
+
+@habit
+def schedulers(job, rng):
+    make = rng.choice([
+        lambda o: lr_scheduler.StepLR(o, 3, 0.5), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+        lambda o: lr_scheduler.CyclicLR(o, 1e-3, 0.1, 4, cycle_momentum=False),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=job.steps + 1, cycle_momentum=False),
+    ])  # fmt: skip
+    schedules = []
+    create = lambda optimizers: schedules.__setitem__(slice(None), map(make, optimizers))  # noqa: E731
+    rng.choice([job.made.append, lambda f: job.ready.append(lambda: f(job.optimizers))])(create)
+    job.moments["after"].append(lambda: [s.step() for s in schedules])
+
+
+@habit
+def step_hooks(job, rng):
+    one, post = job.one(rng), rng.random() < 0.5
+
+    @job.early_or_late(rng)
+    def register():
+        for o in job.optimizers:
+            (o.register_step_post_hook if post else o.register_step_pre_hook)(
+                lambda *_: job.note("in a hook of the step", [one(), one().grad])
+            )
+
+
+@habit
+def hyperparameters_changed(job, rng):
+    @job.at(rng, "begin", "between", "after")
+    def change():
+        for group in job.optimizers[0].param_groups:
+            group["lr"] *= 0.8
+
+
+@habit
+def states_changed(job, rng):
+    @job.at(rng, "begin", "between", "after")
+    def change():
+        for state in job.optimizers[0].state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+                    value.mul_(0.9)
+
+
+# Wrapping
+
+
+def option(job, rng, name):
+    job.options[name.removesuffix("_off")] = not name.endswith("_off")
+
+
+def way(job, rng, name):
+    setattr(job, name, True)
+
+
+several(
+    "gradient_as_bucket_view static_graph find_unused_parameters skip_all_reduce_unused_params "
+    "broadcast_buffers_off init_sync_off", option
+)  # fmt: skip
+several("optimizers_last module_given late_optimizer", way)
+
+
+@habit
+def communication_hook(job, rng):
+    hook = rng.choice([default_hooks.allreduce_hook, default_hooks.fp16_compress_hook])
+    job.ready.append(lambda: job.ddp.register_comm_hook(None, hook))
+
+
+# Loops
+
+
+def loop(job, rng, name):
+    """In some steps, another kind of forward and backward pass."""
+    steps, plain = job.some(rng), job.work
+    job.work = lambda: passes(job, rng, name) if job.i in steps else plain()
+
+
+def passes(job, rng, name):
+    parameters = [p for p in job.module.parameters() if p.requires_grad]
+    unsent, sent = job.ddp.no_sync, contextlib.nullcontext
+    match name:
+        case "accumulated" | "accumulated_by_flag" | "several_syncing_passes":
+            for _ in range(rng.choice([1, 2])):
+                job.ddp.require_backward_grad_sync = name != "accumulated_by_flag"
+                with (unsent if name == "accumulated" else sent)():
+                    job.backward(job.loss())
+                job.ddp.require_backward_grad_sync = True
+            return job.plain_work()
+        case "never_sent" | "forward_in_no_sync" | "backward_in_no_sync":
+            with (sent if name == "backward_in_no_sync" else unsent)():
+                loss = job.loss()
+            job.happen("forward")
+            with (sent if name == "forward_in_no_sync" else unsent)():
+                job.backward(loss)
+        case "two_forwards_one_backward":
+            first = job.loss()
+            job.happen("forward")
+            job.backward(loss := first + job.loss())
+        case "two_forwards_two_backwards":
+            losses = [job.loss(), job.loss()]
+            for loss in losses if rng.random() < 0.5 else reversed(losses):
+                job.backward(loss)
+        case "two_backwards_of_one_forward":
+            job.backward(loss := job.loss(), retain_graph=True)
+            job.happen("forward")
+            job.backward(loss)
+        case "lost_forward":
+            job.loss()
+            return job.plain_work()
+        case "around_ddp":
+            job.backward(loss := job.loss(job.module))
+        case "gradient_penalty":
+            loss = job.loss()
+            grads = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            penalty = sum(g.abs().square().sum().float() for g in grads if g is not None)
+            job.backward(loss := loss + 0.1 * penalty)
+        case "input_penalty":
+            x, y = job.batch()
+            loss = job.loss(batch=(x.requires_grad_(x.is_floating_point()), y))
+            penalty = torch.autograd.grad(loss, x, create_graph=True)[0].norm() if x.requires_grad else 0
+            job.backward(loss := loss + penalty)
+        case "averaged_by_hand":
+            grads = torch.autograd.grad(loss := job.loss(), parameters, allow_unused=True)
+            for p, g in zip(parameters, grads, strict=True):
+                p.grad = torch.zeros_like(p) if g is None else g
+                dist.all_reduce(p.grad)
+        case "backward_in_a_thread":
+            loss = job.loss()
+            in_thread(lambda: job.backward(loss))
+        case "some_inputs":
+            job.backward(loss := job.loss(), inputs=parameters[rng.random() < 0.1 :])
+    return loss
+
+
+several(
+    "accumulated accumulated_by_flag several_syncing_passes never_sent forward_in_no_sync backward_in_no_sync "
+    "two_forwards_one_backward two_forwards_two_backwards two_backwards_of_one_forward lost_forward around_ddp "
+    "gradient_penalty input_penalty averaged_by_hand backward_in_a_thread some_inputs",
+    loop,
+)
+
+
+def in_thread(function):
+    """Runs on another thread, and raises here what it raises there."""
+    errors = []
+
+    def run():
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@habit
+def skipped_steps(job, rng):
+    steps, step = job.some(rng) - {0}, job.step
+    job.step = lambda: job.i in steps or step()
+
+
+@habit
+def stepped_twice(job, rng):
+    steps, step = job.some(rng), job.step
+    job.step = lambda: (step(), job.i in steps and step())
+
+
+@habit
+def zeroing(job, rng):
+    job.zero_at = rng.choice(["begin", "forward", "after"])
+    to_none, every = rng.random() < 0.5, rng.choice([1, 1, 2])
+
+    def grads_by_hand():
+        for p in job.module.parameters():
+            if to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad.zero_()
+
+    ways = {
+        "optimizer": lambda: [o.zero_grad(set_to_none=to_none) for o in job.optimizers],
+        "model": lambda: job.ddp.zero_grad(set_to_none=to_none),
+        "module": lambda: job.module.zero_grad(set_to_none=to_none),
+        "by hand": grads_by_hand,
+    }
+    way = ways[rng.choice(list(ways))]
+    job.zero = lambda: isinstance(job.i, int) and job.i % every == 0 and way()
+
+
+@habit
+def clipped(job, rng):
+    most = rng.choice([0.05, 0.5])
+    by = rng.choice([
+        lambda ps: nn.utils.clip_grad_norm_(ps, most), lambda ps: nn.utils.clip_grad_value_(ps, most),
+        lambda ps: nn.utils.clip_grad_norm_(ps, most, norm_type=float("inf"), foreach=False),
+    ])  # fmt: skip
+    job.at(rng, "between")(lambda: job.note("norm", by(rng.choice([job.ddp, job.module]).parameters())))
+
+
+@habit
+def scaled(job, rng):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    unscaled, overflow = job.some(rng), {rng.randrange(job.steps)}
+    backward = job.backward
+
+    def scaled_backward(loss, **options):
+        backward(scaler.scale(loss * float("inf") if job.i in overflow and dist.get_rank() else loss), **options)
+
+    def step_of(optimizer):
+        if job.i in unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    def stepped():
+        if scaler._per_optimizer_states:
+            scaler.update()
+            job.note("scale", scaler.get_scale())
+
+    job.backward, job.step_of = scaled_backward, step_of
+    job.moments["after"].append(stepped)
+
+
+@habit
+def autocast(job, rng):
+    job.contexts.append(lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+@habit
+def under_a_context(job, rng):
+    """Contexts through which operators and saved tensors pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    context, steps = rng.choice([
+        torch.autograd.graph.save_on_cpu, lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False),
+        lambda: torch.autograd.detect_anomaly(check_nan=False),
+    ]), job.some(rng)  # fmt: skip
+    job.contexts.append(lambda: context() if job.i in steps else contextlib.nullcontext())
+
+
+@habit
+def joined(job, rng):
+    """The ranks may have different numbers of steps."""
+    fewer = rng.choice([0, 2])
+    job.around.append(lambda: job.ddp.join())
+    job.ready.append(lambda: setattr(job, "steps", job.steps - fewer * dist.get_rank()))
+
+
+# Readers: what they return is noted, and some of it is kept and noted again later
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _vmapped(job, p):
+    def loss(parameters, x):
+        out = functional_call(job.module, parameters, (x[None],))
+        return (out["logits"] if isinstance(out, dict) else out).float().square().sum()
+
+    gradient = torch.func.grad(loss)
+    return torch.func.vmap(gradient, (None, 0), randomness="different")(
+        {n: p.detach() for n, p in job.module.named_parameters()}, job.probe()[0]
+    )
+
+
+def _forked(job, p):
+    """What a child reads from memory that it has inherited."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, p.detach().reshape(-1)[:8].contiguous().view(torch.uint8).numpy().tobytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    data = os.read(reading, 64)
+    os.close(reading), os.close(writing)
+    return data
+
+
+def _exited(job, p):
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def _on_a_thread(job, p):
+    found = []
+    in_thread(lambda: found.append(p.detach().clone()))
+    return found
+
+
+def _evaluated(model_of, context, train=False):
+    def read(job, p):
+        network = model_of(job)
+        network.train(train)
+        try:
+            with context():
+                return network(job.probe()[0])
+        finally:
+            network.train()
+
+    return read
+
+
+READERS = {
+    "torch_tensor": lambda job, p: torch.tensor(p),
+    "torch_Tensor": lambda job, p: torch.Tensor(p),
+    "asarray": lambda job, p: torch.asarray(p, copy=True),
+    "as_tensor": lambda job, p: torch.as_tensor(p, dtype=torch.float64),
+    "parameter_of": lambda job, p: nn.Parameter(p),
+    "as_subclass": lambda job, p: p.as_subclass(torch.Tensor),
+    "make_subclass": lambda job, p: torch.Tensor._make_subclass(torch.Tensor, p),
+    "sparse_values": lambda job, p: torch.sparse_coo_tensor(torch.arange(len(p))[None], p),
+    "nested": lambda job, p: torch.nested.nested_tensor([p]),
+    "as_nested": lambda job, p: torch.nested.as_nested_tensor([p.detach()], layout=torch.jagged),
+    "deepcopied": lambda job, p: copy.deepcopy(p),
+    "copied": lambda job, p: copy.copy(p),
+    "detached": lambda job, p: p.detach(),
+    "detached_clone": lambda job, p: p.detach().clone(),
+    "data": lambda job, p: p.data,
+    "data_clone": lambda job, p: p.data.clone(),
+    "cloned": lambda job, p: p.clone(),
+    "viewed": lambda job, p: p.view(-1),
+    "storage": lambda job, p: bytes(p.untyped_storage()),
+    "by_address": lambda job, p: bytes(
+        (ctypes.c_uint8 * (p.numel() * p.element_size())).from_address(p.data_ptr())
+    ),
+    "set_to": lambda job, p: torch.empty(0, dtype=p.dtype).set_(p.detach()),
+    "out": lambda job, p: torch.add(p.detach(), 1, out=torch.empty_like(p.detach())),
+    "into": lambda job, p: torch.empty_like(p.detach()).copy_(p.detach()),
+    "numpy": lambda job, p: p.detach().numpy(),
+    "numpy_forced": lambda job, p: p.numpy(force=True),
+    "numpy_array": lambda job, p: numpy.array(p.detach()),
+    "dlpack": lambda job, p: torch.from_dlpack(p.detach()),
+    "listed": lambda job, p: p.tolist(),
+    "printed": lambda job, p: repr(p),
+    "item": lambda job, p: [p.sum().item(), float(p.flatten()[0].real), bool(p.detach().any())],
+    "is_a": lambda job, p: [isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), p.shape, p.is_leaf],
+    "compared": lambda job, p: [torch.equal(p, p.clone()), bool((p == p).all()), torch.allclose(p, p * 2)],
+    "casted": lambda job, p: [p.to(torch.float64), p.cpu(), p.float(), p.type(torch.float64)],
+    "stacked": lambda job, p: [torch.stack([p, p]), torch.cat([p.detach(), p.detach()])],
+    "indexed": lambda job, p: [p[0], p[..., :1], list(p)],
+    "norms": lambda job, p: [q.norm() for q in job.module.parameters()],
+    "foreach_norms": lambda job, p: torch._foreach_norm([q.float() for q in job.module.parameters()]),
+    "vector": lambda job, p: nn.utils.parameters_to_vector(job.module.parameters()),
+    "gradient": lambda job, p: p.grad,
+    "gradient_norms": lambda job, p: [q.grad.norm() for q in job.module.parameters() if q.grad is not None],
+    "total_norm": lambda job, p: nn.utils.get_total_norm([q.grad for q in job.module.parameters() if q.grad is not None]),
+    "state_dict": lambda job, p: job.ddp.state_dict(),
+    "state_dict_saved": lambda job, p: saved(job.module.state_dict()),
+    "state_dict_keep_vars": lambda job, p: job.module.state_dict(keep_vars=True),
+    "optimizer_state": lambda job, p: job.optimizers[0].state.get(p),
+    "optimizer_state_dict": lambda job, p: job.optimizers[-1].state_dict(),
+    "optimizer_saved": lambda job, p: saved(job.optimizers[0]).state_dict(),
+    "parameter_saved": lambda job, p: saved(p),
+    "parameter_pickled": lambda job, p: pickle.loads(pickle.dumps(p)),
+    "model_saved": lambda job, p: saved(job.module),
+    "ddp_pickled": lambda job, p: pickle.loads(pickle.dumps(job.ddp)),
+    "model_deepcopied": lambda job, p: copy.deepcopy(job.module),
+    "ddp_deepcopied": lambda job, p: copy.deepcopy(job.ddp),
+    "optimizer_deepcopied": lambda job, p: copy.deepcopy(job.optimizers[0]).state_dict(),
+    "vmapped": _vmapped,
+    "func_grad": lambda job, p: torch.func.grad(lambda w: w.abs().square().sum())(p),
+    "func_jvp": lambda job, p: torch.func.jvp(torch.sin, (p.detach(),), (torch.ones_like(p),)),
+    "functional_call": lambda job, p: functional_call(
+        job.module, {n: q * 2 for n, q in job.module.named_parameters()}, (job.probe()[0],)
+    ),
+    "traced": lambda job, p: torch.jit.trace(job.module.eval(), job.probe()[0], check_trace=False)(job.probe()[0]),
+    "local_gradient": lambda job, p: torch.autograd.grad(p.abs().sum(), p),
+    "evaluated": _evaluated(lambda job: job.ddp, torch.no_grad),
+    "evaluated_for_inference": _evaluated(lambda job: job.ddp, torch.inference_mode),
+    "module_evaluated": _evaluated(lambda job: job.module, torch.no_grad),
+    "module_inferred": _evaluated(lambda job: job.module, torch.inference_mode),
+    "evaluated_with_gradients": _evaluated(lambda job: job.ddp, contextlib.nullcontext),
+    "forward_without_gradients": _evaluated(lambda job: job.ddp, torch.no_grad, train=True),
+    "leaf_called": lambda job, p: [F.linear(torch.ones(1, m.in_features, dtype=m.weight.dtype), m.weight)
+                                   for m in job.leaves() if isinstance(m, nn.Linear)],
+    "all_reduced": lambda job, p: [t := p.detach().clone(), dist.all_reduce(t)],
+    "gathered": lambda job, p: [ts := [torch.empty_like(p.detach().contiguous()) for _ in range(dist.get_world_size())],
+                                dist.all_gather(ts, p.detach().contiguous())],
+    "forked": _forked,
+    "child_exits": _exited,
+    "on_a_thread": _on_a_thread,
+    "garbage_collected": lambda job, p: gc.collect() and None,
+}  # fmt: skip
+
+
+def _reading(name, read):
+    def set_up(job, rng):
+        one, keep, kept = job.one(rng), rng.random() < 0.5, []
+
+        @job.at(rng)
+        def look():
+            for value in kept:
+                job.note(f"{name}, kept", value)
+            value = job.attempt(name, lambda: read(job, one()))
+            if keep:
+                kept[:] = [value]
+
+    return set_up
+
+
+for _name, _read in READERS.items():
+    habit(_reading(_name, _read), name=_name)
+
+
+@habit
+def averages(job, rng):
+    """Averages of the weights over time, by torch or by hand."""
+    of = rng.choice([lambda: job.module, lambda: job.ddp])
+    by_hand, average = rng.random() < 0.5, []
+
+    def update():
+        if by_hand and not average:
+            average.extend(p.detach().clone() for p in of().parameters())
+        elif not average:
+            average.append(swa_utils.AveragedModel(of(), use_buffers=rng.random() < 0.5))
+        if by_hand:
+            for mean, p in zip(average, of().parameters(), strict=True):
+                mean.lerp_(p.detach(), 0.1)
+        else:
+            average[0].update_parameters(of())
+
+    job.at(rng, "after", "begin")(update)
+    job.moments["end"].append(lambda: job.note("average", average))
+
+
+@habit
+def held_from_the_start(job, rng):
+    """What was taken before the model was wrapped is read in the middle of training."""
+    take = rng.choice([
+        lambda: [p.data for p in job.module.parameters()], lambda: job.module.state_dict(),
+        lambda: [p.detach().view(-1) for p in job.module.parameters()],
+    ])  # fmt: skip
+    held = []
+    job.early_or_late(rng)(lambda: held.append(take()))
+    job.at(rng)(lambda: job.note("held", held))
+
+
+@habit
+def gradients_kept(job, rng):
+    kept = []
+    job.at(rng, "between", "after")(lambda: kept.extend(p.grad for p in job.module.parameters()))
+    job.at(rng, "between", "after", "begin")(lambda: job.note("gradients, kept", kept))
+
+
+# Writers
+
+
+@torch.no_grad()
+def _scale(p):
+    p.mul_(0.95)
+
+
+def _apart(p):
+    p.data.mul_(1 + 0.1 * dist.get_rank())
+
+
+def _replace(p):
+    p.data = p.data * 0.9
+
+
+def _fill(p):
+    with torch.inference_mode():
+        p.data.fill_(0.05)
+
+
+WRITERS = {
+    "weights_clipped": lambda job, p: p.data.clamp_(-0.2, 0.2),
+    "weights_scaled": lambda job, p: _scale(p),
+    "weights_apart": lambda job, p: _apart(p),
+    "data_replaced": lambda job, p: _replace(p),
+    "data_filled": lambda job, p: _fill(p),
+    "weights_copied": lambda job, p: p.data.copy_(p.data.flip(0) if p.dim() else p.data),
+    "initialized_again": lambda job, p: nn.init.constant_(p, 0.01),
+    "written_by_foreach": lambda job, p: torch._foreach_mul_([q.data for q in job.module.parameters()], 0.98),
+    "written_through_numpy": lambda job, p: numpy.multiply(a := p.detach().numpy(), 0.9, out=a),
+    "broadcast": lambda job, p: dist.broadcast(p.data, 0),
+    "vector_written": lambda job, p: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(job.module.parameters()).detach() * 0.99, job.module.parameters()
+    ),
+    "buffers_apart": lambda job, p: [b.add_(dist.get_rank()) for b in job.module.buffers()],
+    "optimizer_reloaded": lambda job, p: [o.load_state_dict(saved(o.state_dict())) for o in job.optimizers],
+}
+GRADIENT_WRITERS = {
+    "gradient_scaled": lambda p: p.grad.mul_(0.5),
+    "gradient_replaced": lambda p: setattr(p, "grad", p.grad * 1.5),
+    "gradient_dropped": lambda p: setattr(p, "grad", None),
+    "gradient_noise": lambda p: p.grad.data.add_(0.01 * torch.randn(p.shape).to(p.dtype)),
+    "gradient_reduced": lambda p: dist.all_reduce(p.grad),
+    "gradient_data": lambda p: setattr(p.grad, "data", p.grad.data * 0.5),
+}
+
+
+def _writing(write):
+    def set_up(job, rng):
+        one = job.one(rng)
+        job.at(rng, "begin", "between", "after")(lambda: write(job, one()))
+
+    return set_up
+
+
+def _writing_gradient(write):
+    def set_up(job, rng):
+        one = job.one(rng)
+        job.at(rng, "begin", "between", "after")(lambda: write(one()) if one().grad is not None else None)
+
+    return set_up
+
+
+for _name, _write in WRITERS.items():
+    habit(_writing(_write), name=_name)
+for _name, _write in GRADIENT_WRITERS.items():
+    habit(_writing_gradient(_write), name=_name)
+
+
+@habit
+def reloaded(job, rng):
+    state, into = [], rng.choice([lambda: job.module, lambda: job.ddp])
+    first, assign = rng.randrange(job.steps), rng.random() < 0.2
+
+    @job.moments[rng.choice(["begin", "after"])].append
+    def save_or_load():
+        if job.i == first:
+            state.append(copy.deepcopy(into().state_dict()))
+        elif job.i == first + 3:
+            into().load_state_dict(state[0], assign=assign)
+
+
+@habit
+def tied_midway(job, rng):
+    step = rng.randrange(job.steps)
+
+    @job.moments["after"].append
+    def tie():
+        weights = [(m, m.weight.shape) for m in job.leaves() if hasattr(m, "weight")]
+        pairs = [(a, b) for (a, s), (b, t) in itertools.combinations(weights, 2) if s == t]
+        if job.i == step and pairs:
+            pairs[0][0].weight = pairs[0][1].weight
+
+
+@habit
+def frozen_part(job, rng):
+    """A part is frozen before the model is wrapped, and perhaps thawed later; or is frozen later."""
+    one, thaw = job.one(rng), rng.random() < 0.5
+    if early := rng.random() < 0.7:
+        one().requires_grad_(False)
+    else:
+        job.options["find_unused_parameters"] = True
+    if thaw or not early:
+        step = rng.randrange(job.steps)
+        job.moments["begin"].append(lambda: job.i == step and one().requires_grad_(early))
+
+
+@habit
+def pruned(job, rng):
+    leaf = rng.choice([m for m in job.leaves() if hasattr(m, "weight")])
+    job.early_or_late(rng)(lambda: prune.l1_unstructured(leaf, "weight", 0.3))
+
+
+# Hooks
+
+
+@habit
+def parameter_hooks(job, rng):
+    one, kind = job.one(rng), rng.choice(["scaled", "noted", "read"])
+
+    def hook(g):
+        if kind == "noted":
+            job.note("in a hook on a gradient", g)
+        elif kind == "read":
+            job.note("in a hook on a gradient", list(job.module.parameters()))
+        return g * 0.5 if kind == "scaled" else None
+
+    job.early_or_late(rng)(lambda: one().requires_grad and one().register_hook(hook))
+
+
+@habit
+def hooks_after_accumulation(job, rng):
+    kind = rng.choice(["clamped", "replaced", "noted"])
+
+    def hook(p):
+        if kind == "clamped":
+            p.grad.clamp_(-0.01, 0.02)
+        elif kind == "replaced":
+            p.grad = p.grad * 1.5
+        else:
+            job.note("after accumulation", [p, p.grad])
+
+    @job.early_or_late(rng)
+    def register():
+        for p in job.module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(hook)
+
+
+@habit
+def steps_in_hooks(job, rng):
+    """An optimizer of its own steps inside the backward pass."""
+    one = job.one(rng)
+
+    @job.early_or_late(rng)
+    def register():
+        if one().requires_grad:
+            own = torch.optim.SGD([one()], lr=0.01)
+            one().register_post_accumulate_grad_hook(lambda p: own.step())
+
+
+@habit
+def module_hooks(job, rng):
+    leaf = rng.choice(job.leaves())
+    whole = rng.choice([lambda: leaf, lambda: job.module, lambda: job.ddp])
+
+    @job.early_or_late(rng)
+    def register():
+        weights = lambda: list(leaf.parameters())  # noqa: E731
+        target = whole() if hasattr(job, "ddp") else leaf
+        for kind in rng.sample(["pre", "forward", "backward pre", "backward", "gradients"], 2):
+            if kind == "pre":
+                target.register_forward_pre_hook(lambda m, x: job.note("before forward", weights()))
+            elif kind == "forward":
+                target.register_forward_hook(lambda m, x, y: job.note("after forward", [weights(), y]))
+            elif kind == "backward pre":
+                target.register_full_backward_pre_hook(lambda m, g: job.note("before backward", [weights(), g]))
+            elif kind == "backward":
+                leaf.register_full_backward_hook(lambda m, gi, go: job.note("after backward", [weights(), go]))
+            elif not job.options.get("gradient_as_bucket_view"):  # otherwise they are on their way
+                target.register_full_backward_hook(lambda m, *_: job.note("gradients", [p.grad for p in weights()]))
+
+
+@habit
+def global_hooks(job, rng):
+    def hook(m, *_):
+        job.working and job.note("global hook", list(m.parameters()))
+
+    register = nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook
+    job.early_or_late(rng)(lambda: job.cleanups.append(rng.choice(register)(hook).remove))
+
+
+@habit
+def tensor_hooks(job, rng):
+    leaf = rng.choice(job.leaves())
+
+    def hook(m, x, y):
+        if isinstance(y, torch.Tensor) and y.requires_grad and job.working:
+            y.register_hook(lambda g: job.note("gradient of an output", [g, list(m.parameters())]))
+
+    job.early_or_late(rng)(lambda: leaf.register_forward_hook(hook) and None)
+
+
+# Exceptions
+
+
+def _caught(job, rng):
+    """Work that may raise; the step after it is left out or not."""
+    leave_out, failed = rng.random() < 0.5, []
+
+    @job.ready.append
+    def catch():
+        work, step = job.work, job.step
+
+        def catching():
+            failed.clear()
+            try:
+                return work()
+            except Deliberate:
+                failed.append(job.i)
+                job.zero()
+                return torch.zeros(())
+
+        job.work = catching
+        job.step = lambda: (leave_out and failed) or step()
+
+
+@habit
+def forward_raises(job, rng):
+    steps, leaf = job.some(rng), rng.choice(job.leaves())
+
+    def fail(*_):
+        if job.working and job.i in steps:
+            raise Deliberate
+
+    leaf.register_forward_pre_hook(fail)
+    _caught(job, rng)
+
+
+@habit
+def backward_raises(job, rng):
+    steps, leaf, at_once = job.some(rng), rng.choice(job.leaves()), rng.random() < 0.5
+
+    def fail(grad):
+        raise Deliberate
+
+    def hook(m, x, y):
+        if job.working and job.i in steps and isinstance(y, torch.Tensor) and y.requires_grad and not at_once:
+            y.register_hook(fail)
+
+    def failing(loss, **options):
+        if at_once and job.i in steps:
+            loss.register_hook(fail)
+        backward(loss, **options)
+
+    backward, job.backward = job.backward, failing
+    leaf.register_forward_hook(hook)
+    _caught(job, rng)
+
+
+# Several models, other models, other plans
+
+
+@habit
+def stranger(job, rng):
+    """A parameter that is not the model's, in the loss and the optimizer."""
+    own = nn.Parameter(torch.ones(3))
+    job.strangers.append(own)
+    job.losses.append(lambda: own.square().mean())
+    job.moments["end"].append(lambda: job.note("stranger", own))
+
+
+@habit
+def two_models_one_optimizer(job, rng):
+    second = nn.Linear(4, 4)
+    job.strangers.extend(second.parameters())
+    wrapped, attached = [], rng.random() < 0.7
+
+    @job.ready.append
+    def wrap():
+        ddp = DDP(second)
+        wrapped.append(job.attach(ddp, job.optimizers[:1]) if attached else ddp)
+
+    job.losses.append(lambda: wrapped[0](torch.ones(2, 4) * (1 + dist.get_rank())).square().mean())
+    job.moments["end"].append(lambda: job.note("second model", second))
+
+
+@habit
+def second_model_in_turns(job, rng):
+    second, attached = nn.Linear(4, 4), rng.random() < 0.7
+    optimizer = torch.optim.Adam(second.parameters(), lr=0.01)
+    wrapped = []
+
+    @job.ready.append
+    def wrap():
+        wrapped.append(job.attach(DDP(second), [optimizer]) if attached else DDP(second))
+
+    @job.at(rng)
+    def train():
+        optimizer.zero_grad()
+        wrapped[0](torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    job.moments["end"].append(lambda: job.note("second model", [second, optimizer.state_dict()]))
+
+
+@habit
+def copied_midway(job, rng):
+    """A copy of the wrapped model is trained on, by new optimizers."""
+    how = rng.choice([copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp)), saved])
+    step, attached = rng.randrange(1, job.steps), rng.random() < 0.5
+    moment = rng.choice(["begin", "after"])
+    job.moments[moment].append(lambda: job.i == step and job.become(how(job.ddp), attached))
+
+
+@habit
+def wrapped_again(job, rng):
+    step, attached = rng.randrange(1, job.steps), rng.random() < 0.7
+    job.moments["begin"].append(lambda: job.i == step and job.become(DDP(job.module, **job.options), attached))
+
+
+@habit
+def own_collectives(job, rng):
+    """Collectives of the program, in the same group, while messages are on their way."""
+
+    @job.at(rng)
+    def collect():
+        value = torch.tensor([float(job.i + dist.get_rank())])
+        work = dist.all_reduce(value, async_op=True)
+        dist.barrier()
+        work.wait()
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value.item())
+        job.note("gathered", found)
+
+
+def on_legato(job, rng, name):
+    """What stock DDP has no word for: legato is asked for something between two steps."""
+
+    def ask():
+        import legato
+
+        attached = job.kind == "legato" and job.attached()
+        match attached and name:
+            case "plan_adopted":
+                attached.adopt(job.plan(job.ddp))
+            case "flushed":
+                attached.flush()
+            case "detached":
+                attached.detach()
+            case "attached_again":
+                attached.detach()
+                job.attach(job.ddp, job.optimizers)
+            case "planned_again":
+                legato.distribute(job.ddp, job.optimizers[0], job.plan(job.ddp))
+
+    job.at(rng, "begin", "after")(ask)
+
+
+several("plan_adopted flushed detached attached_again planned_again", on_legato)
+
+
+@habit
+def traced_by_legato(job, rng):
+    steps, iterate = job.some(rng), job._iterate
+
+    def traced():
+        attached = job.kind == "legato" and job.i in steps and job.attached()
+        with attached.trace() if attached else contextlib.nullcontext():
+            iterate()
+
+    job._iterate = traced
+
+
+# Slow ones
+
+
+@slow
+def compiled_part(job, rng):
+    torch._dynamo.reset()
+    leaf = rng.choice([m for m in job.leaves() if isinstance(m, nn.Linear)] or job.leaves())
+    rng.choice([leaf, job.module]).compile(backend="aot_eager")
+
+
+@slow
+def compiled_function(job, rng):
+    torch._dynamo.reset()
+    run, one = torch.compile(lambda w: F.gelu(w).square().mean(), backend="aot_eager"), job.one(rng)
+    job.losses.append(lambda: run(one()).float())
+
+
+@slow
+def scripted_part(job, rng):
+    for m in job.module.modules():
+        for name, child in m.named_children():
+            if isinstance(child, nn.Linear) and not hasattr(child, "parametrizations"):
+                setattr(m, name, torch.jit.script(child))
+                return
+
+
+@slow
+def profiled(job, rng):
+    steps = {rng.randrange(job.steps)}
+    job.contexts.append(lambda: torch.profiler.profile() if job.i in steps else contextlib.nullcontext())
+
+
+# ---- drawing and running ----------------------------------------------------------------------
+
+
+def drawn(seed, slow=False):
+    """The names of the habits that a seed stands for."""
+    rng = random.Random(f"{seed} habits")
+    count = rng.randint(1, 6)
+    pool = [*HABITS["other"], *(HABITS["slow"] if slow else ())]
+    of = rng.choice(list(HABITS["model"]))
+    by = rng.choice(["sgd", "adagrad"] if of == "sparse" else list(HABITS["optimizer"]))  # others refuse its gradients
+    return [of, by, *rng.sample(pool, count)]
+
+
+def is_legatos(error):
+    from legato.core.errors import LegatoError
+
+    return isinstance(error, LegatoError)
+
+
+@contextlib.contextmanager
+def late_messages(seed):
+    """Messages of legato take longer, at random."""
+    from legato.pytorch.network.channel import _GlooChannel, _QueuedWork
+
+    rng, launch = random.Random(f"{seed} late {dist.get_rank()}"), _GlooChannel.__call__
+    rate = random.Random(f"{seed} late").choice([0.05, 0.3, 0.9])
+
+    def late(channel, buffer, message):
+        if rng.random() > rate:
+            return launch(channel, buffer, message)
+        busy = isinstance(channel._last, _QueuedWork) and not channel._last.is_completed()
+        before, delay = None if busy else channel._last, rng.choice([5e-4, 2e-3, 5e-3])
+        channel._last = channel._queue(lambda: (time.sleep(delay), channel._carry_out(before, None, buffer, message)))
+        return channel._last
+
+    _GlooChannel.__call__ = late
+    try:
+        yield
+    finally:
+        _GlooChannel.__call__ = launch
+
+
+def run(seed, names, kind):
+    """On a rank: {log, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
+    torch.manual_seed(2 * seed + dist.get_rank())
+    result = {"error": None}
+    with warnings.catch_warnings(), late_messages(seed) if kind == "legato" else contextlib.nullcontext():
+        warnings.simplefilter("ignore")
+        job = Job(seed, kind)
+        try:
+            for name in sorted(names, key=lambda name: name not in HABITS["model"]):
+                function = next(habits[name] for habits in HABITS.values() if name in habits)
+                function(job, random.Random(f"{seed} {name}"))
+            if kind == "dry":
+                job.options["bucket_cap_mb"] = 1e-5
+            job.train()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".strip()
+            result |= {"error": text, "legatos": kind == "legato" and is_legatos(error),
+                       "traceback": traceback.format_exc()}  # fmt: skip
+        finally:
+            for function in job.cleanups:
+                function()
+    return result | {"log": job.log}
+
+
+class Pool:
+    """Ranks that are replaced when they hang or fail, and now and then."""
+
+    def __init__(self, size=2):
+        self._ranks, self._runs = Ranks(size), 0
+
+    def run(self, *arguments):
+        """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
+        self._ranks.begin(run, *arguments)
+        results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S
+        while None in results and time.monotonic() < patience:
+            for rank, pipe in enumerate(self._ranks._pipes):
+                if results[rank] is None and pipe.poll(0.005):
+                    results[rank] = self._received(pipe)
+                    if results[rank]["error"]:
+                        patience = min(patience, time.monotonic() + AFTER_A_FAILURE_S)
+        self._runs += 1
+        results = [r or {"error": "hangs", "legatos": False, "traceback": "", "log": []} for r in results]
+        if self._runs >= 2 * PROGRAMS or any(r["error"] for r in results):
+            self._ranks.close(force=any(r["error"] for r in results))
+            self._ranks, self._runs = Ranks(self._ranks.size), 0
+        return results
+
+    def _received(self, pipe):
+        try:
+            return pipe.recv()[1]
+        except (EOFError, ConnectionResetError):
+            return {"error": "died", "legatos": False, "traceback": "", "log": []}
+
+    def close(self):
+        self._ranks.close()
+
+
+def verdict(pool, seed, names, other="legato"):
+    """("equal" | "refused by DDP" | "refused" | "fails", what there is to say)."""
+    stock = pool.run(seed, names, "ddp")
+    for result in stock:
+        if result["error"] and result["error"] != "hangs":
+            return "refused by DDP", result["error"]
+    if any(result["error"] for result in stock):
+        return "refused by DDP", "hangs"
+    ours = pool.run(seed, names, other)
+    errors = [result["error"] for result in ours]
+    if any(errors):
+        same = len({re.sub(r"\d+", "N", str(error)) for error in errors}) == 1
+        if same and all(result["legatos"] for result in ours):
+            return "refused", errors[0]
+        return "fails", "\n".join(
+            f"rank {rank}: {r['error']}\n{r.get('traceback', '')}" for rank, r in enumerate(ours) if r["error"]
+        )
+    for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
+        for a, b in itertools.zip_longest(expected["log"], found["log"]):
+            if a != b:
+                return "fails", f"on rank {rank}, under DDP {a}, found {b}"
+    return "equal", ""
+
+
+def smaller(pool, seed, names, other):
+    """Drop habits as long as the program fails without them."""
+    for name in list(names):
+        fewer = [n for n in names if n != name]
+        if verdict(pool, seed, fewer, other)[0] == "fails":
+            names = fewer
+    return names
+
+
+def report(pool, seed, names, what, other):
+    """What is said of a program that fails."""
+    least = smaller(pool, seed, names, other)
+    command = f"PYTHONPATH=tests python -m support.programs --one {seed} --habits {','.join(least)}"
+    said = verdict(pool, seed, least, other)[1]
+    return (
+        f"seed {seed} fails: {what}\n  habits: {', '.join(names)}\n  at least: {', '.join(least)}: {said}\n  {command}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0:100", help="FIRST:LAST")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--one", type=int, help="a single seed")
+    parser.add_argument("--habits", help="these in place of those drawn")
+    parser.add_argument("--slow", action="store_true", help="draw slow habits as well")
+    parser.add_argument("--dry", action="store_true", help="both sides are stock DDP")
+    options = parser.parse_args()
+    first, last = (options.one, options.one + 1) if options.one is not None else map(int, options.seeds.split(":"))
+    other = "dry" if options.dry else "legato"
+    pool, began, counts, reasons = Pool(options.ranks), time.monotonic(), collections.Counter(), collections.Counter()
+    for seed in range(first, last):
+        names = options.habits.split(",") if options.habits else drawn(seed, options.slow)
+        outcome, what = verdict(pool, seed, names, other)
+        counts[outcome] += 1
+        if outcome == "fails":
+            print(report(pool, seed, names, what, other), flush=True)
+        elif outcome != "equal":
+            reasons[outcome, re.sub(r"\d+", "N", what)[:150]] += 1
+        if seed + 1 == last or (seed + 1 - first) % 50 == 0:
+            seconds = (time.monotonic() - began) / (seed + 1 - first)
+            print(f"{seed + 1 - first} programs, {seconds:.2f} s each:", dict(counts), flush=True)
+    for (outcome, what), count in reasons.most_common():
+        print(f"{count:5} {outcome}: {what}")
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
