@@ -49,7 +49,7 @@ def main():
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
-    model, optimizer = legato.distribute(model, optimizer)
+    model, optimizer = legato.distribute(nn.parallel.DistributedDataParallel(model), optimizer)
 
     for step in range(first, STEPS):
         if step == options.die_at and rank == dist.get_world_size() - 1 and not first:

@@ -1,4 +1,4 @@
-"""Train a small network with legato in place of DistributedDataParallel.
+"""Train a small network with DistributedDataParallel and legato.
 
     torchrun --nproc-per-node 2 examples/train.py
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import legato
 
@@ -36,7 +37,7 @@ def training():
 
 def main():
     dist.init_process_group("gloo")
-    model = build()
+    model = DistributedDataParallel(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = legato.distribute(model, optimizer)
 
@@ -50,7 +51,7 @@ def main():
         loss.backward()
         optimizer.step()
         if dist.get_rank() == 0 and step % 50 == 49:
-            print(f"step {step + 1}: loss {loss.item():.3f}, plan {model.plan.scheduler}")
+            print(f"step {step + 1}: loss {loss.item():.3f}, plan {legato.attachment(model).plan.scheduler}")
     dist.destroy_process_group()
 
 

@@ -1,9 +1,6 @@
-"""Use legato with Hugging Face Accelerate, in place of its DistributedDataParallel.
+"""Use legato with Hugging Face Accelerate: `prepare` is the only line that differs.
 
-    torchrun --nproc-per-node 2 examples/with_accelerate.py
-
-Accelerate prepares everything except the model, because `accelerator.prepare` would
-wrap it in DDP. `backward`, `accumulate` and `clip_grad_norm_` work as usual.
+torchrun --nproc-per-node 2 examples/with_accelerate.py
 """
 
 import torch
@@ -12,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import legato
+from legato.integrations.accelerate import prepare
 
 
 def main():
@@ -22,10 +19,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
     data = TensorDataset(torch.randn(256, 32), torch.randint(0, 10, (256,)))
-    loader = accelerator.prepare(DataLoader(data, batch_size=8))
-
-    model, optimizer = legato.distribute(model, optimizer)
-    optimizer, schedule = accelerator.prepare(optimizer, schedule)
+    loader = DataLoader(data, batch_size=8)
+    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, schedule)
 
     for x, y in loader:
         with accelerator.accumulate(model):

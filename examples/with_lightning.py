@@ -1,45 +1,15 @@
-"""Use legato with Lightning, as a strategy.
+"""Use legato with Lightning: a callback of the trainer.
 
-    torchrun --nproc-per-node 2 examples/with_lightning.py
-
-`LegatoStrategy` is Lightning's DDP strategy with another wrapper around the module. The
-plan is made for the module's first optimizer; further optimizers step under legato too.
+torchrun --nproc-per-node 2 examples/with_lightning.py
 """
-
-from contextlib import nullcontext
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import legato
-
-
-class LegatoStrategy(DDPStrategy):
-    """Lightning's DDP strategy, which passes keyword arguments that are not its own to `legato.distribute`."""
-
-    def configure_ddp(self):
-        """Do nothing here: `setup_optimizers` wraps the module, once there is an optimizer."""
-
-    def setup_optimizers(self, trainer):
-        super().setup_optimizers(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            first, *others = self.optimizers
-            self.model, _ = legato.distribute(self.lightning_module, first, **self._ddp_kwargs)
-            for optimizer in others:
-                self.model.manage(optimizer)
-
-    def block_backward_sync(self):
-        """Send nothing while gradients accumulate."""
-        return self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext()
-
-    def teardown(self):
-        self.model = self.lightning_module
-        super().teardown()
+from legato.integrations.lightning import Legato
 
 
 class Classifier(lightning.LightningModule):
@@ -60,12 +30,13 @@ class Classifier(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def main(strategy):
+def main():
     lightning.seed_everything(0, verbose=False)
     model = Classifier()
     data = TensorDataset(torch.randn(256, 32), torch.randint(0, 10, (256,)))
     trainer = lightning.Trainer(
-        strategy=strategy,
+        strategy="ddp",
+        callbacks=[Legato()],
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices="auto" if torch.cuda.is_available() else 2,
         max_epochs=2,
@@ -83,4 +54,4 @@ def main(strategy):
 
 
 if __name__ == "__main__":
-    main(LegatoStrategy())
+    main()

@@ -1,8 +1,6 @@
-"""Use legato with the Trainer of Hugging Face transformers, in place of its DistributedDataParallel.
+"""Use legato with the Trainer of Hugging Face transformers: a callback of the trainer.
 
-    torchrun --nproc-per-node 2 examples/with_transformers.py
-
-The only overridden method is the one that wraps the model.
+torchrun --nproc-per-node 2 examples/with_transformers.py
 """
 
 import tempfile
@@ -10,17 +8,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import legato
-
-
-class LegatoTrainer(Trainer):
-    """A Trainer that wraps the model and its optimizer with `legato.distribute`."""
-
-    def _wrap_model(self, model, training=True, dataloader=None):
-        if not training or model is not self.model:
-            return model
-        wrapped, self.optimizer = legato.distribute(model, self.optimizer)
-        return wrapped
+from legato.integrations.transformers import Legato
 
 
 def main():
@@ -39,7 +27,8 @@ def main():
             use_cpu=not torch.cuda.is_available(),
             disable_tqdm=True,
         )
-        trainer = LegatoTrainer(model, arguments, train_dataset=[{"input_ids": t, "labels": t} for t in tokens])
+        trainer = Trainer(model, arguments, train_dataset=[{"input_ids": t, "labels": t} for t in tokens])
+        trainer.add_callback(Legato(trainer))
         result = trainer.train()
         trainer.save_model(directory)
     if arguments.process_index == 0:

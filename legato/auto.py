@@ -127,7 +127,7 @@ def distribute(
     if shard != "none":
         check_shardable(innermost_optimizer(optimizer))
     if automatic:
-        plan = default_buckets(model if ddp is None else ddp.module)
+        plan = default_buckets(model)
     elif not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
     model, optimizer = attach(
@@ -200,8 +200,10 @@ def _replan(attached: Attachment, optimizer: Any, wire: Rounding) -> None:
     attached.on_drift = start_again
 
 
-def default_buckets(module: torch.nn.Module) -> Plan:
+def default_buckets(model: torch.nn.Module) -> Plan:
     """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB."""
+    ddp = find_ddp(model)
+    module = model if ddp is None else ddp.module
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0

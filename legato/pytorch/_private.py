@@ -253,7 +253,8 @@ class _TwoWays:
 
     def run(self, *args: Any) -> Any:
         """Run the graph in the way that the present pass wants."""
-        if in_backward_pass():  # of a checkpoint: it runs in the way in which it ran before
+        if in_backward_pass() and cast(Any, nn.parallel.DistributedDataParallel)._active_ddp_module is None:
+            # A checkpoint runs it again, in the way in which it ran before: what it saves must be the same.
             way = None if self._last is None else self._last()
         else:
             way = _active_way()

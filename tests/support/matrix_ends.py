@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from legato.pytorch import attach, attachment
+from legato.pytorch import attach
 from support.matrix_rows import STEPS, Dense, adam, sgd
 from support.training import build, distance, random_plan, train, wrap
 
-# ---- going on after a failure ------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------
 
 
 class Failing(Dense):
@@ -34,8 +34,8 @@ class Failing(Dense):
         return self.third(x)
 
 
-def skipping(where, ranks):
-    """Every third step fails on some ranks, is given up by all, and leaves no trace; against steps left out."""
+def caught():
+    """Every third forward pass fails on all ranks, which go on."""
     trained = []
     for kind in ("ddp", "legato"):
         torch.manual_seed(7)
@@ -44,20 +44,13 @@ def skipping(where, ranks):
         generator = torch.Generator().manual_seed(dist.get_rank())
         for i in range(12):
             x, y = model.batch(generator)
-            if i % 3 == 2 and kind == "ddp":
-                continue
-            model.fails = where if i % 3 == 2 and dist.get_rank() in ranks else None
+            model.fails = "forward" if i % 3 == 2 else None
             optimizer.zero_grad()
-            failed = torch.zeros(1)
             try:
                 F.cross_entropy(wrapped(x), y).backward()
             except MemoryError:
-                failed += 1
-            dist.all_reduce(failed)
-            if failed:
-                attachment(wrapped).abandon()
-            else:
-                optimizer.step()
+                continue
+            optimizer.step()
         trained.append(wrapped)
     return distance(*trained)
 
@@ -125,19 +118,17 @@ def whole_batch(optimizer_name):
 # ---- what must be refused -------------------------------------------------------------------
 
 
-def cast_afterwards():
-    torch.manual_seed(7)
-    model = Dense()
-    wrapped, optimizer = wrap("legato", model, sgd(model.parameters()))
-    model.bfloat16()
-    train(wrapped, optimizer, 1)
-
-
-def replaced_parameter():
-    model = Dense()
-    wrapped, optimizer = wrap("legato", model, sgd(model.parameters()))
-    model.third = nn.Linear(16, 10, bias=False)
-    train(wrapped, optimizer, 1)
+def replaced():
+    """A layer is replaced after the model was wrapped: DDP does not know the new one."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
+        train(wrapped, optimizer, 4)
+        model.third = nn.Linear(16, 10, bias=False)
+        trained.append(train(wrapped, optimizer, 3))
+    return distance(*trained)
 
 
 def step_inside_the_backward_pass():
@@ -147,11 +138,11 @@ def step_inside_the_backward_pass():
     train(wrapped, optimizer, 1)
 
 
-def caught_and_not_abandoned(where):
+def caught_in_the_backward_pass():
     model = Failing()
     wrapped, _ = wrap("legato", model, sgd(model.parameters()))
     x, y = model.batch(torch.Generator())
-    model.fails = where
+    model.fails = "backward"
     try:
         F.cross_entropy(wrapped(x), y).backward()
     except MemoryError:

@@ -59,18 +59,15 @@ def wandering():
 
 
 def unfrozen():
-    """Parameters that are unfrozen, frozen and unfrozen again, against a DDP that is made anew each time."""
+    """Parameters that are unfrozen, frozen and unfrozen again; DDP does not know those that were frozen at first."""
     trained = []
     for kind in ("ddp", "legato"):
         model = build("Partial")
         model.never.requires_grad_(False)
-        optimizer = adam(model.parameters())
-        wrapped, optimizer = wrap(kind, model, optimizer, **({"find_unused_parameters": True} if kind == "ddp" else {}))
+        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), find_unused_parameters=True)
         train(wrapped, optimizer, 10)
         for thawed in (model.frozen, model.never, model.body):
             thawed.requires_grad_(True)
-            if kind == "ddp":
-                wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
             train(wrapped, optimizer, 10, seed=12)
             model.body.requires_grad_(False)
             train(wrapped, optimizer, 5, seed=13)
@@ -79,19 +76,15 @@ def unfrozen():
 
 
 def added():
-    """A module that is added after the model was distributed takes part, with rank 0's values."""
+    """A module that is added after the model was distributed is each rank's own, as under DDP."""
     trained = []
     for kind in ("ddp", "legato"):
         model = build("Partial")
-        optimizer = sgd(model.parameters())
-        options = {"find_unused_parameters": True}
-        wrapped, optimizer = wrap(kind, model, optimizer, **(options if kind == "ddp" else {}))
+        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
         train(wrapped, optimizer, 5)
         torch.manual_seed(100 + dist.get_rank())
         model.frozen = nn.Sequential(model.frozen, nn.Linear(12, 12))
         optimizer.add_param_group({"params": model.frozen[1].parameters(), "lr": 0.02})
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model, **options)
         trained.append(train(wrapped, optimizer, 10))
     return distance(*trained)
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import GradScaler
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime import gate
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import OPTIMIZERS, SHARD, distance, random_plan, train, wrap
 

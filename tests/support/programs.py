@@ -222,8 +222,12 @@ class Job:
         if late:  # first without an optimizer
             model, _ = attach(model, None, plan, **options)
             options, step = {}, self.attaching.randrange(4)
-            give = lambda: self.i == step and self.attached() and attach(self.ddp, self.optimizers[0], self.attached().plan)  # noqa: E731
-            self.moments["begin"].append(give)
+
+            @self.moments["begin"].append
+            def give():
+                if self.i == step and self.attached():
+                    attach(self.ddp, self.optimizers[0], self.attached().plan)
+
         else:
             model, same = attach(model, optimizers[0], plan, **options)
             assert same is optimizers[0]
@@ -251,7 +255,7 @@ class Job:
         """Train another wrapped model from now on, with new optimizers that have the states of those before."""
         before, self.ddp, self.module = self.optimizers, ddp, ddp.module
         self.optimizers = self.optimizers_of(self.module)
-        for old, new in zip(before, self.optimizers, strict=True):
+        for old, new in zip(before, self.optimizers, strict=False):
             shapes = [[p.shape for group in o.param_groups for p in group["params"]] for o in (old, new)]
             if shapes[0] == shapes[1]:
                 new.load_state_dict(old.state_dict())
@@ -273,8 +277,8 @@ def _feed(add, value):
         value = [*value.parameters(), *value.buffers()]
     if isinstance(value, numpy.ndarray):
         value = torch.from_numpy(value.copy())
-    if isinstance(value, dict):
-        value = list(itertools.chain(*value.items()))
+    if isinstance(value, dict):  # in which order optimizers have met their parameters is no matter
+        value = sorted(value.items(), key=lambda item: str(item[0]))
     if isinstance(value, torch.Tensor) and value.is_sparse:
         value = [value.detach().coalesce().indices(), value.detach().coalesce().values()]
     elif isinstance(value, torch.Tensor) and value.is_nested:
@@ -431,23 +435,23 @@ class Special(nn.Parameter):
     """A kind of parameter of one's own."""
 
 
-def made_of(make, **options):
-    def set_up(job, rng):
-        job.module = make()
-        job.options |= options
-
-    return set_up
-
-
 UNUSED = {"find_unused_parameters": True}
-for _name, _make, _options in [
-    *((name.lower(), make, UNUSED if name == "Partial" else {}) for name, make in MODELS.items()),
-    ("dense", Dense, {}), ("reentrant", Reentrant, {}), ("reentrant_twice", ReentrantTwice, {"static_graph": True}),
-    ("conditional", Conditional, UNUSED), ("mixed", Mixed, {}), ("complex", Complex, {}), ("odd", Odd, {}),
-    ("sparse", Sparse, {}), ("saving", Saving, {}), ("named", Named, {}), ("double", lambda: Dense(torch.float64), {}),
-    ("bfloat16", lambda: Dense(torch.bfloat16), {}),
-]:  # fmt: skip
-    model(made_of(_make, **_options), name=_name)
+MADE = {
+    **{name.lower(): (make, UNUSED if name == "Partial" else {}) for name, make in MODELS.items()},
+    "dense": (Dense, {}), "reentrant": (Reentrant, {}), "reentrant_twice": (ReentrantTwice, {"static_graph": True}),
+    "conditional": (Conditional, UNUSED), "mixed": (Mixed, {}), "complex": (Complex, {}), "odd": (Odd, {}),
+    "sparse": (Sparse, {}), "saving": (Saving, {}), "named": (Named, {}), "double": (lambda: Dense(torch.float64), {}),
+    "bfloat16": (lambda: Dense(torch.bfloat16), {}),
+}  # fmt: skip
+
+
+def made(job, rng, name):
+    make, options = MADE[name]
+    job.module = make()
+    job.options |= options
+
+
+several(" ".join(MADE), made, "model")
 
 
 @model
@@ -509,12 +513,11 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def _optimizing(make):
-    return lambda job, rng: setattr(job, "make_optimizer", make)
+def optimizing(job, rng, name):
+    job.make_optimizer = OPTIMIZERS[name]
 
 
-for _name, _make in OPTIMIZERS.items():
-    habit(_optimizing(_make), "optimizer", _name)
+several(" ".join(OPTIMIZERS), optimizing, "optimizer")
 
 
 @functools.partial(habit, kind="optimizer")
@@ -566,28 +569,12 @@ def step_hooks(job, rng):
             )
 
 
-@habit
-def hyperparameters_changed(job, rng):
-    @job.at(rng, "begin", "between", "after")
-    def change():
-        for group in job.optimizers[0].param_groups:
-            group["lr"] *= 0.8
-
-
-@habit
-def states_changed(job, rng):
-    @job.at(rng, "begin", "between", "after")
-    def change():
-        for state in job.optimizers[0].state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
-                    value.mul_(0.9)
-
-
 # Wrapping
 
 
 def option(job, rng, name):
+    if name == "skip_all_reduce_unused_params" and isinstance(job.module, Conditional | MODELS["Partial"]):
+        return  # the ranks would send different buckets
     job.options[name.removesuffix("_off")] = not name.endswith("_off")
 
 
@@ -699,16 +686,13 @@ def in_thread(function):
         raise errors[0]
 
 
-@habit
-def skipped_steps(job, rng):
+def stepping(job, rng, name):
     steps, step = job.some(rng) - {0}, job.step
-    job.step = lambda: job.i in steps or step()
+    count = {"skipped_steps": 0, "stepped_twice": 2}[name]
+    job.step = lambda: [step() for _ in range(count if job.i in steps else 1)]
 
 
-@habit
-def stepped_twice(job, rng):
-    steps, step = job.some(rng), job.step
-    job.step = lambda: (step(), job.i in steps and step())
+several("skipped_steps stepped_twice", stepping)
 
 
 @habit
@@ -801,6 +785,10 @@ def saved(value):
     return torch.load(file, weights_only=False)
 
 
+def _gradients(job):
+    return [p.grad for p in job.module.parameters() if p.grad is not None]
+
+
 def _vmapped(job, p):
     def loss(parameters, x):
         out = functional_call(job.module, parameters, (x[None],))
@@ -891,8 +879,8 @@ READERS = {
     "foreach_norms": lambda job, p: torch._foreach_norm([q.float() for q in job.module.parameters()]),
     "vector": lambda job, p: nn.utils.parameters_to_vector(job.module.parameters()),
     "gradient": lambda job, p: p.grad,
-    "gradient_norms": lambda job, p: [q.grad.norm() for q in job.module.parameters() if q.grad is not None],
-    "total_norm": lambda job, p: nn.utils.get_total_norm([q.grad for q in job.module.parameters() if q.grad is not None]),
+    "gradient_norms": lambda job, p: [g.norm() for g in _gradients(job)],
+    "total_norm": lambda job, p: nn.utils.get_total_norm(_gradients(job)),
     "state_dict": lambda job, p: job.ddp.state_dict(),
     "state_dict_saved": lambda job, p: saved(job.module.state_dict()),
     "state_dict_keep_vars": lambda job, p: job.module.state_dict(keep_vars=True),
@@ -928,27 +916,23 @@ READERS = {
     "forked": _forked,
     "child_exits": _exited,
     "on_a_thread": _on_a_thread,
-    "garbage_collected": lambda job, p: gc.collect() and None,
+    "garbage_collected": lambda job, p: 0 * gc.collect(),
 }  # fmt: skip
 
 
-def _reading(name, read):
-    def set_up(job, rng):
-        one, keep, kept = job.one(rng), rng.random() < 0.5, []
+def reading(job, rng, name):
+    one, keep, kept = job.one(rng), rng.random() < 0.5, []
 
-        @job.at(rng)
-        def look():
-            for value in kept:
-                job.note(f"{name}, kept", value)
-            value = job.attempt(name, lambda: read(job, one()))
-            if keep:
-                kept[:] = [value]
-
-    return set_up
+    @job.at(rng)
+    def look():
+        for value in kept:
+            job.note(f"{name}, kept", value)
+        value = job.attempt(name, lambda: READERS[name](job, one()))
+        if keep:
+            kept[:] = [value]
 
 
-for _name, _read in READERS.items():
-    habit(_reading(_name, _read), name=_name)
+several(" ".join(READERS), reading)
 
 
 @habit
@@ -999,25 +983,20 @@ def _scale(p):
     p.mul_(0.95)
 
 
-def _apart(p):
-    p.data.mul_(1 + 0.1 * dist.get_rank())
+def _set(p, name, value):
+    setattr(p, name, value)
 
 
-def _replace(p):
-    p.data = p.data * 0.9
-
-
-def _fill(p):
-    with torch.inference_mode():
-        p.data.fill_(0.05)
+def _states(job):
+    return [v for state in job.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 WRITERS = {
     "weights_clipped": lambda job, p: p.data.clamp_(-0.2, 0.2),
     "weights_scaled": lambda job, p: _scale(p),
-    "weights_apart": lambda job, p: _apart(p),
-    "data_replaced": lambda job, p: _replace(p),
-    "data_filled": lambda job, p: _fill(p),
+    "weights_apart": lambda job, p: p.data.mul_(1 + 0.1 * dist.get_rank()),
+    "data_replaced": lambda job, p: _set(p, "data", p.data * 0.9),
+    "data_filled": lambda job, p: torch.inference_mode()(p.data.fill_)(0.05),
     "weights_copied": lambda job, p: p.data.copy_(p.data.flip(0) if p.dim() else p.data),
     "initialized_again": lambda job, p: nn.init.constant_(p, 0.01),
     "written_by_foreach": lambda job, p: torch._foreach_mul_([q.data for q in job.module.parameters()], 0.98),
@@ -1028,37 +1007,29 @@ WRITERS = {
     ),
     "buffers_apart": lambda job, p: [b.add_(dist.get_rank()) for b in job.module.buffers()],
     "optimizer_reloaded": lambda job, p: [o.load_state_dict(saved(o.state_dict())) for o in job.optimizers],
+    "rates_changed": lambda job, p: [g.update(lr=g["lr"] * 0.8) for o in job.optimizers for g in o.param_groups],
+    "states_changed": lambda job, p: [v.mul_(0.9) for v in _states(job) if v.dim() and v.is_floating_point()],
 }
 GRADIENT_WRITERS = {
-    "gradient_scaled": lambda p: p.grad.mul_(0.5),
-    "gradient_replaced": lambda p: setattr(p, "grad", p.grad * 1.5),
-    "gradient_dropped": lambda p: setattr(p, "grad", None),
-    "gradient_noise": lambda p: p.grad.data.add_(0.01 * torch.randn(p.shape).to(p.dtype)),
-    "gradient_reduced": lambda p: dist.all_reduce(p.grad),
-    "gradient_data": lambda p: setattr(p.grad, "data", p.grad.data * 0.5),
+    "gradient_scaled": lambda job, p: p.grad.mul_(0.5),
+    "gradient_replaced": lambda job, p: _set(p, "grad", p.grad * 1.5),
+    "gradient_dropped": lambda job, p: _set(p, "grad", None),
+    "gradient_noise": lambda job, p: p.grad.data.add_(0.01 * torch.randn(p.shape).to(p.dtype)),
+    "gradient_reduced": lambda job, p: dist.all_reduce(p.grad),
+    "gradient_data": lambda job, p: _set(p.grad, "data", p.grad.data * 0.5),
 }
 
 
-def _writing(write):
-    def set_up(job, rng):
-        one = job.one(rng)
-        job.at(rng, "begin", "between", "after")(lambda: write(job, one()))
+def writing(job, rng, name):
+    one, write = job.one(rng), (WRITERS | GRADIENT_WRITERS)[name]
 
-    return set_up
-
-
-def _writing_gradient(write):
-    def set_up(job, rng):
-        one = job.one(rng)
-        job.at(rng, "begin", "between", "after")(lambda: write(one()) if one().grad is not None else None)
-
-    return set_up
+    @job.at(rng, "begin", "between", "after")
+    def now():
+        if name in WRITERS or one().grad is not None:
+            write(job, one())
 
 
-for _name, _write in WRITERS.items():
-    habit(_writing(_write), name=_name)
-for _name, _write in GRADIENT_WRITERS.items():
-    habit(_writing_gradient(_write), name=_name)
+several(" ".join(WRITERS | GRADIENT_WRITERS), writing)
 
 
 @habit
@@ -1108,49 +1079,28 @@ def pruned(job, rng):
 # Hooks
 
 
-@habit
-def parameter_hooks(job, rng):
-    one, kind = job.one(rng), rng.choice(["scaled", "noted", "read"])
-
-    def hook(g):
-        if kind == "noted":
-            job.note("in a hook on a gradient", g)
-        elif kind == "read":
-            job.note("in a hook on a gradient", list(job.module.parameters()))
-        return g * 0.5 if kind == "scaled" else None
-
-    job.early_or_late(rng)(lambda: one().requires_grad and one().register_hook(hook))
-
-
-@habit
-def hooks_after_accumulation(job, rng):
-    kind = rng.choice(["clamped", "replaced", "noted"])
-
-    def hook(p):
-        if kind == "clamped":
-            p.grad.clamp_(-0.01, 0.02)
-        elif kind == "replaced":
-            p.grad = p.grad * 1.5
-        else:
-            job.note("after accumulation", [p, p.grad])
-
-    @job.early_or_late(rng)
-    def register():
-        for p in job.module.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(hook)
-
-
-@habit
-def steps_in_hooks(job, rng):
-    """An optimizer of its own steps inside the backward pass."""
-    one = job.one(rng)
+def parameter_hooks(job, rng, name):
+    one, noted = job.one(rng), lambda g: job.note("in a hook on a gradient", [g, list(job.module.parameters())])
+    own = functools.cache(lambda: torch.optim.SGD([one()], lr=0.01))
+    hook = {
+        "gradients_scaled": lambda g: g * 0.5,
+        "gradients_noted": lambda g: noted(g),
+        "accumulated_clamped": lambda p: _set(p.grad, "data", p.grad.clamp(-0.01, 0.02)),
+        "accumulated_replaced": lambda p: _set(p, "grad", p.grad * 1.5),
+        "accumulated_noted": lambda p: noted(p.grad),
+        "steps_in_hooks": lambda p: own().step() and None,  # an optimizer of its own, in the backward pass
+    }[name]
 
     @job.early_or_late(rng)
     def register():
         if one().requires_grad:
-            own = torch.optim.SGD([one()], lr=0.01)
-            one().register_post_accumulate_grad_hook(lambda p: own.step())
+            (one().register_hook if "gradients" in name else one().register_post_accumulate_grad_hook)(hook)
+
+
+several(
+    "gradients_scaled gradients_noted accumulated_clamped accumulated_replaced accumulated_noted steps_in_hooks",
+    parameter_hooks,
+)
 
 
 @habit
@@ -1443,7 +1393,7 @@ def late_messages(seed):
 def run(seed, names, kind):
     """On a rank: {log, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
     torch.manual_seed(2 * seed + dist.get_rank())
-    result = {"error": None}
+    result = {"error": None, "traceback": ""}
     with warnings.catch_warnings(), late_messages(seed) if kind == "legato" else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         job = Job(seed, kind)
@@ -1511,9 +1461,8 @@ def verdict(pool, seed, names, other="legato"):
         same = len({re.sub(r"\d+", "N", str(error)) for error in errors}) == 1
         if same and all(result["legatos"] for result in ours):
             return "refused", errors[0]
-        return "fails", "\n".join(
-            f"rank {rank}: {r['error']}\n{r.get('traceback', '')}" for rank, r in enumerate(ours) if r["error"]
-        )
+        said = [f"rank {rank}: {result['error']}" for rank, result in enumerate(ours)]
+        return "fails", "\n".join([*said, ours[0]["traceback"][-1000:]])
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
         for a, b in itertools.zip_longest(expected["log"], found["log"]):
             if a != b:
@@ -1530,13 +1479,13 @@ def smaller(pool, seed, names, other):
     return names
 
 
-def report(pool, seed, names, what, other):
-    """What is said of a program that fails."""
+def report(pool, seed, names, what, other="legato"):
+    """The habits without which a program does not fail, and what is said of it."""
     least = smaller(pool, seed, names, other)
-    command = f"PYTHONPATH=tests python -m support.programs --one {seed} --habits {','.join(least)}"
-    said = verdict(pool, seed, least, other)[1]
-    return (
-        f"seed {seed} fails: {what}\n  habits: {', '.join(names)}\n  at least: {', '.join(least)}: {said}\n  {command}"
+    said = verdict(pool, seed, least, other)[1] or "nothing this time"
+    return least, (
+        f"seed {seed} fails: {what.splitlines()[0]}\n  habits: {', '.join(names)}\n"
+        f"  PYTHONPATH=tests python -m support.programs --one {seed} --habits {','.join(least)}\n  says: {said}"
     )
 
 
@@ -1557,7 +1506,9 @@ def main():
         outcome, what = verdict(pool, seed, names, other)
         counts[outcome] += 1
         if outcome == "fails":
-            print(report(pool, seed, names, what, other), flush=True)
+            least, text = report(pool, seed, names, what, other)
+            reasons[outcome, ", ".join(least)] += 1
+            print(text, flush=True)
         elif outcome != "equal":
             reasons[outcome, re.sub(r"\d+", "N", what)[:150]] += 1
         if seed + 1 == last or (seed + 1 - first) % 50 == 0:

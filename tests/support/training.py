@@ -1,6 +1,7 @@
 """Small models, random plans and training loops, for the ranks of a test."""
 
 import random
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -15,6 +16,16 @@ from legato.pytorch.runtime import attach as runtime
 
 #: The cases are about legato's passes, and most have few steps: here the first passes, too, are legato's.
 runtime.FIRST_PASSES = 0
+
+
+@contextmanager
+def first_passes(count):
+    """Models that are wrapped inside have so many passes of DDP's first."""
+    runtime.FIRST_PASSES = count
+    try:
+        yield
+    finally:
+        runtime.FIRST_PASSES = 0
 
 
 class Convolutional(nn.Module):
@@ -175,7 +186,7 @@ def wrap(kind, model, optimizer, seed=0, **options):
         model.compile(**COMPILED)
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options), optimizer
-    return attach(model, optimizer, random_plan(model, seed), **OPTIONS)
+    return attach(model, optimizer, random_plan(model, seed), **options, **OPTIONS)
 
 
 def lent(case, *arguments):

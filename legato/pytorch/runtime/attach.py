@@ -140,6 +140,7 @@ class Attachment:
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
         self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
         self._scope = ExitStack()
+        self._tracer: Tracer | None = None
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are known to contain the model
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
@@ -245,6 +246,7 @@ class Attachment:
 
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Record what happens in legato's passes from now on with this tracer; None ends recording."""
+        self._tracer = tracer
         if self.reducer is not None:
             self.reducer.tracer = tracer
 
@@ -437,6 +439,7 @@ class Attachment:
                 optimizers=self._optimizers,
                 error_feedback=self._error_feedback,
             )
+        reducer.tracer = self._tracer
         if before is not None:
             reducer.forwards = before.forwards
             GraphSender(reducer).learn_from(before)
@@ -751,6 +754,7 @@ def attach(
         if sparse := sparse_parameters(module):
             raise InputError(f"shard: {plan.shard!r}, but {next(iter(sparse))} has sparse gradients")
     if ddp is None:
+        agree(describe_model(plan, parameters), process_group if process_group is not None else dist.group.WORLD)
         model = ddp = DistributedDataParallel(model, process_group=process_group, **options)
     found = attachment_of(ddp)
     if found is None:

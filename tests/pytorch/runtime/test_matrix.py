@@ -43,12 +43,6 @@ def test_reentrant_checkpointing(two_ranks, which):
     assert two_ranks.run(matrix_models.reentrant, which) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_failed_is_given_up_by_all(two_ranks, where, ranks):
-    assert two_ranks.run(matrix_ends.skipping, where, ranks) == [0.0, 0.0]
-
-
 ROWS = [
     matrix_steps.several_optimizers,
     matrix_steps.scheduler_per_epoch,
@@ -69,6 +63,8 @@ ROWS = [
     matrix_models.closures,
     matrix_steps.scaled,
     matrix_models.uneven_inputs,
+    matrix_ends.caught,
+    matrix_ends.replaced,
     *matrix_readers.ROWS,
     *matrix_ddp.ROWS,
 ]
@@ -122,16 +118,9 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
-        (matrix_ddp.hook_and_a_partitioned_plan, (), "which a hook cannot"),
-        (matrix_ddp.hook_on_another, (), "a communication hook is registered already"),
-        (matrix_ddp.built_in_hook_of_a_users_ddp, (), "the DistributedDataParallel uses a built-in communication hook"),
-        (matrix_readers.a_former_wrapper, (), "the model was distributed again; its former wrapper does not average"),
         (matrix_readers.unseen_reader_in_debug_mode, (), "first.weight is read by aten.t.default, which its gate"),
-        (matrix_ends.cast_afterwards, (), "first.weight: torch.bfloat16 on cpu (expected torch.float32 on cpu"),
-        (matrix_ends.replaced_parameter, (), "parameter 'third.weight' was replaced after the model was distributed"),
         (matrix_ends.step_inside_the_backward_pass, (), "optimizer.step() inside a backward pass"),
-        (matrix_ends.caught_and_not_abandoned, ("forward",), "the last forward pass raised an exception"),
-        (matrix_ends.caught_and_not_abandoned, ("backward",), "the last backward pass did not finish"),
+        (matrix_ends.caught_in_the_backward_pass, (), "the last backward pass did not finish"),
         (matrix_ends.synchronized_batch_norm, (), "SyncBatchNorm layers only work with GPU modules"),
         (matrix_ends.other_settings, ("lr",), "rank 1: group 0 of the optimizer: 3 parameters"),
         (matrix_ends.other_settings, ("optimizer",), "rank 1: optimizer: Adam here, SGD on rank 0"),

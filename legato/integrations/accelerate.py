@@ -1,0 +1,36 @@
+"""legato under Hugging Face Accelerate.
+
+    model, optimizer, loader = legato.integrations.accelerate.prepare(accelerator, model, optimizer, loader)
+
+takes the place of `accelerator.prepare(model, optimizer, loader)`; everything else stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from legato.auto import distribute
+from legato.pytorch.runtime.attach import find_ddp
+
+__all__ = ["prepare"]
+
+
+def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+    """Return what `accelerator.prepare` does, with legato attached to each model that it has wrapped in DDP.
+
+    `options` are those of `legato.distribute`. Each optimizer goes with the models that have its parameters.
+    """
+    prepared = accelerator.prepare(*objects)
+    everything = prepared if isinstance(prepared, tuple) else (prepared,)
+    optimizers = [found for found in everything if isinstance(found, Optimizer)]
+    for model in (found for found in everything if isinstance(found, nn.Module)):
+        if find_ddp(model) is None:
+            continue
+        mine = {id(p) for p in model.parameters()}
+        own = [o for o in optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
+        for optimizer in own or [None]:
+            distribute(model, optimizer, **options)
+    return prepared
