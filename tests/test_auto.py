@@ -59,25 +59,27 @@ def test_before_there_is_a_plan_the_buckets_do(two_ranks):
         assert difference == 0.0 and set(plans) == {"default-buckets"}
 
 
-def test_join_is_refused_until_a_plan_stays(two_ranks):
-    for said in two_ranks.run(automatic.refused_while_plans_are_tried):
-        assert len(said) == 2 and all("wait until `model.observed` is False" in line for line in said)
+@pytest.mark.parametrize("steps", [1, 6, 18, 21])
+def test_join_while_plans_are_tried(two_ranks, steps):
+    assert two_ranks.run(automatic.join_while_plans_are_tried, steps) == [(0.0, "join() was used")] * 2
 
 
-def test_a_communication_hook_ends_the_tournament(two_ranks):
-    assert two_ranks.run(automatic.hooked_in_the_tournament) == [[("ddp", False)] * 3] * 2
+@pytest.mark.parametrize("steps", [1, 6, 18, 21])
+def test_a_communication_hook_while_plans_are_tried(two_ranks, steps):
+    expected = (0.0, "the model uses a communication hook")
+    assert two_ranks.run(automatic.hook_while_plans_are_tried, steps) == [expected] * 2
 
 
-def test_steps_that_cannot_be_planned_for(two_ranks):
-    assert two_ranks.run(automatic.automatic_with_changing_steps) == [(0.0, "default-buckets", False)] * 2
+def test_steps_with_other_ops_each_time(two_ranks):
+    assert two_ranks.run(automatic.automatic_with_changing_steps) == [(0.0, "ddp", True)] * 2
 
 
 def test_a_recorder_that_refuses_every_step(two_ranks):
-    assert two_ranks.run(automatic.automatic_that_cannot_be_recorded) == ["default-buckets"] * 2
+    assert two_ranks.run(automatic.automatic_that_cannot_be_recorded) == ["ddp"] * 2
 
 
 def test_inputs_that_cannot_be_recorded(two_ranks):
-    assert two_ranks.run(automatic.automatic_with_sparse_inputs) == [(0.0, "default-buckets")] * 2
+    assert two_ranks.run(automatic.automatic_with_sparse_inputs) == [(0.0, "ddp")] * 2
 
 
 def test_two_models_that_are_trained_together(two_ranks):

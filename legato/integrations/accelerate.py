@@ -30,7 +30,7 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
         if find_ddp(model) is None:
             continue
         mine = {id(p) for p in model.parameters()}
-        own = [o for o in optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
+        own: list[Any] = [o for o in optimizers if any(id(p) in mine for g in o.param_groups for p in g["params"])]
         for optimizer in own or [None]:
             distribute(model, optimizer, **options)
     return prepared

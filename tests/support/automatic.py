@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import legato
 import legato.auto
-from legato.core.errors import CaptureError, InputError
+from legato.core.errors import CaptureError
 from legato.pytorch import attachment
 from legato.pytorch.runtime import tournament
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
@@ -94,7 +94,7 @@ def automatic(model_name, steps=DECIDED, loop="plain", **options):
                 )
             LOOPS[loop](wrapped, optimizer, steps)
             trained.append(wrapped)
-    hooks = len(wrapped._forward_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    hooks = len(wrapped._forward_pre_hooks) - 1 + len(optimizer._optimizer_step_post_hooks)  # but for legato's own
     return distance(*trained), [*plans, attachment(wrapped).plan.scheduler], hooks, attachment(wrapped).tournament
 
 
@@ -106,33 +106,36 @@ def automatic_sharding(shard, model_name, steps=DECIDED, loop="plain"):
     return automatic(model_name, steps, loop, shard=shard)
 
 
-def refused_while_plans_are_tried():
-    """What `join()` says while the steps are watched, in the tournament, and afterwards."""
-    said = []
-    with short_tournaments():
-        model = build("Convolutional")
-        wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
-        for steps in (3, OBSERVED, DECIDED):
-            train(wrapped, optimizer, steps)
-            try:
-                wrapped.join_hook()
-            except InputError as error:
-                said.append(str(error))
-    return said
+def join_while_plans_are_tried(steps):
+    """Ranks that run out of batches while the steps are watched, or in the tournament; passes are DDP's from then on.
 
-
-def hooked_in_the_tournament():
-    """A communication hook ends the tournament with DDP's own buckets, whatever plan has its turn."""
-    found = []
+    The distance from DDP, and why.
+    """
+    trained = []
     with short_tournaments():
-        for steps in (OBSERVED, OBSERVED + 5, OBSERVED + 8):
+        for kind in ("ddp", "auto"):
             model = build("Convolutional")
-            wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
+            train(wrapped, optimizer, steps)
+            with wrapped.join():
+                train(wrapped, optimizer, 1 + 2 * torch.distributed.get_rank())
+            trained.append(train(wrapped, optimizer, 3))
+    return distance(*trained), attachment(wrapped).reason
+
+
+def hook_while_plans_are_tried(steps):
+    """A communication hook that is registered while the steps are watched, or in the tournament, as above."""
+    trained = []
+    with short_tournaments():
+        for kind in ("ddp", "auto"):
+            model = build("Convolutional")
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
             train(wrapped, optimizer, steps)
             wrapped.register_comm_hook(None, _all_reduce)
-            train(wrapped, optimizer, 2)
-            found.append((attachment(wrapped).plan.scheduler, attachment(wrapped).observed))
-    return found
+            trained.append(train(wrapped, optimizer, 5))
+    return distance(*trained), attachment(wrapped).reason
 
 
 def _all_reduce(state, bucket):
@@ -146,7 +149,7 @@ def competing():
     with short_tournaments():
         for kind in ("ddp", "legato"):
             model = build("Partial")
-            wrapped, optimizer = wrap(kind, model, OPTIMIZERS["adam"](model.parameters()), **UNUSED[kind])
+            wrapped, optimizer = wrap(kind, model, OPTIMIZERS["adam"](model.parameters()), find_unused_parameters=True)
             if kind == "legato":
                 plans = [legato.core.plan.Plan(f"p{i}", random_plan(model, i).messages, i > 0) for i in range(3)]
                 train(wrapped, optimizer, 3)
@@ -162,11 +165,8 @@ def competing():
     return distance(*trained), names, attachment(wrapped).tournament, attachment(wrapped).plan.scheduler
 
 
-UNUSED = {"ddp": {"find_unused_parameters": True}, "legato": {}}
-
-
 def automatic_with_changing_steps():
-    """Steps that differ from one another cannot be planned for: the buckets stay, and so do the weights."""
+    """Steps whose ops differ, but not the order of their gradients, can be planned for."""
     trained = []
     for kind in ("ddp", "auto"):
         model = build("Checkpointed")
@@ -185,7 +185,7 @@ def automatic_with_changing_steps():
 
 
 def automatic_that_cannot_be_recorded():
-    """The recorder refuses this optimizer's step every time: the buckets stay, on all ranks, and nobody hangs."""
+    """The recorder refuses this optimizer's step every time: DDP's passes stay, on all ranks, and nobody hangs."""
 
     def refuse(*_):
         raise CaptureError("not this one")
@@ -210,7 +210,7 @@ def calibrated():
 
 
 def automatic_with_sparse_inputs():
-    """The recorder knows dense tensors only: the buckets stay, and training goes on."""
+    """The recorder knows dense tensors only: DDP's passes stay, and training goes on."""
     trained = []
     for kind in ("ddp", "auto"):
         model = build("Checkpointed")

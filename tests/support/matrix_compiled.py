@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from legato.auto import distribute
 from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch import attach
+from legato.pytorch import attach, attachment
 from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
@@ -140,7 +140,7 @@ def sent_early(kind, backend, steps=5):
     model.compile(backend=backend)
     wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model), **OPTIONS)
     arrived, found = [], []
-    for accumulator in wrapped.reducer.accumulator_of.values():
+    for accumulator in attachment(wrapped).reducer.accumulator_of.values():
         accumulator._node.register_hook(lambda *_: arrived.append(1))
     launch = reducer.Reducer._launch
 
@@ -185,7 +185,9 @@ def late(kind, backend):
             plan = per_tensor(model, forward_overlap=True)
             wrapped, optimizer = attach(model, adam(model.parameters()), plan, **OPTIONS)
 
-            def step(optimizer, _, flush=None if waits else wrapped.flush):
+            flush = None if waits else attachment(wrapped).flush
+
+            def step(optimizer, _, flush=flush):
                 optimizer.step()
                 if flush:
                     flush()
@@ -259,8 +261,8 @@ def planned(steps=24):
             wrapped, optimizer = distribute(model, optimizer, **OPTIONS)
         run = torch.compile(wrapped, backend="aot_eager")
         trained.append(train(wrapped, optimizer, steps, loss_of=lambda x, y, run=run: F.cross_entropy(run(x), y)))
-    assert len(wrapped._tournament.plans) > 1  # they still take turns
-    assert wrapped._readers._graphs >= 12  # recorded steps too were one graph each, so updates may wait
+    assert len(attachment(wrapped)._tournament.plans) > 1  # they still take turns
+    assert attachment(wrapped)._readers._graphs >= 12  # recorded steps too were one graph each, so updates may wait
     return distance(*trained)
 
 

@@ -104,14 +104,6 @@ def lost(error_feedback, steps=50):
     return (missing[:400].max() / 2**-8).item(), (missing[400:].max() / 2**-8).item()
 
 
-def hooked():
-    """A communication hook on a plan with a wire format."""
-    model = Dense()
-    plan = in_wire(Plan("x", tuple(Message((Slice(n, 0, p.nbytes),)) for n, p in model.named_parameters())), "bf16")
-    wrapped, _ = attach(model, adam(model.parameters()), plan)
-    wrapped.register_comm_hook(None, _hook("fp16"))
-
-
 def distributed(wire, given):
     """Wire formats of the messages under `distribute(wire=)`, with a plan that was given or one of its own."""
     torch.manual_seed(7)

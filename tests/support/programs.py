@@ -1369,13 +1369,16 @@ def is_legatos(error):
 
 @contextlib.contextmanager
 def late_messages(seed):
-    """Messages of legato take longer, at random."""
+    """Messages of legato take longer, at random; the list inside has one entry for each message that is launched."""
     from legato.pytorch.network.channel import _GlooChannel, _QueuedWork
 
     rng, launch = random.Random(f"{seed} late {dist.get_rank()}"), _GlooChannel.__call__
     rate = random.Random(f"{seed} late").choice([0.05, 0.3, 0.9])
 
+    launched = []
+
     def late(channel, buffer, message):
+        launched.append(message)
         if rng.random() > rate:
             return launch(channel, buffer, message)
         busy = isinstance(channel._last, _QueuedWork) and not channel._last.is_completed()
@@ -1385,7 +1388,7 @@ def late_messages(seed):
 
     _GlooChannel.__call__ = late
     try:
-        yield
+        yield launched
     finally:
         _GlooChannel.__call__ = launch
 
@@ -1394,14 +1397,15 @@ def run(seed, names, kind):
     """On a rank: {log, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
     torch.manual_seed(2 * seed + dist.get_rank())
     result = {"error": None, "traceback": ""}
-    with warnings.catch_warnings(), late_messages(seed) if kind == "legato" else contextlib.nullcontext():
+    lateness = late_messages(seed) if kind == "legato" else contextlib.nullcontext([])
+    with warnings.catch_warnings(), lateness as launched:
         warnings.simplefilter("ignore")
         job = Job(seed, kind)
         try:
             for name in sorted(names, key=lambda name: name not in HABITS["model"]):
                 function = next(habits[name] for habits in HABITS.values() if name in habits)
                 function(job, random.Random(f"{seed} {name}"))
-            if kind == "dry":
+            if kind == "dry" and "compiled_part" not in names:  # which has buckets of its own
                 job.options["bucket_cap_mb"] = 1e-5
             job.train()
         except Exception as error:
@@ -1411,7 +1415,7 @@ def run(seed, names, kind):
         finally:
             for function in job.cleanups:
                 function()
-    return result | {"log": job.log}
+    return result | {"log": job.log, "messages": len(launched)}
 
 
 class Pool:
@@ -1467,7 +1471,7 @@ def verdict(pool, seed, names, other="legato"):
         for a, b in itertools.zip_longest(expected["log"], found["log"]):
             if a != b:
                 return "fails", f"on rank {rank}, under DDP {a}, found {b}"
-    return "equal", ""
+    return "equal", "" if ours[0]["messages"] else "no message was legato's"
 
 
 def smaller(pool, seed, names, other):
@@ -1500,6 +1504,7 @@ def main():
     options = parser.parse_args()
     first, last = (options.one, options.one + 1) if options.one is not None else map(int, options.seeds.split(":"))
     other = "dry" if options.dry else "legato"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of DDP on the ranks
     pool, began, counts, reasons = Pool(options.ranks), time.monotonic(), collections.Counter(), collections.Counter()
     for seed in range(first, last):
         names = options.habits.split(",") if options.habits else drawn(seed, options.slow)
@@ -1509,7 +1514,7 @@ def main():
             least, text = report(pool, seed, names, what, other)
             reasons[outcome, ", ".join(least)] += 1
             print(text, flush=True)
-        elif outcome != "equal":
+        elif what:
             reasons[outcome, re.sub(r"\d+", "N", what)[:150]] += 1
         if seed + 1 == last or (seed + 1 - first) % 50 == 0:
             seconds = (time.monotonic() - began) / (seed + 1 - first)

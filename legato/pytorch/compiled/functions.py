@@ -10,7 +10,6 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -69,7 +68,6 @@ class GraphFunction:
         self._recorded = _Recorded(self._module, f"graph {number}/{phase}")
         self.placeholders = [n for n in self._module.graph.nodes if n.op == "placeholder"]
         self.outputs = graphs.outputs(self._module.graph)
-        self._sizes = {n for n in self.placeholders if not hasattr(n.meta.get("val"), "stride")}
         self._inputs = list(inputs)
         self._examples = dict(zip(self.placeholders, inputs, strict=True))
         self._compile_piece = compile_piece
@@ -134,9 +132,7 @@ class GraphFunction:
             return []
         if key not in self._cut and not self._failed:
             try:
-                pieces = graphs.cut(self._module, self.in_order(node_order), starts, self._compile)
-                # Sizes are inputs of every piece.
-                self._cut[key] = [replace(piece, last=piece.last - self._sizes) for piece in pieces]
+                self._cut[key] = graphs.cut(self._module, self.in_order(node_order), starts, self._compile)
             except Exception as error:
                 self._failed = True
                 _log.info("a compiled %s graph is not cut: %s: %s", self.phase, type(error).__name__, error)

@@ -112,7 +112,7 @@ def cut(
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in results))
         run_piece = compile_piece(fx.GraphModule(module, graph), inputs, results)
-        last = frozenset(n for n in inputs if last_user[n] <= i and n not in returned)
+        last = frozenset(n for n in inputs if last_user[n] <= i and n not in returned and n not in sizes)
         pieces.append(Piece(run_piece, inputs, last, results))
     return pieces
 

@@ -60,6 +60,8 @@ class Watchdog:
         self._store: Any = PrefixStore(f"legato/watch/{group.group_name}", default_store().clone())
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
+        self.passes = 0  # backward passes that have begun here
+        self._meetings, self._meeting = 0, ""  # calls that all ranks have to make; what the thread tells of the last
         self._answers: dict[int, str] = {}
         self._store_lost = self._left = False
         self._wake, self._asked = threading.Event(), threading.Event()
@@ -108,6 +110,17 @@ class Watchdog:
             work.wait()  # raises the real error
         return True
 
+    def meet(self, what: str) -> None:
+        """Note that this rank begins `what`, which waits for all others; one that begins another backward pass fails.
+
+        [Note: meetings] The rank tells, through its thread, which call of this kind it is in, and after how many
+        backward passes. A rank that has made fewer calls after more passes will never come.
+        """
+        self._meetings += 1
+        if self.size > 1:
+            self._meeting = json.dumps([self.rank, self._meetings, self.passes, what])
+            self._wake.set()
+
     def failure(self, what: str, error: BaseException) -> RankError:
         """Return the error to raise: what failed here, what the other ranks do, and the path of the flight record.
 
@@ -142,11 +155,22 @@ class Watchdog:
         if self._failure:
             self._report()
             return False
+        self._look_for_meetings()
         if self._left or not self._store.check(["failed"]):
             return not self._left
         self._seen = self._store.get("failed").decode(errors="replace")
         self._store.set(f"answer/{self.rank}", self._status() + _current_line())
         return True
+
+    def _look_for_meetings(self) -> None:
+        told, self._meeting = self._meeting, ""
+        if told:
+            self._store.set("meeting", told)
+            self._wake.clear()
+        elif self._store.check(["meeting"]):
+            rank, number, passes, what = json.loads(self._store.get("meeting"))
+            if self._meetings < number and self.passes > passes:
+                self._seen = f"rank {rank} waits in {what}, which all ranks have to call"
 
     def _report(self) -> None:
         self._store.set(f"answer/{self.rank}", _FAILED)

@@ -135,7 +135,8 @@ class Attachment:
         self._said: set[str] = set()
         self._clean, self._clean_enough = 0, 0  # passes since the last one that had to be DDP's; and how many it takes
         self._fingerprint = ModuleFingerprint(self.module)
-        self._first = 0 if plan.shard != "none" else FIRST_PASSES  # so many passes are DDP's first
+        # So many passes are DDP's first: under a sharded plan none, for memory, unless the graph may be a special one.
+        self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = DdpPasses(self._parameters)  # while passes are DDP's and others may follow
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
         self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
@@ -158,11 +159,11 @@ class Attachment:
         #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
-        self._ends: list[Callable[[], Any]] = [
-            ddp.register_forward_pre_hook(_Hook(self, Attachment._forward_begins), prepend=True).remove,
-            ddp.register_forward_hook(_Hook(self, Attachment._forward_ended), prepend=True, always_call=True).remove,
-            compiles_two_ways(ddp, self._compiler, lambda: self._ours),
+        self._hooks = [
+            ddp.register_forward_pre_hook(_Hook(self, Attachment._forward_begins), prepend=True),
+            ddp.register_forward_hook(_Hook(self, Attachment._forward_ended), prepend=True, always_call=True),
         ]
+        self._compiles_one_way = compiles_two_ways(ddp, self._compiler, lambda: self._ours)
         self._share_parameters()
         if self._lasting:
             self._leave_to_ddp(self._lasting)
@@ -198,6 +199,11 @@ class Attachment:
         if self.reducer is not None and self.reducer.shards is not None:
             self._carry_out(self._plan)  # its parameters have messages of their own from now on
 
+    def begin(self) -> None:
+        """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
+        if not self._first and self.reducer is None and not (self._lasting or is_ddps(self._plan) or self._reason()):
+            self._carry_out(self._plan)
+
     def adopt(self, plan: Plan) -> None:
         """Switch to another plan, between two iterations, on all ranks together.
 
@@ -212,6 +218,7 @@ class Attachment:
             self._carry_out(plan)
         elif self._ddps is None and not self._lasting:
             self._ddps = DdpPasses(self._some_parameters)
+            self._compiles_one_way = compiles_two_ways(self.ddp, self._compiler, lambda: self._ours)
 
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
@@ -235,8 +242,8 @@ class Attachment:
         """End legato's part, between two iterations, on all ranks: from now on the model is DDP's alone."""
         self._carry_out(None)
         self._rest()
-        for end in self._ends:
-            end()
+        for hook in self._hooks:
+            hook.remove()
         self._optimizers.clear()
 
     @property
@@ -383,6 +390,7 @@ class Attachment:
         if self._ddps is not None:
             self._ddps.close()
             self._ddps = None
+        self._compiles_one_way()
         for optimizer in self._optimizers:
             restore_steps(optimizer, self)
 
@@ -414,6 +422,8 @@ class Attachment:
             self._ddps = DdpPasses(self._some_parameters)
         else:
             self.reducer, self._ddps = self._make_reducer(plan, before), None
+            if not self._idle.is_away:
+                self._idle.put_away()
         shards = None if self.reducer is None else self.reducer.shards
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)
@@ -765,4 +775,5 @@ def attach(
         found.adopt(plan)
     if optimizer is not None:
         found.manage(optimizer)
+    found.begin()
     return model, optimizer

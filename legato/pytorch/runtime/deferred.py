@@ -53,29 +53,32 @@ class _DeferredSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer, base = cast(Optimizer, self), self._legato_base
-        reducers: list[Reducer] = reducers_of(self)
-        if any(reducer.in_backward for reducer in reducers):
+        if any(reducer.in_backward for reducer in reducers_of(self)):
             raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
         for attachment in self._legato_attachments:
             attachment.stepped = True
-        if any(reducer.shards is not None for reducer in reducers):
-            return _step_shards(self, base, closure)
-        if not reducers or not _divisible(optimizer, base, reducers):
-            for reducer in reducers:
-                reducer.settle()
-            tracers = [reducer.tracer for reducer in reducers if reducer.tracer]
-            for tracer in tracers:
-                tracer.switch("optimizer")
-            result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
-            for tracer in tracers:
-                tracer.switch(None)
-            return result
         loss = None
-        if closure is not None:
+        whole = base.__name__ in _WHOLE or has_step_hooks(optimizer)
+        if closure is not None and (not whole or _sharded_reducer(self) is not None):
             with torch.enable_grad():
                 loss = closure()
-        _step_later(optimizer, base, reducers_of(self))  # its forward pass may have changed the plan
-        return loss
+            closure = None
+        reducers: list[Reducer] = reducers_of(self)  # the closure's forward pass may have changed the plan
+        if (sharded := _sharded_reducer(self)) is not None:
+            _step_shards(optimizer, base, sharded)
+            return loss
+        if reducers and not whole and _divisible(optimizer, reducers):
+            _step_later(optimizer, base, reducers)
+            return loss
+        for reducer in reducers:
+            reducer.settle()
+        tracers = [reducer.tracer for reducer in reducers if reducer.tracer]
+        for tracer in tracers:
+            tracer.switch("optimizer")
+        result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
+        for tracer in tracers:
+            tracer.switch(None)
+        return result if loss is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         optimizer, reducers = cast(Optimizer, self), reducers_of(self)
@@ -154,12 +157,11 @@ def is_known(optimizer: Any) -> bool:
     return f"{base.__module__}.".startswith("torch.optim.") or bool(getattr(base, "steps_parameters_alone", False))
 
 
-def _divisible(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> bool:
+def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
     """Whether the optimizer can update some parameters now and others later."""
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    overlap = any(reducer.plan.forward_overlap for reducer in reducers)
-    return overlap and base.__name__ not in _WHOLE and not (scaled or differentiable or has_step_hooks(optimizer))
+    return any(reducer.plan.forward_overlap for reducer in reducers) and not (scaled or differentiable)
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
@@ -179,15 +181,10 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[
         update.apply(now)
 
 
-def _step_shards(optimizer: Any, base: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
+def _step_shards(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
     """Update this rank's shards now; parameters that wait for other ranks' are up to date when they are read."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    reducer = _sharded_reducer(optimizer)  # the closure's forward pass may have changed the plan
-    assert reducer is not None and reducer.shards is not None
     shards = reducer.shards
+    assert shards is not None
     if reducer.tracer:
         reducer.tracer.switch("optimizer")
     waiting: list[Slot] = []
@@ -202,7 +199,6 @@ def _step_shards(optimizer: Any, base: type[Optimizer], closure: Callable[[], An
     if reducer.tracer:
         reducer.tracer.switch(None)
     reducer.expect(waiting)
-    return loss
 
 
 def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:

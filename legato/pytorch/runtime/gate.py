@@ -8,6 +8,10 @@ operation that reads the parameter brings it up to date and swaps the class
 back; from then on reading costs nothing extra. While only the *gradient* is in
 flight (before `optimizer.step()`) the value is current, and only access to
 `.grad` waits. Questions about shape, dtype and the like never wait.
+
+[Note: constructors] Functions that make a tensor of any data (`torch.overrides.get_ignored_functions`
+has them) read a parameter without asking its class. While parameters wait, these
+functions are replaced by ones that bring their arguments up to date first.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 from legato.pytorch._private import PRIVATE_METADATA, no_gradients, without_dispatch_modes, without_overrides
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
-__all__ = ["GatedParameter", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
+__all__ = ["GatedParameter", "constructors", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
 
 _GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
 _GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
@@ -71,8 +75,15 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
                     return None
                 resolve(parameter, gradient=func in _GRAD)
                 slot.was_read = slot.was_read or func not in _GRAD
+                if func == Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                    return nn.Parameter(args[0])  # which has a plain class by now
         with without_overrides():
             return func(*args, **kwargs)
+
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        """Return the parameter, up to date, as a tensor of another class."""
+        resolve(self)
+        return Tensor.as_subclass(self, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter that is up to date."""
@@ -173,6 +184,59 @@ def hide(slot: Slot) -> None:
     """Give a parameter that waits its plain class back: only a compiled graph reads it, and brings it up to date."""
     slot.parameter.__class__ = slot.plain_class
     vars(slot.parameter).pop("_legato_gate", None)
+
+
+_CONSTRUCTORS = {
+    torch: (
+        "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
+        "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+    ),
+    torch.nested: ("nested_tensor", "as_nested_tensor"),
+    Tensor: ("__new__", "_make_subclass", "new_tensor", "new"),
+}  # fmt: skip
+
+
+class Constructors:
+    """See [Note: constructors]; `begin()` and `end()` may come several times, for several models."""
+
+    def __init__(self) -> None:
+        self._models = 0
+        self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None where it was inherited
+
+    def begin(self) -> None:
+        """Replace the constructors: parameters of a model begin to wait."""
+        self._models += 1
+        if self._models > 1:
+            return
+        for owner, names in _CONSTRUCTORS.items():
+            for name in names:
+                self._before.append((owner, name, vars(owner).get(name)))
+                plain = _with_current_values(getattr(owner, name))
+                setattr(owner, name, staticmethod(plain) if name in ("__new__", "_make_subclass") else plain)
+
+    def end(self) -> None:
+        """Put the constructors back, unless parameters of another model wait."""
+        self._models -= 1
+        if self._models:
+            return
+        for owner, name, before in self._before:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._before.clear()
+
+
+constructors = Constructors()
+
+
+def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        for parameter in _gated((args, kwargs)):
+            resolve(parameter)
+        return function(*args, **kwargs)
+
+    return construct
 
 
 class invisible:

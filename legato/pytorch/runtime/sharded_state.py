@@ -38,6 +38,7 @@ def whole_state(optimizer: Optimizer, reducer: Reducer) -> Any:
     state, mine = vars(optimizer)["state"], shards.of(optimizer)
     facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
     try:
+        reducer.watchdog.meet("state_dict() of a sharded optimizer")
         return _gathered(shards, state, mine, facts, reducer.watchdog.wait)
     except RuntimeError as error:
         raise reducer.watchdog.failure("gathering the state of a sharded optimizer", error) from error
@@ -72,13 +73,32 @@ def take_state(optimizer: Optimizer, whole: Any, shards: Shards | None) -> None:
             vars(optimizer)["state"] = defaultdict(dict, whole)
         return
     whole = whole or {}
-    state: State = defaultdict(dict)
-    mine = {slot.parameter for slot in shards.slots_of(optimizer)}  # not those that were added since the last pass
+    # Not those that were added since the last pass.
+    mine = {slot.parameter: slot.name for slot in shards.slots_of(optimizer)}
+    state: State = _ShardedState(mine)
     state.update({key: entries for key, entries in whole.items() if key not in mine})
     for shard in shards.of(optimizer):
         if entries := whole.get(shard.piece.slot.parameter):
             state[shard.flat] = {key: _part(shard, key, value) for key, value in entries.items()}
     vars(optimizer)["state"] = state
+
+
+class _ShardedState(dict[Any, dict[str, Any]]):
+    """The state of a sharded optimizer, by its shards and by parameters that are not sharded."""
+
+    def __init__(self, sharded: dict[nn.Parameter, str]) -> None:
+        super().__init__()
+        self._sharded = sharded
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        if isinstance(key, nn.Parameter) and key in self._sharded:
+            raise InputError(
+                f"{self._sharded[key]}: its optimizer state is sharded, and no rank has all of it: call state_dict() on "
+                "all ranks"
+            )
+        entries: dict[str, Any] = {}
+        self[key] = entries
+        return entries
 
 
 def is_elementwise(shard: Shard, value: Any) -> bool:

@@ -83,12 +83,6 @@ def test_random_trainings_on_four_ranks(four_ranks, shard):
     assert max(found) < 1e-9
 
 
-@SHARDS
-def test_a_step_that_failed_cannot_be_given_up(two_ranks, shard):
-    for said in two_ranks.errors(training.sharded, shard, matrix_ends.skipping, "forward", (0, 1)):
-        assert "a step under a sharded plan cannot be given up; start again from a checkpoint" in said
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("adam-fused", torch.float32), ("momentum", torch.bfloat16)])
 def test_tensors_are_cut_where_vectors_end(two_ranks, name, dtype):
     assert two_ranks.run(training.sharded, "optimizer", matrix_sharded.whole_tensors, name, dtype) == [0.0, 0.0]

@@ -34,11 +34,6 @@ def test_error_feedback_loses_no_more_than_one_rounding(two_ranks):
         assert rounded <= 1.1 and exact < 0.1
 
 
-def test_a_communication_hook_is_refused(two_ranks):
-    for said in two_ranks.errors(matrix_wire.hooked):
-        assert "sends halves, parts of tensors, or rounded ones, which a hook cannot" in said
-
-
 def test_distribute_takes_a_wire_format(two_ranks):
     assert two_ranks.run(matrix_wire.distributed, "all-fp16", ("bf16",)) == [["fp16"]] * 2
     assert two_ranks.run(matrix_wire.distributed, "bf16", ("bf16",)) == [["bf16"]] * 2

@@ -79,7 +79,7 @@ def test_the_optimizer_has_its_state_when_training_is_over(four_ranks):
         ("_weights_unseen", "parameter 'conv.weight' was changed on this worker, but the servers hold it"),
         ("_weights_before_step", "parameter 'out.bias' was changed on this worker, but the servers hold it"),
         ("_a_checkpoint", "was changed on this worker, but the servers hold it"),
-        ("_another_layer", "a module or parameter of the model was added, replaced or unfrozen"),
+        ("_another_layer", "the model has other modules or parameters now, which the servers do not know"),
         ("_state", "InputError: the optimizer's state is on the servers"),
         ("_hooks", "InputError: the optimizer has hooks on its step"),
         ("_two_backward_passes", "a backward pass began before the gradients of the previous one were used"),
