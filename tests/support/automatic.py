@@ -246,5 +246,5 @@ def automatic_for_two_models():
     return (
         distance(*trained),
         [attachment(model).plan.scheduler for model in (encoder, decoder)],
-        [encoder.observed, decoder.observed],
+        [attachment(encoder).observed, attachment(decoder).observed],
     )

@@ -47,7 +47,7 @@ from support.ranks import Ranks
 from support.training import MODELS, random_plan
 
 #: A rank that does not answer for so long hangs; when another one has failed already, it need not be waited for.
-PATIENCE_S, AFTER_A_FAILURE_S = 60, 5
+PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60}, 5
 #: Programs after which the ranks are replaced: each leaves groups and threads behind.
 PROGRAMS = 20
 
@@ -1394,7 +1394,7 @@ def late_messages(seed):
 
 
 def run(seed, names, kind):
-    """On a rank: {log, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
+    """On a rank: {log, messages, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
     torch.manual_seed(2 * seed + dist.get_rank())
     result = {"error": None, "traceback": ""}
     lateness = late_messages(seed) if kind == "legato" else contextlib.nullcontext([])
@@ -1424,10 +1424,10 @@ class Pool:
     def __init__(self, size=2):
         self._ranks, self._runs = Ranks(size), 0
 
-    def run(self, *arguments):
+    def run(self, seed, names, kind):
         """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
-        self._ranks.begin(run, *arguments)
-        results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S
+        self._ranks.begin(run, seed, names, kind)
+        results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S[kind]
         while None in results and time.monotonic() < patience:
             for rank, pipe in enumerate(self._ranks._pipes):
                 if results[rank] is None and pipe.poll(0.005):

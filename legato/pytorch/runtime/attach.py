@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import fnmatch
 import gc
-import logging
 import os
 import sys
 import weakref
@@ -94,8 +93,6 @@ __all__ = ["Attachment", "attach", "attachment", "attachment_of", "find_ddp", "i
 FIRST_PASSES = 2
 #: After something that only DDP does, legato comes back when so many passes were without it, at most.
 MOST_CLEAN_PASSES = 64
-
-_log = logging.getLogger("legato")
 
 
 class Attachment:
@@ -605,10 +602,7 @@ class Attachment:
             raise watchdog.failure("comparing times before a forward pass", error) from error
 
     def _log_drift(self, change: str) -> None:
-        if self._group.rank() == 0:
-            _log.warning(
-                "since the first passes under the plan %s, %s; consider replanning", self._plan.scheduler, change
-            )
+        self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
 
 
 #: legato on the model that has a parameter.

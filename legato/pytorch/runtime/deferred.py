@@ -152,9 +152,10 @@ def _sharded_reducer(optimizer: Any) -> Reducer | None:
 
 
 def is_known(optimizer: Any) -> bool:
-    """Whether the optimizer is one of torch's, or its class says that it updates every parameter alone."""
+    """Whether the optimizer is one of torch's, or its class says that it treats parameters or elements alone."""
     base = getattr(optimizer, "_legato_base", type(optimizer))
-    return f"{base.__module__}.".startswith("torch.optim.") or bool(getattr(base, "steps_parameters_alone", False))
+    alone = (getattr(base, name, False) for name in ("steps_parameters_alone", "steps_elements_alone"))
+    return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
 
 
 def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:

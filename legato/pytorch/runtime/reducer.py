@@ -163,7 +163,7 @@ class Reducer:
     def close(self) -> None:
         """Bring everything up to date, remove all hooks from the parameters, and free the buckets.
 
-        A gradient that lies in a bucket keeps the bucket's memory.
+        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
         """
         if self.closed:
             return
@@ -177,6 +177,9 @@ class Reducer:
         for slot in self.slots:
             if slot.stage != IDLE:  # its gradient was sharded, and not used
                 gate.remove(slot)
+            with gate.invisible():
+                if slot.parameter.grad is slot.whole is not None and not gradient_is_held(slot.parameter, slot.whole):
+                    slot.parameter.grad = slot.whole.clone()
             slot.release()
         for bucket in self.buckets:
             bucket.release()

@@ -93,7 +93,7 @@ class _ShardedState(dict[Any, dict[str, Any]]):
     def __missing__(self, key: Any) -> dict[str, Any]:
         if isinstance(key, nn.Parameter) and key in self._sharded:
             raise InputError(
-                f"{self._sharded[key]}: its optimizer state is sharded, and no rank has all of it: call state_dict() on "
+                f"{self._sharded[key]}: its optimizer state is sharded, no rank has all of it: call state_dict() on "
                 "all ranks"
             )
         entries: dict[str, Any] = {}

@@ -66,8 +66,9 @@ def test_every_other_rank_ends_and_names_the_culprit(outcomes, case):
 
 def test_a_rank_that_gathers_a_state_alone_ends_like_the_others(outcomes):
     for rank, (status, seconds, text, records) in enumerate(outcomes("gathers_a_sharded_state_alone")):
-        assert status == 1 and seconds < PATIENCE_S
+        assert status in (1, -6) and seconds < PATIENCE_S  # -6 where a thread still waits for another rank
         said = next(line for line in reversed(text.splitlines()) if "RankError: " in line)
+        assert "rank 1 waits in state_dict() of a sharded optimizer, which all ranks have to call" in said
         doing = (
             "gathering the state of a sharded optimizer: " if rank == 1 else "message 0 (first.weight +2) of backward"
         )
