@@ -40,7 +40,15 @@ from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
-from legato.pytorch.runtime.attach import Attachment, attach, attachment, attachment_of, find_ddp, innermost_optimizer
+from legato.pytorch.runtime.attach import (
+    Attachment,
+    Hook,
+    attach,
+    attachment,
+    attachment_of,
+    find_ddp,
+    innermost_optimizer,
+)
 from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
@@ -249,7 +257,7 @@ class _Observer:
     def attach(self) -> None:
         """Register the hooks; they are removed when the plan is made."""
         self._attached.observed, self._attached.observer = True, self
-        self._hooks = [self._attached.ddp.register_forward_pre_hook(self._forward_begins, prepend=True)]
+        self._hooks = [self._attached.ddp.register_forward_pre_hook(Hook(self._forward_begins), prepend=True)]
         if self._given is not None:
             self.take(self._given)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "JOIN_BEGINS",
     "PRIVATE_METADATA",
+    "TRANSFORMS",
     "DispatchMode",
     "IdleReducer",
     "PrefixStore",
@@ -562,6 +564,12 @@ def current_node_number() -> int | None:
 # ---- tensors and modules ----------------------------------------------------------------
 
 
+#: Where the transforms of `torch.func` take in tensors: names in modules.
+TRANSFORMS: dict[Any, tuple[str, ...]] = {
+    eager_transforms: ("_wrap_tensor_for_grad",),
+    vmap: ("_add_batch_dim",),
+}
+
 #: Attributes of a tensor that say nothing about its values.
 PRIVATE_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -741,7 +749,7 @@ JOIN_BEGINS = "_set_uneven_input_join"
 
 def has_builtin_hook(ddp: Any) -> bool:
     """Whether DDP's reducer has a communication hook, also one that is built into torch."""
-    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
+    return ddp.logger is not None and bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def steps_in_backward(parameter: nn.Parameter) -> bool:
@@ -856,13 +864,13 @@ class SilentForward:
         self._sends, self._ddp.require_backward_grad_sync = self._ddp.require_backward_grad_sync, False
         vars(self._ddp)["_run_ddp_forward"] = self._run
 
-    def end(self) -> tuple[bool, bool]:
-        """Return whether the module has returned, and whether the backward pass is to send, as DDP would decide."""
+    def end(self) -> bool:
+        """Return whether the backward pass is to send, as DDP would decide."""
         del vars(self._ddp)["_run_ddp_forward"]
         self._ddp.require_backward_grad_sync = self._sends
         if self._completed:
             self._ddp.require_forward_param_sync = self._sends
-        return self._completed, bool(self._sends)
+        return bool(self._sends)
 
 
 # ---- process groups ---------------------------------------------------------------------

@@ -44,7 +44,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
 from support.ranks import Ranks
-from support.training import MODELS, random_plan
+from support.training import MODELS, first_passes, random_plan
 
 #: A rank that does not answer for so long hangs; when another one has failed already, it need not be waited for.
 PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60}, 5
@@ -80,9 +80,9 @@ class Job:
     # What habits use
 
     def some(self, rng):
-        """Some steps, at least one."""
-        rate = rng.choice([0.1, 0.4, 1])
-        return {i for i in range(self.steps) if rng.random() < rate} | {rng.randrange(self.steps)}
+        """Some steps, at least one; sometimes not the first ones, in which legato looks at the model."""
+        rate, first = rng.choice([0.1, 0.4, 1]), rng.choice([0, 0, 4])
+        return {i for i in range(first, self.steps) if rng.random() < rate} | {rng.randrange(first, self.steps)}
 
     def at(self, rng, *moments):
         """Decorate what happens in some steps: as they `begin`, after the `forward` pass, `between` backward and step,
@@ -212,6 +212,10 @@ class Job:
         return made
 
     def attach(self, model, optimizers, late=False, **options):
+        with first_passes(2):
+            return self._attach(model, optimizers, late, **options)
+
+    def _attach(self, model, optimizers, late, **options):
         """A wrapped model; where legato trains, legato attaches to it and its optimizers, in one of its ways."""
         if self.kind != "legato":
             return model
@@ -1250,7 +1254,8 @@ def second_model_in_turns(job, rng):
 
 @habit
 def copied_midway(job, rng):
-    """A copy of the wrapped model is trained on, by new optimizers."""
+    """A copy of the wrapped model is trained on, by new optimizers; torch's of a static graph averages nothing."""
+    job.options.pop("static_graph", None)
     how = rng.choice([copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp)), saved])
     step, attached = rng.randrange(1, job.steps), rng.random() < 0.5
     moment = rng.choice(["begin", "after"])
@@ -1285,12 +1290,12 @@ def on_legato(job, rng, name):
         import legato
 
         attached = job.kind == "legato" and job.attached()
-        match attached and name:
+        match attached and name:  # without an attachment, none of these
             case "plan_adopted":
                 attached.adopt(job.plan(job.ddp))
             case "flushed":
                 attached.flush()
-            case "detached":
+            case "detached" if job.i > 5:  # for good
                 attached.detach()
             case "attached_again":
                 attached.detach()
@@ -1471,7 +1476,7 @@ def verdict(pool, seed, names, other="legato"):
         for a, b in itertools.zip_longest(expected["log"], found["log"]):
             if a != b:
                 return "fails", f"on rank {rank}, under DDP {a}, found {b}"
-    return "equal", "" if ours[0]["messages"] else "no message was legato's"
+    return "equal", "" if ours[0]["messages"] or other == "dry" else "no message was legato's"
 
 
 def smaller(pool, seed, names, other):

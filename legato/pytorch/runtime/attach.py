@@ -87,7 +87,7 @@ from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 
-__all__ = ["Attachment", "attach", "attachment", "attachment_of", "find_ddp", "innermost_optimizer", "is_ddps"]
+__all__ = ["Attachment", "Hook", "attach", "attachment", "attachment_of", "find_ddp", "innermost_optimizer", "is_ddps"]
 
 #: So many backward passes that send are DDP's before the first of legato's.
 FIRST_PASSES = 2
@@ -134,7 +134,7 @@ class Attachment:
         self._fingerprint = ModuleFingerprint(self.module)
         # So many passes are DDP's first: under a sharded plan none, for memory, unless the graph may be a special one.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
-        self._ddps: DdpPasses | None = DdpPasses(self._parameters)  # while passes are DDP's and others may follow
+        self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
         self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
         self._scope = ExitStack()
@@ -157,8 +157,9 @@ class Attachment:
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
         self._hooks = [
-            ddp.register_forward_pre_hook(_Hook(self, Attachment._forward_begins), prepend=True),
-            ddp.register_forward_hook(_Hook(self, Attachment._forward_ended), prepend=True, always_call=True),
+            ddp.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
+            ddp.register_forward_hook(Hook(self._forward_failed, self), prepend=True, always_call=True),
+            ddp.register_forward_hook(Hook(self._forward_ended, self), prepend=True),  # before the other
         ]
         self._compiles_one_way = compiles_two_ways(ddp, self._compiler, lambda: self._ours)
         self._share_parameters()
@@ -214,7 +215,7 @@ class Attachment:
         if self.reducer is not None:
             self._carry_out(plan)
         elif self._ddps is None and not self._lasting:
-            self._ddps = DdpPasses(self._some_parameters)
+            self._ddps = self._watch_ddp()
             self._compiles_one_way = compiles_two_ways(self.ddp, self._compiler, lambda: self._ours)
 
     def compete(self, plans: Sequence[Plan]) -> None:
@@ -396,11 +397,11 @@ class Attachment:
         """Whether passes are DDP's until there is another plan."""
         return self.reducer is None and self._ddps is None
 
-    @property
-    def _some_parameters(self) -> dict[str, nn.Parameter]:
-        """The first and the last parameter."""
+    def _watch_ddp(self) -> DdpPasses:
+        """Watch passes of DDP's: all parameters if these are the first passes, else the first and the last one."""
         names = list(self._parameters)
-        return {name: self._parameters[name] for name in (names[0], names[-1])}
+        watched = names if self._first else names[:1] + names[-1:]
+        return DdpPasses({name: self._parameters[name] for name in watched})
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
@@ -416,7 +417,7 @@ class Attachment:
         if plan is None or is_ddps(plan):
             if self._idle.is_away:
                 self._idle.bring_back()
-            self._ddps = DdpPasses(self._some_parameters)
+            self._ddps = self._watch_ddp()
         else:
             self.reducer, self._ddps = self._make_reducer(plan, before), None
             if not self._idle.is_away:
@@ -548,23 +549,19 @@ class Attachment:
 
     @not_compiled  # type: ignore[untyped-decorator]
     def _forward_ended(self, _: str, output: Any) -> None:
-        """After a forward pass, which has ended or raised an exception."""
+        """After a forward pass that has returned."""
         if self._ddps is not None:
             sends = torch.is_grad_enabled() and self.ddp.require_backward_grad_sync
             self._ddps.forward_ended(output, sends, counts=sends and not self.reason)
         if not self._ours or self._nested:
-            self._nested = max(0, self._nested - 1)
             return
         self._ours = False
-        completed, sends = self._silent.end()
+        sends = self._silent.end()
         reducer = self.reducer
         assert reducer is not None
-        waiting = GraphSender(reducer).show_gates()
-        if not completed:
-            return
         if self.in_graphs and self.module.training:
             self._readers.note_graphs(self._compiler.ran)
-        if waiting:
+        if waiting := GraphSender(reducer).show_gates():
             self._readers.never()
             raise RankError(
                 f"{waiting}: its update waits for the compiled graph that read it before, which did not run this time; "
@@ -575,6 +572,19 @@ class Attachment:
             reducer.backward_scope.expect(output)
         if reducer.tracer:
             reducer.tracer.end_forward(output)
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _forward_failed(self, *_: Any) -> None:
+        """After any forward pass: end what has not ended, because it has raised an exception."""
+        if self._ddps is not None:
+            self._ddps.forward_failed()
+        if self._nested:
+            self._nested -= 1
+        elif self._ours:
+            self._ours = False
+            self._silent.end()
+            assert self.reducer is not None
+            GraphSender(self.reducer).show_gates()
 
     # ---- steps -------------------------------------------------------------------------
 
@@ -609,15 +619,18 @@ class Attachment:
 _attachments: Any = WeakIdKeyDictionary()
 
 
-class _Hook:
-    """A forward hook of an attachment, of which copies and pickles of a model have only `no_hook`."""
+class Hook:
+    """A forward hook of legato's, of which copies and pickles of a model have only `no_hook`.
 
-    def __init__(self, attachment: Attachment, call: Callable[[Attachment, str, Any], None]) -> None:
-        self.attachment, self._call = attachment, call
+    It calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
+    """
+
+    def __init__(self, call: Callable[[str, Any], None], attachment: Attachment | None = None) -> None:
+        self._call, self.attachment = call, attachment
 
     @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, _: nn.Module, args: Any, output: Any = None) -> None:
-        self._call(self.attachment, compiled_by(sys._getframe()), output)
+        self._call(compiled_by(sys._getframe()), output)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return no_hook
@@ -633,7 +646,8 @@ def no_hook(*_: Any) -> None:
 def attachment_of(ddp: nn.Module) -> Attachment | None:
     """legato on a `DistributedDataParallel`; None if it is not attached."""
     hooks = ddp._forward_pre_hooks.values()
-    return next((hook.attachment for hook in hooks if isinstance(hook, _Hook)), None)
+    found = (hook.attachment for hook in hooks if isinstance(hook, Hook))
+    return next((attachment for attachment in found if attachment is not None), None)
 
 
 def attachment(model: nn.Module) -> Attachment:

@@ -43,6 +43,10 @@ class DdpPasses:
             self.running, self._counts = True, counts
             self._scope.expect(output)
 
+    def forward_failed(self) -> None:
+        """A forward pass has raised an exception."""
+        self._in_forward = False
+
     def close(self) -> None:
         """Remove all hooks."""
         for accumulator in self._accumulators:

@@ -26,6 +26,7 @@ from legato.core.errors import InputError, RankError
 from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, Slot
+from legato.pytorch.runtime.readers import state_is_held
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharded_state import take_state, whole_state
 from legato.pytorch.runtime.update import Update, reducers_of, zeroing
@@ -168,6 +169,7 @@ def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
     update = Update(optimizer, base)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = vars(optimizer)["state"]
     waiting: set[int] = set()
     for reducer in reducers:
         slots = [slot for p in parameters if (slot := reducer.by_parameter.get(id(p))) is not None]
@@ -175,6 +177,7 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[
             reducer.settle()  # a second step() before the first one's result was read
         with gate.invisible():
             later = [slot for slot in slots if reducer.plan.forward_overlap and reducer.may_wait(slot)]
+        later = [slot for slot in later if not state_is_held(states, slot.parameter)]
         reducer.postpone(later, update)
         waiting.update(id(slot.parameter) for slot in later)
         reducer.deliver([slot for slot in slots if slot.stage != PENDING])

@@ -10,7 +10,7 @@ flight (before `optimizer.step()`) the value is current, and only access to
 `.grad` waits. Questions about shape, dtype and the like never wait.
 
 [Note: constructors] Functions that make a tensor of any data (`torch.overrides.get_ignored_functions`
-has them) read a parameter without asking its class. While parameters wait, these
+has them), and the transforms of `torch.func`, read a parameter without asking its class. While parameters wait, these
 functions are replaced by ones that bring their arguments up to date first.
 """
 
@@ -25,7 +25,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from legato.pytorch._private import PRIVATE_METADATA, no_gradients, without_dispatch_modes, without_overrides
+from legato.pytorch._private import (
+    PRIVATE_METADATA,
+    TRANSFORMS,
+    no_gradients,
+    without_dispatch_modes,
+    without_overrides,
+)
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = ["GatedParameter", "constructors", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
@@ -73,12 +79,19 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
                     continue
                 if func in _GRAD and _is_zeroed(parameter, slot, func, args):
                     return None
-                resolve(parameter, gradient=func in _GRAD)
+                copied = func == Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+                resolve(parameter, gradient=func in _GRAD or copied)
                 slot.was_read = slot.was_read or func not in _GRAD
-                if func == Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                    return nn.Parameter(args[0])  # which has a plain class by now
+                if copied:  # its class is plain by now, and the new one's has to be the same
+                    with without_overrides():
+                        return Tensor._make_subclass(type(parameter), args[0])
         with without_overrides():
             return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what the plain parameter says."""
+        with _plain(self) as parameter:
+            return repr(parameter)
 
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Return the parameter, up to date, as a tensor of another class."""
@@ -186,13 +199,14 @@ def hide(slot: Slot) -> None:
     vars(slot.parameter).pop("_legato_gate", None)
 
 
-_CONSTRUCTORS = {
+_CONSTRUCTORS: dict[Any, tuple[str, ...]] = {
     torch: (
         "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
         "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
     ),
     torch.nested: ("nested_tensor", "as_nested_tensor"),
     Tensor: ("__new__", "_make_subclass", "new_tensor", "new"),
+    **TRANSFORMS,
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "is_gateable",
     "parameter_is_held",
     "settle_before_fork",
+    "state_is_held",
 ]
 
 #: Forward passes in training that are watched before any update waits.
@@ -90,6 +91,20 @@ def is_gateable(parameter: nn.Parameter) -> bool:
     plain = type(parameter) in (nn.Parameter, gate.GatedParameter)
     with gate.invisible():
         return plain and parameter.untyped_storage().resizable()
+
+
+def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter) -> bool:
+    """Whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
+    entries = states.get(parameter)
+    if entries is None:
+        return False
+    if sys.getrefcount(entries) > _STATE_REFERENCES:
+        return True
+    return any(sys.getrefcount(value) > _STATE_REFERENCES for value in entries.values() if isinstance(value, Tensor))
+
+
+#: Those of the state, of a variable here, and of the call that asks.
+_STATE_REFERENCES = 3
 
 
 def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:

@@ -290,6 +290,7 @@ class Reducer:
         self.watchdog.flight_recorder.note("backward ends", self.passes)
         if self._read_elsewhere:
             self._deliver_held()
+        self._module_calls.begin()  # gates may change which kernels others run
         if self.shards is not None:
             self.shards.end_pass()
         if self.tracer:
