@@ -551,8 +551,11 @@ def current_node() -> Any:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward pass that runs now will reach this node, or has reached it."""
-    return torch._C._will_engine_execute_node(node)
+    """Whether the backward pass that runs now will add to the gradient of this leaf, or has done so."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is `torch.autograd.grad`, which adds to none
+        return False
 
 
 def current_node_number() -> int | None:

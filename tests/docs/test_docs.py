@@ -44,6 +44,8 @@ VERBS = {
 #: What the fragments on these pages assume: a model before its training, on one rank.
 TRAINING = """
 import torch, torch.distributed as dist, legato
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch import nn
 torch.manual_seed(0)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -46,7 +46,6 @@ SAMPLE = (
     "test_DistributedDataParallel_with_amp_and_grad_is_view",
     "test_accumulate_gradients_no_sync_allreduce_hook",
     "test_ddp_broadcast_buffer_via_hook",
-    "test_ddp_control_flow_different_across_ranks",
     "test_ddp_create_graph",
     "test_ddp_grad_div_uneven_inputs",
     "test_ddp_ignore_params_arg",
