@@ -8,7 +8,8 @@ Per model, one process group trains several copies of it: under DDP, under `plan
 after its tournament, and with `--all` under every plan that took part. They take turns in
 blocks of steps. A ratio is that of two neighbouring blocks, auto's time to DDP's, and the
 median of all is printed, with the quartiles. `kept` is the part of the best contestant's
-win over DDP that auto keeps.
+win over DDP that auto keeps. A second copy under DDP, made and trained as late as auto's, shows what
+the place of a model in memory does: a ratio that is no farther from 1 than that copy's says nothing.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ def measure(name: str, seconds: float, every: bool) -> dict[str, Any]:
         observed += 1
         if attachment(auto.wrapped).plan.scheduler not in ("default-buckets", *(plan.scheduler for plan in tried)):
             tried.append(attachment(auto.wrapped).plan)
-    trainees = {"ddp, stock": ddp, "auto": auto}
+    again = Trainee(build, lambda t: nn.parallel.DistributedDataParallel(t.model))
+    for _ in range(observed):
+        again.step()
+    trainees = {"ddp, stock": ddp, "auto": auto, "ddp, again": again}
     for plan in tried if every else []:
         trainees[plan.scheduler] = Trainee(build, lambda t, plan=plan: attach(t.model, t.optimizer, plan)[0])
     steps, rounds = agreed(ddp.block(3), len(trainees), seconds)
@@ -197,7 +201,7 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['model']:11} DDP {median_s['ddp, stock'] * 1e3:8.2f} ms, auto {median_s['auto'] * 1e3:8.2f} ms: "
         f"{ratio['auto']:.3f} ({low:.3f} to {high:.3f}), plan {row['plan']} of {row['messages']} messages "
-        f"after {row['observed']} steps"
+        f"after {row['observed']} steps; DDP again {ratio['ddp, again']:.3f}"
     )
     print("            in the tournament: " + ", ".join(f"{p} {s * 1e3:.2f} ms" for p, s in row["tournament"].items()))
     contestants = {kind: value for kind, value in ratio.items() if kind in row["tournament"]}
