@@ -1,4 +1,4 @@
-"""Trainings under Accelerate, transformers and Lightning, with DDP alone and with legato: prints how far they are apart.
+"""Trainings under Accelerate, transformers and Lightning, with DDP alone and with legato: how far they are apart.
 
 A script for two ranks: `frameworks.py FRAMEWORK`. It prints, in JSON, for each case the distance of the weights, and in
 how many passes legato has sent.
@@ -130,7 +130,7 @@ def trainer(case, with_legato, **arguments):
     return weights(model)
 
 
-def Noted(case, trainer):  # noqa: N802  # a class that needs transformers
+def Noted(case, trainer):  # a class that needs transformers
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):

@@ -1289,7 +1289,8 @@ def on_legato(job, rng, name):
     def ask():
         import legato
 
-        attached = job.kind == "legato" and job.attached()
+        together = not job.ddp._join_config.enable  # in `join()` ranks may have different numbers of steps
+        attached = job.kind == "legato" and together and job.attached()
         match attached and name:  # without an attachment, none of these
             case "plan_adopted":
                 attached.adopt(job.plan(job.ddp))

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import random
 import time
 
 import torch
@@ -14,7 +15,7 @@ from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime.gate import GatedParameter
-from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
+from support.training import OPTIMIZERS, build, distance, random_plan, sharded_plan, train, wrap
 
 
 def both(model_name, optimizer_name, steps=8, seed=0, find_unused_parameters=False, **training):
@@ -317,6 +318,27 @@ def adopting():
                 attachment(wrapped).adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
         trained.append(wrapped)
     return distance(*trained)
+
+
+def to_and_fro(what, views):
+    """Passes become DDP's for three steps of every four, under a plan of whole messages, halves, or shards."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        model = build("Convolutional")
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        if kind == "legato":
+            plan = random_plan(model, 3)
+            if what != "whole":
+                plan = sharded_plan(plan, random.Random(2), "none" if what == "halves" else what)
+            attach(ddp, optimizer, plan)
+        for i in range(12):
+            if kind == "legato" and i % 4 == 2:
+                attachment(ddp)._leave_to_ddp("a test")
+                attachment(ddp)._clean, attachment(ddp)._clean_enough = 0, 2
+            train(ddp, optimizer, 1, seed=i)
+        trained.append(ddp)
+    return distance(*trained), attachment(ddp).reducer is not None
 
 
 def tracing():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import matrix_ddp, matrix_ends, matrix_models, matrix_readers, matrix_steps, training
+from support import matrix_ddp, matrix_ends, matrix_floor, matrix_models, matrix_readers, matrix_steps, training
 
 pytestmark = pytest.mark.processes
 
@@ -67,10 +67,13 @@ ROWS = [
     matrix_ends.replaced,
     *matrix_readers.ROWS,
     *matrix_ddp.ROWS,
+    *matrix_floor.ROWS,
 ]
 
-#: Those about gradients that have memory of their own.
-COPIED = (matrix_readers.gradients_held,)
+#: Those about gradients that have memory of their own, or have not.
+COPIED = (matrix_readers.gradients_held, matrix_floor.kept_gradients)
+#: Those that compare more than weights, bit for bit.
+EXACT = (matrix_floor.kept_gradients, matrix_floor.post_hooks)
 #: Those that compute in less than float64 whatever the default is.
 HALF = (
     matrix_steps.mixed, matrix_steps.complex_weights, matrix_ddp.fp16_hook, matrix_ddp.wrapped_hook,
@@ -88,7 +91,7 @@ def test_row_with_gradients_that_are_views(two_ranks, case):
     assert two_ranks.run(training.lent, case) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("case", [c for c in ROWS if c not in HALF], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [c for c in ROWS if c not in (*HALF, *EXACT)], ids=lambda f: f.__name__)
 def test_row_on_four_ranks(four_ranks, case):
     assert max(four_ranks.run(training.in_double, case)) < 1e-9
 
@@ -115,10 +118,20 @@ def test_one_process_on_the_whole_batch(three_ranks, optimizer):
     assert max(three_ranks.run(matrix_ends.whole_batch, optimizer)) < 1e-9
 
 
+@pytest.mark.parametrize("what", ["parameters of two models", "backward passes in forward passes"])
+def test_what_is_left_to_ddp(two_ranks, what):
+    expected = {
+        "parameters of two models": "it has a parameter of another model",
+        "backward passes in forward passes": "backward passes run inside forward passes",
+    }
+    assert two_ranks.run(matrix_floor.left_to_ddp, what) == [expected[what]] * 2
+
+
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
         (matrix_readers.unseen_reader_in_debug_mode, (), "first.weight is read by aten.t.default, which its gate"),
+        (matrix_floor.stale, (), "first.weight was read before its last update, by something that legato cannot see; "),
         (matrix_ends.step_inside_the_backward_pass, (), "optimizer.step() inside a backward pass"),
         (matrix_ends.caught_in_the_backward_pass, (), "the last backward pass did not finish"),
         (matrix_ends.synchronized_batch_norm, (), "SyncBatchNorm layers only work with GPU modules"),
