@@ -54,7 +54,7 @@ import pydoc, legato
 from legato import *
 assert plan is legato.plan and callable(lower_bound) and "distribute" not in legato.__all__
 text = pydoc.plain(pydoc.render_doc(legato))
-assert "simulate(workload" in text and "lower_bound(" in text and "instead of DistributedDataParallel" in text
+assert "simulate(workload" in text and "lower_bound(" in text and "DistributedDataParallel(model)" in text
 for name in legato._WITH_TORCH:
     try:
         getattr(legato, name)
