@@ -74,6 +74,7 @@ from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
+from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import check_plan
 from legato.pytorch.runtime.ddp_passes import DdpPasses
 from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
@@ -146,6 +147,7 @@ class Attachment:
         self._compiler = GraphCompiler(
             sender_of, partial(is_whole_frame, function=compiled_module(self.module).forward)
         )
+        self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
         self._ours = False  # whether the forward pass that runs is legato's
         self._trained = False  # whether the last forward pass was in training mode
         self._nested = 0  # forward passes inside it
@@ -389,6 +391,9 @@ class Attachment:
             self._ddps.close()
             self._ddps = None
         self._compiles_one_way()
+        if self._methods_back is not None:
+            self._methods_back()
+            self._methods_back = None
         for optimizer in self._optimizers:
             restore_steps(optimizer, self)
 
@@ -419,9 +424,12 @@ class Attachment:
                 self._idle.bring_back()
             self._ddps = self._watch_ddp()
         else:
-            self.reducer, self._ddps = self._make_reducer(plan, before), None
             if not self._idle.is_away:
-                self._idle.put_away()
+                self._idle.put_away()  # first: its buckets take as much memory as the reducer's
+            if self._methods_back is None:
+                gate.methods.begin()
+                self._methods_back = weakref.finalize(self, gate.methods.end)
+            self.reducer, self._ddps = self._make_reducer(plan, before), None
         shards = None if self.reducer is None else self.reducer.shards
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)

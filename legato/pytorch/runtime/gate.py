@@ -10,7 +10,7 @@ flight (before `optimizer.step()`) the value is current, and only access to
 `.grad` waits. Questions about shape, dtype and the like never wait.
 
 [Note: constructors] Functions that make a tensor of any data (`torch.overrides.get_ignored_functions`
-has them), and the transforms of `torch.func`, read a parameter without asking its class. While parameters wait, these
+has them), and the transforms of `torch.func`, read a parameter without asking its class. These
 functions are replaced by ones that bring their arguments up to date first.
 """
 
@@ -34,7 +34,7 @@ from legato.pytorch._private import (
 )
 from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
 
-__all__ = ["GatedParameter", "constructors", "hide", "install", "invisible", "remove", "resolve", "slot_of"]
+__all__ = ["GatedParameter", "functions", "hide", "install", "invisible", "methods", "remove", "resolve", "slot_of"]
 
 _GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
 _GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
@@ -199,39 +199,29 @@ def hide(slot: Slot) -> None:
     vars(slot.parameter).pop("_legato_gate", None)
 
 
-_CONSTRUCTORS: dict[Any, tuple[str, ...]] = {
-    torch: (
-        "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
-        "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
-    ),
-    torch.nested: ("nested_tensor", "as_nested_tensor"),
-    Tensor: ("__new__", "_make_subclass", "new_tensor", "new"),
-    **TRANSFORMS,
-}  # fmt: skip
-
-
 class Constructors:
     """See [Note: constructors]; `begin()` and `end()` may come several times, for several models."""
 
-    def __init__(self) -> None:
-        self._models = 0
+    def __init__(self, names: dict[Any, tuple[str, ...]]) -> None:
+        self._names = names
+        self._users = 0
         self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None where it was inherited
 
     def begin(self) -> None:
-        """Replace the constructors: parameters of a model begin to wait."""
-        self._models += 1
-        if self._models > 1:
+        """Replace the constructors."""
+        self._users += 1
+        if self._users > 1:
             return
-        for owner, names in _CONSTRUCTORS.items():
+        for owner, names in self._names.items():
             for name in names:
                 self._before.append((owner, name, vars(owner).get(name)))
                 plain = _with_current_values(getattr(owner, name))
                 setattr(owner, name, staticmethod(plain) if name in ("__new__", "_make_subclass") else plain)
 
     def end(self) -> None:
-        """Put the constructors back, unless parameters of another model wait."""
-        self._models -= 1
-        if self._models:
+        """Put the constructors back, unless another model needs them."""
+        self._users -= 1
+        if self._users:
             return
         for owner, name, before in self._before:
             if before is None:
@@ -241,7 +231,19 @@ class Constructors:
         self._before.clear()
 
 
-constructors = Constructors()
+#: Replaced while parameters wait: compilers know the functions themselves.
+functions = Constructors(
+    {
+        torch: (
+            "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
+            "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+        ),
+        torch.nested: ("nested_tensor", "as_nested_tensor"),
+        **TRANSFORMS,
+    }
+)  # fmt: skip
+#: Replaced while legato's passes run: each change of the class costs Python what it knows of the class.
+methods = Constructors({Tensor: ("__new__", "_make_subclass", "new_tensor", "new")})
 
 
 def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:

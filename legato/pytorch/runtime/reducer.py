@@ -129,7 +129,7 @@ class Reducer:
         # Whose bytes nothing but torch can reach, and whose reads a gate sees.
         self._gateable = {s for s in self.slots if is_gateable(s.parameter) and not current(s.name)}
         self._module_calls = ModuleCalls(self.settle, is_own)
-        self._replaces_constructors = False  # while updates wait
+        self._replaces_functions = False  # while updates wait
         self.tracer: Tracer | None = None
         self._scale = 1.0 / group.size()
         self._residuals: dict[BucketSlice, Tensor] | None = {} if error_feedback else None
@@ -170,8 +170,8 @@ class Reducer:
         if not self.in_backward:  # else it has failed, and other ranks may not send what is missing
             self.settle()
         self.closed = True
-        if self._replaces_constructors:
-            gate.constructors.end()
+        if self._replaces_functions:
+            gate.functions.end()
         for accumulator in self.accumulator_of.values():
             accumulator.remove()
         for slot in self.slots:
@@ -505,9 +505,9 @@ class Reducer:
             if slots:
                 self.pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
                 self._module_calls.begin()
-                if not self._replaces_constructors:
-                    self._replaces_constructors = True
-                    gate.constructors.begin()
+                if not self._replaces_functions:
+                    self._replaces_functions = True
+                    gate.functions.begin()
 
     def _take_pending(self, last: int) -> list[Slot]:
         """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
@@ -517,9 +517,9 @@ class Reducer:
         return [slot for slot in taken if slot.stage == PENDING]
 
     def _update(self, slots: list[Slot]) -> None:
-        if self._replaces_constructors and not self.pending:
-            self._replaces_constructors = False
-            gate.constructors.end()
+        if self._replaces_functions and not self.pending:
+            self._replaces_functions = False
+            gate.functions.end()
         if not slots:
             return
         try:
