@@ -175,7 +175,7 @@ def compiles_two_ways(
     and `aot_eager` compile in two ways. Of graphs that dynamo has
     compiled before, or in passes without gradients, nothing changes.
 
-    Returns a function that ends this; it also ends when nobody has this function any more.
+    Returns a function that ends this; it also ends when the function is garbage.
     """
     _take_place_of_ddp_optimizer()  # DDP's constructor has imported dynamo
     way = _SecondWay(compile_graph, ours)

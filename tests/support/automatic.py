@@ -185,7 +185,7 @@ def automatic_with_changing_steps():
 
 
 def automatic_that_cannot_be_recorded():
-    """The recorder refuses this optimizer's step every time: DDP's passes stay, on all ranks, and nobody hangs."""
+    """The recorder refuses this optimizer's step every time: DDP's passes stay, on all ranks, and none hangs."""
 
     def refuse(*_):
         raise CaptureError("not this one")

@@ -146,7 +146,7 @@ def copied_and_trained():
 
 
 def other_weights():
-    """Every third step calls the model with other weights, whose gradients nobody averages."""
+    """Every third step calls the model with other weights, whose gradients are not averaged."""
     trained = []
     for kind in ("ddp", "legato"):
         torch.manual_seed(7)

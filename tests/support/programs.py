@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from support.ranks import Ranks
 from support.training import MODELS, first_passes, random_plan
 
-#: A rank that does not answer for so long hangs; when another one has failed already, it need not be waited for.
+#: Seconds after which a rank that does not answer hangs; when another one has failed already, it need not be waited for.
 PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60}, 5
 #: Programs after which the ranks are replaced: each leaves groups and threads behind.
 PROGRAMS = 20

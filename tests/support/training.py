@@ -20,7 +20,7 @@ runtime.FIRST_PASSES = 0
 
 @contextmanager
 def first_passes(count):
-    """Models that are wrapped inside have so many passes of DDP's first."""
+    """The first `count` passes of models that are wrapped inside are DDP's."""
     runtime.FIRST_PASSES = count
     try:
         yield

@@ -90,9 +90,9 @@ from legato.pytorch.runtime.tracing import Tracer
 
 __all__ = ["Attachment", "Hook", "attach", "attachment", "attachment_of", "find_ddp", "innermost_optimizer", "is_ddps"]
 
-#: So many backward passes that send are DDP's before the first of legato's.
+#: The number of backward passes that send and are DDP's, before the first of legato's.
 FIRST_PASSES = 2
-#: After something that only DDP does, legato comes back when so many passes were without it, at most.
+#: After something that only DDP does, legato comes back after a number of passes without it: at most this many.
 MOST_CLEAN_PASSES = 64
 
 
@@ -133,7 +133,7 @@ class Attachment:
         self._said: set[str] = set()
         self._clean, self._clean_enough = 0, 0  # passes since the last one that had to be DDP's; and how many it takes
         self._fingerprint = ModuleFingerprint(self.module)
-        # So many passes are DDP's first: under a sharded plan none, for memory, unless the graph may be a special one.
+        # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
@@ -380,7 +380,7 @@ class Attachment:
         """Let passes be DDP's from now on."""
         self._carry_out(None)
         self.reason = reason
-        self.say(f"DDP's own passes {'stay' if self._lasting else 'run for now'}: {reason}")
+        self.say(f"DDP's own passes {'stay' if self._lasting else 'run meanwhile'}: {reason}")
         if self._lasting:
             self.observed = False
             self._rest()
