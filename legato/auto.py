@@ -37,7 +37,7 @@ from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.parameters import trained_parameters
+from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.runtime.attach import (
@@ -151,7 +151,7 @@ def distribute(
         **options,
     )
     attached = attachment(model)
-    if automatic:
+    if automatic and not attached.reason:  # else passes are DDP's for good
         fallback = _fallback(attached, shard, wire)
         _Observer(attached, optimizer, fallback, shard, wire).attach()
     if replan:
@@ -209,13 +209,19 @@ def _replan(attached: Attachment, optimizer: Any, wire: Rounding) -> None:
 
 
 def default_buckets(model: torch.nn.Module) -> Plan:
-    """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB."""
+    """Return torch's buckets for the first iteration: parameters in reverse order, 1 MiB and then 25 MiB.
+
+    Raises `InputError` if no parameter requires a gradient.
+    """
     ddp = find_ddp(model)
     module = model if ddp is None else ddp.module
+    parameters = trained_parameters(module) or sparse_parameters(module)
+    if not parameters:
+        raise InputError("the model has no parameter that requires a gradient")
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0
-    for name, p in reversed(trained_parameters(module).items()):
+    for name, p in reversed(parameters.items()):
         nbytes = p.numel() * p.element_size()
         slices.append(Slice(name, 0, nbytes))
         filled += nbytes

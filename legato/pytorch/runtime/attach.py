@@ -118,7 +118,9 @@ class Attachment:
         self._parameters = trained_parameters(ddp.module)
         self._debug = chosen_checks(debug)
         self._group: Any = ddp.process_group
-        self._check(plan)
+        self._lasting = self._lasting_reason()
+        if not self._lasting:
+            self._check(plan)
         self._error_feedback, self._current, self._flight_dir = error_feedback, tuple(current), flight_dir
         self._connection: _Connection | None = None
         self._readers = Readers(strict="reads" in self._debug)
@@ -129,7 +131,6 @@ class Attachment:
         self.stepped = False
         #: Why passes are DDP's, although the plan is not; empty if they are not.
         self.reason = ""
-        self._lasting = self._lasting_reason()
         self._said: set[str] = set()
         self._clean, self._clean_enough = 0, 0  # passes since the last one that had to be DDP's; and how many it takes
         self._fingerprint = ModuleFingerprint(self.module)
@@ -181,6 +182,8 @@ class Attachment:
         An optimizer that is not torch's, or has none of the model's parameters, is left alone.
         Raises `RankError`, on every rank, if its settings differ between ranks.
         """
+        if self._lasting:
+            return
         optimizer = innermost_optimizer(optimizer)
         if not isinstance(optimizer, Optimizer) or not is_known(optimizer):
             self.say(f"{type(optimizer).__name__} is not an optimizer of torch: its updates do not wait")
