@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from legato.pytorch import attach, attachment
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
+from support.matrix_steps import Mixed
 from support.training import OPTIONS, build, distance, first_passes, random_plan, train, wrap
 
 
@@ -95,6 +96,33 @@ def kept_gradients():
         trained.append((wrapped, seen))
     (a, one), (b, other) = trained
     return distance(a, b) if all(map(torch.equal, one, other)) else [1.0]
+
+
+class Special(nn.Parameter):
+    """A parameter of the user's own class, which has no gate."""
+
+
+def scaled_gradients():
+    """Gradients that are changed in place after the backward pass, one of them a subclass's."""
+    trained = []
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Dense()
+        model.second.weight = Special(model.second.weight.detach())
+        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+
+        def scale(wrapped, *_):
+            for i, p in enumerate(wrapped.parameters()):
+                p.grad.mul_(1 + i + dist.get_rank()).square_()
+                p.grad.data = p.grad.data * 0.5
+
+        trained.append(train(wrapped, optimizer, STEPS, inner=scale))
+    return distance(*trained)
+
+
+def adafactor_of_several_dtypes():
+    """Adafactor takes its epsilon from the dtype of a group's first parameter."""
+    return compared(Mixed, lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2))
 
 
 def post_hooks():
@@ -229,5 +257,5 @@ def left_to_ddp(what):
 
 ROWS = [
     no_sync, adversaries, common_parameters, kept_gradients, post_hooks, one_optimizer_over_two_models,
-    copied_and_trained, other_weights, meshed, ignored_of_other_shapes,
+    copied_and_trained, scaled_gradients, adafactor_of_several_dtypes, other_weights, meshed, ignored_of_other_shapes,
 ]  # fmt: skip

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from support.ranks import Ranks
 from support.training import MODELS, first_passes, random_plan
 
-#: Seconds after which a rank that does not answer hangs; when another one has failed already, it need not be waited for.
+#: Seconds after which a rank that does not answer hangs; after another one has failed, it is not waited for.
 PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60}, 5
 #: Programs after which the ranks are replaced: each leaves groups and threads behind.
 PROGRAMS = 20
@@ -1020,7 +1020,10 @@ GRADIENT_WRITERS = {
     "gradient_dropped": lambda job, p: _set(p, "grad", None),
     "gradient_noise": lambda job, p: p.grad.data.add_(0.01 * torch.randn(p.shape).to(p.dtype)),
     "gradient_reduced": lambda job, p: dist.all_reduce(p.grad),
-    "gradient_data": lambda job, p: _set(p.grad, "data", p.grad.data * 0.5),
+    # Of a view, this gives DDP's own view of its bucket other memory, and DDP averages it no more.
+    "gradient_data": lambda job, p: (
+        job.options.get("gradient_as_bucket_view") or _set(p.grad, "data", p.grad.data * 0.5)
+    ),
 }
 
 

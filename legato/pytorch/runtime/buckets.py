@@ -139,6 +139,11 @@ class Slot:
         if flat is not None:
             tensor.copy_(flat)
 
+    def renew_whole(self) -> None:
+        """Make the view of the whole gradient again, if the user has given it other memory (`p.grad.data = ...`)."""
+        if self.whole is not None and self.whole.data_ptr() != self.slices[0].view.data_ptr():
+            self.whole = _whole(self)
+
     def release(self) -> None:
         """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
         self.slices, self.buckets, self.parts = [], [], {}

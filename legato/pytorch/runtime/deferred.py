@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
-from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step
+from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step, without_overrides
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, Slot
 from legato.pytorch.runtime.readers import state_is_held
@@ -59,7 +59,7 @@ class _DeferredSteps:
         for attachment in self._legato_attachments:
             attachment.stepped = True
         loss = None
-        whole = base.__name__ in _WHOLE or has_step_hooks(optimizer)
+        whole = base.__name__ in _WHOLE or has_step_hooks(optimizer) or _mixes_dtypes(optimizer, base)
         if closure is not None and (not whole or _sharded_reducer(self) is not None):
             with torch.enable_grad():
                 loss = closure()
@@ -157,6 +157,14 @@ def is_known(optimizer: Any) -> bool:
     base = getattr(optimizer, "_legato_base", type(optimizer))
     alone = (getattr(base, name, False) for name in ("steps_parameters_alone", "steps_elements_alone"))
     return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
+
+
+def _mixes_dtypes(optimizer: Optimizer, base: type[Optimizer]) -> bool:
+    """Whether an update depends on the dtype of another parameter: Adafactor takes its epsilon from a group's first."""
+    if base.__name__ != "Adafactor":
+        return False
+    with without_overrides():
+        return any(len({p.dtype for p in group["params"]}) > 1 for group in optimizer.param_groups)
 
 
 def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:

@@ -271,6 +271,8 @@ class Reducer:
             slot.ready = slot.has_grad = slot.early = slot.zeroed = False
             slot.taken = None
             slot.to_pack = len(slot.parts)
+            if self._lends:
+                slot.renew_whole()
         for bucket in self.buckets:
             bucket.missing, bucket.writable = bucket.slots, False
             bucket.arrived, bucket.waiting_bytes = [], 0
@@ -306,6 +308,9 @@ class Reducer:
                 held = [slot for slot in kept if gradient_is_held(slot.parameter, slot.whole)]
         for slot in held:
             self.resolve(slot)
+        for slot in self.slots if self.shards is None else ():
+            if slot.plain_class is not nn.Parameter and slot.stage == SENT:  # it has no gate
+                self.resolve(slot)
 
     def mark_ready(self, slot: Slot) -> None:
         """Note that a gradient has arrived, or is absent; pack buckets that are complete, and launch what is next."""

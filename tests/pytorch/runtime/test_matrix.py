@@ -71,13 +71,13 @@ ROWS = [
 ]
 
 #: Those about gradients that have memory of their own, or have not.
-COPIED = (matrix_readers.gradients_held, matrix_floor.kept_gradients)
+COPIED = (matrix_readers.gradients_held, matrix_floor.kept_gradients, matrix_floor.scaled_gradients)
 #: Those that compare more than weights, bit for bit.
 EXACT = (matrix_floor.kept_gradients, matrix_floor.post_hooks)
 #: Those that compute in less than float64 whatever the default is.
 HALF = (
     matrix_steps.mixed, matrix_steps.complex_weights, matrix_ddp.fp16_hook, matrix_ddp.wrapped_hook,
-    matrix_ddp.hook_of_a_users_ddp,
+    matrix_ddp.hook_of_a_users_ddp, matrix_floor.adafactor_of_several_dtypes,
 )  # fmt: skip
 
 
