@@ -1,6 +1,7 @@
 """Rows of the equality matrix: what DDP does, and legato leaves to it or follows. Everything here runs on the ranks."""
 
 import copy
+import gc
 import pickle
 
 import torch
@@ -240,7 +241,8 @@ def left_to_ddp(what):
         if what == "parameters of two models":
             other = Dense()
             other.first = model.first
-            attach(nn.parallel.DistributedDataParallel(other), sgd(other.parameters()), random_plan(other, 1))
+            wrapped = nn.parallel.DistributedDataParallel(other)
+            attach(wrapped, sgd(other.parameters()), random_plan(other, 1))
         attach(ddp, sgd(model.parameters()), random_plan(model, 0), **OPTIONS)
     if what == "backward passes in forward passes":
         ddp.require_backward_grad_sync, plain = True, model.forward
@@ -253,6 +255,28 @@ def left_to_ddp(what):
     for _ in range(4):
         ddp(torch.ones(2, 12)).sum().backward()
     return attachment(ddp).reason
+
+
+def wrapped_before():
+    """Why passes stay DDP's, if models with a parameter of this one were wrapped and then dropped: in the end they
+    are garbage still on one rank, and gone on the other."""
+    torch.manual_seed(7)
+    model = Dense()
+    gc.disable()
+    try:
+        with first_passes(2):
+            for _ in range(3):
+                other = Dense()
+                other.first = model.first
+                attach(nn.parallel.DistributedDataParallel(other), sgd(other.parameters()), random_plan(other, 1))
+                del other
+                if dist.get_rank() == 1:
+                    gc.collect()
+        wrapped, optimizer = wrap("legato", model, sgd(model.parameters()))
+        train(wrapped, optimizer, 3)
+    finally:
+        gc.enable()
+    return attachment(wrapped).reason
 
 
 ROWS = [

@@ -118,7 +118,10 @@ class Attachment:
         self._parameters = trained_parameters(ddp.module)
         self._debug = chosen_checks(debug)
         self._group: Any = ddp.process_group
-        self._lasting = self._lasting_reason()
+        former = self._former_attachments()
+        shared = any(other.module is not self.module for other in former)
+        reason = "it has a parameter of another model" if shared else self._lasting_reason()
+        self._lasting = first_said(reason, self._group).partition(": ")[2]
         if not self._lasting:
             self._check(plan)
         self._error_feedback, self._current, self._flight_dir = error_feedback, tuple(current), flight_dir
@@ -165,7 +168,14 @@ class Attachment:
             ddp.register_forward_hook(Hook(self._forward_ended, self), prepend=True),  # before the other
         ]
         self._compiles_one_way = compiles_two_ways(ddp, self._compiler, lambda: self._ours)
-        self._share_parameters()
+        for other in former:
+            if other.module is self.module:
+                other.detach()
+            else:  # passes are DDP's in both models
+                other._lasting = self._lasting
+                other._leave_to_ddp(self._lasting)
+        for parameter in self._parameters.values():
+            _attachments[parameter] = weakref.ref(self)
         if self._lasting:
             self._leave_to_ddp(self._lasting)
 
@@ -326,16 +336,19 @@ class Attachment:
             return f"the model uses {feature}"
         return self._fingerprint.difference()
 
-    def _share_parameters(self) -> None:
-        """Know whose the parameters are: where another attached model has one of them, passes are DDP's in both."""
-        for parameter in self._parameters.values():
-            former = _attachments.get(parameter, lambda: None)()
-            if former is not None and former.module is self.module:
-                former.detach()
-            elif former is not None:
-                self._lasting = former._lasting = "it has a parameter of another model"
-                former._leave_to_ddp(former._lasting)
-            _attachments[parameter] = weakref.ref(self)
+    def _former_attachments(self) -> list[Attachment]:
+        """What is attached to the parameters already.
+
+        Whether the program still has it must not depend on when each rank last collected garbage.
+        """
+
+        def found() -> dict[int, Attachment]:
+            known = (_attachments.get(parameter, lambda: None)() for parameter in self._parameters.values())
+            return {id(other): other for other in known if other is not None}
+
+        if found():
+            gc.collect()
+        return list(found().values())
 
     def _choose(self) -> None:
         """Decide whose the pass is that begins; nothing of another pass is still to be sent."""
