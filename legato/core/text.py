@@ -1,11 +1,11 @@
-"""Names and tables as text. Names come from files and models, so they may be long and hold any character."""
+"""Names, numbers and tables as text. Names come from files and models, so they may be long and hold any character."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-__all__ = ["count", "one_line", "shorten", "table"]
+__all__ = ["count", "one_line", "percent", "shorten", "table"]
 
 
 def one_line(text: str) -> str:
@@ -22,6 +22,18 @@ def shorten(name: str, most: int = 40) -> str:
 def count(number: int, noun: str) -> str:
     """`1 tensor`, `2,000 tensors`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
+    """`3.1%` of a share of 0.031, `+3.1%` if `signed`; without decimals from 100% on.
+
+    What rounds to zero has no sign: `0.0%`.
+    """
+    text = f"{abs(share):.{decimals}%}"
+    if abs(share) >= 0.9 and float(text[:-1]) >= 100:
+        text = f"{abs(share):,.0%}"
+    zero = not text.strip("0.%")
+    return ("" if zero else "-" if share < 0 else "+" if signed else "") + text
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[str]:
