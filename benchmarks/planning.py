@@ -245,7 +245,7 @@ def every(tensors: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "w.json"
         write(path, workload)
-        command = [sys.executable, "-m", "legato.cli", "plan", str(path), "--json"]
+        command = [sys.executable, "-m", "legato", "plan", str(path), "--json"]
         whole = median_s(lambda: subprocess.run(command, capture_output=True, check=True), 5)
     print(f"{'legato plan, all of them':28}{format_seconds(whole):>10}  the whole process")
 

@@ -18,6 +18,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "EXTRAS",
     "CaptureError",
     "FileError",
     "InputError",
@@ -29,6 +30,14 @@ __all__ = [
     "unknown_name",
 ]
 
+
+#: The packages of each optional extra. Errors name these: legato's own name stands for nothing on a package index.
+EXTRAS = {
+    "report": "jinja2 plotly",
+    "parquet": "pyarrow",
+    "torch": "torch",
+    "demo": "jinja2 plotly torch transformers",
+}
 
 _LONGEST_TEXT = 1000
 
@@ -84,6 +93,6 @@ def missing_extra(library: str, extra: str, purpose: str) -> InputError:
     """The error for a library that is not installed because it belongs to an optional extra.
 
     >>> print(missing_extra("plotly", "report", "a report"))
-    a report needs plotly: pip install 'legato[report]'
+    a report needs plotly: pip install jinja2 plotly
     """
-    return InputError(f"{purpose} needs {library}: pip install 'legato[{extra}]'")
+    return InputError(f"{purpose} needs {library}: pip install {EXTRAS[extra]}")

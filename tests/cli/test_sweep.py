@@ -153,7 +153,7 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
     command = [
         sys.executable,
         "-m",
-        "legato.cli",
+        "legato",
         "sweep",
         "w.json",
         "--fabric",

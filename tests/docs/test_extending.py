@@ -46,7 +46,7 @@ def copy(tmp_path_factory):
 
 def legato(copy, *arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "legato.cli", *arguments],
+        [sys.executable, "-m", "legato", *arguments],
         cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -134,8 +134,8 @@ def test_it_is_written_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("library", ["plotly", "jinja2"])
-def test_a_missing_library_names_the_extra_that_has_it(monkeypatch, library):
+def test_a_missing_library_names_what_to_install(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(InputError) as found:
         render(Report((model(3),)))
-    assert str(found.value) == f"a report needs {library}: pip install 'legato[report]'"
+    assert str(found.value) == f"a report needs {library}: pip install jinja2 plotly"

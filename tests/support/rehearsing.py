@@ -37,7 +37,7 @@ def run(arguments, **options):
 
 
 def legato(*arguments, user=()):
-    return run([*user, sys.executable, "-m", "legato.cli", *map(str, arguments)])
+    return run([*user, sys.executable, "-m", "legato", *map(str, arguments)])
 
 
 def processes_with(word):

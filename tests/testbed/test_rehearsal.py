@@ -84,7 +84,7 @@ def test_where_hosts_are_forbidden_one_line_says_so(tmp_path, monkeypatch, chain
 @pytest.mark.processes
 def test_a_cluster_verified_under_torchrun(chain):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [sys.executable, "-m", "legato.cli", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
+    command = [sys.executable, "-m", "legato", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
     done = run([*torchrun, *command, "--scheduler", "p3,legato", "--json"])
     assert done.returncode == 0, done.stderr
     assert [row["scheduler"] for row in json.loads(done.stdout)] == ["ddp", "p3", "legato"]
@@ -100,7 +100,7 @@ def test_a_cluster_verified_under_torchrun(chain):
 )
 def test_the_rivals_of_shards_and_of_wire_formats(chain, option, value, names):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [sys.executable, "-m", "legato.cli", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
+    command = [sys.executable, "-m", "legato", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
     done = run([*torchrun, *command, "--scheduler", "legato", option, value, "--json"])
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

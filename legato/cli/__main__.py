@@ -1,5 +1,0 @@
-"""`python -m legato.cli` is `legato`."""
-
-from legato.cli import main
-
-main()
