@@ -20,10 +20,11 @@ from legato.cli.options import (
     quantity,
     refuse_beside_cluster,
 )
-from legato.cli.output import describe_cost, format_gap, note, print_json, print_table, progress
+from legato.cli.output import describe_cost, note, print_json, print_table, progress
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.text import percent
 from legato.core.units import format_seconds, parse_bandwidth, parse_seconds
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _show(advice: Advice) -> None:
             print(f"  {prediction.plan:<18} {format_seconds(prediction.iteration_s):>9} predicted{win}")
         assert advice.lower_bound_s is not None and advice.gap is not None
         bound = f"{format_seconds(advice.lower_bound_s):>9}"
-        print(f"  {'lower bound':<18} {bound} for any plan; legato's is {format_gap(advice.gap)} above it")
+        print(f"  {'lower bound':<18} {bound} for any plan; legato's is {percent(advice.gap)} above it")
     if advice.error is not None and advice.measured_s is not None:
         print(
             f"The traced plan is predicted {advice.error:+.1%} off what was measured "

@@ -12,6 +12,7 @@ from legato.cli.options import WORKERS_HELP, Json, keep_apart, quantity
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
+from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -114,8 +115,8 @@ def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
     cost = cluster.cost()
     for nbytes, seconds in samples:
         error = cost.cost(nbytes) / seconds - 1
-        note(f"{format_bytes(nbytes):>10}  {format_seconds(seconds):>10}  fit {error:+5.0%}")
-    note(f"all-reduce on {cluster.workers} workers: {describe_cost(cost)} -> {output}")
+        note(f"{format_bytes(nbytes):>10}  {format_seconds(seconds):>10}  fit {percent(error, 0, signed=True):>5}")
+    note(f"all-reduce on {count(cluster.workers, 'worker')}: {describe_cost(cost)} -> {output}")
 
 
 def _numbers(text: str) -> list[int]:
@@ -146,9 +147,10 @@ def _show(found: object, output: Path, json: bool) -> None:
         return
     for s in found.samples:
         way = s.collective if s.depth == 1 else f"{s.collective} in {s.depth} chunks"
-        note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {s.error:+5.0%}  {way}")
+        error = percent(s.error, 0, signed=True)
+        note(f"{format_bytes(s.nbytes):>10}  {format_seconds(s.seconds):>10}  fit {error:>5}  {way}")
     note(
-        f"{found.cluster.default_collective} on {found.cluster.workers} workers: {describe_cost(cost)}; "
+        f"{found.cluster.default_collective} on {count(found.cluster.workers, 'worker')}: {describe_cost(cost)}; "
         f"the fit is off by {found.median_error:.0%} "
         f"(median), {found.worst_error:.0%} (worst) -> {output}"
     )

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from legato.cli.options import Json, check_installed
-from legato.cli.output import note, print_json, progress
+from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
-from legato.core.units import format_bytes, format_seconds
+from legato.core.units import format_seconds
 
 
 def capture(
@@ -60,7 +60,6 @@ def capture(
         print_json(result)
         return
     note(
-        f"{workload.name}: {len(workload.ops)} ops, {len(workload.tensors)} tensors of "
-        f"{format_bytes(workload.nbytes)}, {format_seconds(workload.compute_s)} of computation per iteration "
-        f"(op times scaled by {workload.time_scale:.3f}) -> {output}"
+        f"{workload.name}: {describe_size(workload)}, {format_seconds(workload.compute_s)} of computation "
+        f"per iteration (op times scaled by {workload.time_scale:.3f}) -> {output}"
     )

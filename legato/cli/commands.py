@@ -7,10 +7,11 @@ that cannot be written, with one line and exit status 1; Ctrl-C with one line an
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -33,6 +34,7 @@ from legato.cli import (
 )
 from legato.cli.ending import INTERRUPTED, fail
 from legato.cli.options import Interrupted
+from legato.cli.output import note
 from legato.core.errors import InputError, LegatoError
 
 __all__ = ["app", "run"]
@@ -61,25 +63,38 @@ def _start(
         raise Exit(2)
 
 
-app.command("demo")(demo.demo)
-app.command("advise")(advise.advise)
-app.command("capture")(capture.capture)
-app.command("import")(import_.import_)
-app.command("calibrate")(calibrate.calibrate)
-app.command("plan")(plan.plan)
-app.command("rehearse")(rehearse.rehearse)
-app.command("report")(report.report)
-app.command("simulate")(simulate.simulate)
-app.command("trace")(report.trace)
-app.command("reproduce")(reproduce.reproduce)
-app.command("sweep")(sweep.sweep)
-app.command("verify")(rehearse.verify)
-app.command("workload")(workload.workload)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
+    "advise": advise.advise,
+    "capture": capture.capture,
+    "import": import_.import_,
+    "calibrate": calibrate.calibrate,
+    "plan": plan.plan,
+    "rehearse": rehearse.rehearse,
+    "report": report.report,
+    "simulate": simulate.simulate,
+    "trace": report.trace,
+    "reproduce": reproduce.reproduce,
+    "sweep": sweep.sweep,
+    "verify": rehearse.verify,
+    "workload": workload.workload,
+}
+for _name, _command in _COMMANDS.items():
+    # Help is wrapped where the terminal ends, not where a line of the docstring does.
+    _paragraphs = (inspect.getdoc(_command) or "").split("\n\n")
+    app.command(_name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)
+
+
+class _Notes(logging.Handler):
+    """Prints what legato logs as a command prints its notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    logging.basicConfig(handlers=[_Notes()], level=logging.WARNING)
     try:
         status = app(list(arguments) if arguments is not None else None, standalone_mode=False)
         sys.stdout.flush()
@@ -99,7 +114,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise
-        return fail("this command needs PyTorch: pip install 'legato[torch]'", 2)
+        return fail("this command needs PyTorch: pip install torch", 2)
     except MemoryError:
         return fail("this machine's memory does not suffice (a smaller workload, or fewer workers?)", 1)
     except BrokenPipeError:  # the reader has all it wants

@@ -9,9 +9,10 @@ import msgspec
 import typer
 
 from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed, quantity
-from legato.cli.output import describe_cost, note, print_json, print_rows, stages
+from legato.cli.output import describe_cost, describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
-from legato.core.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth
+from legato.core.text import count
+from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
 
 #: On such links communication takes about as long as the computation of the models.
 _BANDWIDTH = "1Gbit"
@@ -66,7 +67,7 @@ def demo(
         return
     results = []
     for name in names:
-        note(f"{name} on {workers} workers, {_link(bandwidth_bps)}")
+        note(f"{name} on {count(workers, 'worker')}, {_link(bandwidth_bps)}")
         with stages(STAGES) as advance:
             result = job.run(name, workers, steps, output / name, advance, bandwidth_bps)
         results.append(result)
@@ -109,7 +110,7 @@ def _on_servers(
     tolerance = 0.0 if workers == 2 else job.TOLERANCE
     shown = []
     for name in names:
-        note(f"{name} on {workers} workers and {servers} parameter servers, {_link(bandwidth_bps)}")
+        note(f"{name} on {count(workers, 'worker')} and {count(servers, 'parameter server')}, {_link(bandwidth_bps)}")
         with stages(SERVER_STAGES) as advance:
             result = job.run_servers(name, workers, servers, steps, output / name, advance, bandwidth_bps)
         for row in result.rows:
@@ -145,7 +146,7 @@ def _show(result: object) -> None:
     assert isinstance(result, ModelResult)
     workload, cluster, cost = result.workload, result.cluster, result.cluster.cost()
     note(
-        f"captured   {len(workload.ops)} ops, {len(workload.tensors)} tensors of {format_bytes(workload.nbytes)}, "
+        f"captured   {describe_size(workload)}, "
         f"{format_seconds(workload.compute_s)} of computation per iteration "
         f"(op times scaled by {workload.time_scale:.3f})"
     )
@@ -157,7 +158,7 @@ def _show(result: object) -> None:
     rows = job.rows(result)
     ddp = next(row for row in rows if row["scheduler"] == "ddp")
     print_rows(
-        f"{workload.name} on {cluster.workers} workers, calibrated {cluster.default_collective}; "
+        f"{workload.name} on {count(cluster.workers, 'worker')}, calibrated {cluster.default_collective}; "
         f"no plan is predicted to be faster than {bound}",
         [_with_speedups(row, ddp) for row in rows],
     )

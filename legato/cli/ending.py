@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from legato.core.interrupts import ignore, raise_once
+from legato.core.text import one_line
 
 __all__ = ["INTERRUPTED", "fail", "interruptible"]
 
@@ -21,7 +22,7 @@ INTERRUPTED = 130
 def fail(message: str, status: int) -> int:
     """Print the message as one line on standard error; returns the status."""
     with suppress(OSError):  # standard error may be closed or full, too
-        print(f"legato: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"legato: {one_line(' '.join(message.split()))}", file=sys.stderr, flush=True)
     return status
 
 

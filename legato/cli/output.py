@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,16 +16,24 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from legato.core.cluster import LinearCost
-from legato.core.units import format_seconds
+from legato.core.text import count, one_line, percent
+from legato.core.units import format_bytes, format_seconds
+from legato.core.workload import Workload
 
-__all__ = ["describe_cost", "format_gap", "note", "print_json", "print_rows", "print_table", "progress"]
-
-
-def format_gap(gap: float) -> str:
-    """The distance above a bound, such as `+2.6%`; never `-0.0%`."""
-    return f"{gap if abs(gap) > 5e-4 else 0.0:+.1%}"
+__all__ = [
+    "describe_cost",
+    "describe_size",
+    "note",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "progress",
+    "say",
+    "stages",
+]
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -31,21 +42,22 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "iteration_s": ("predicted", format_seconds),
     "undisturbed_s": ("undisturbed", format_seconds),
     "lost_s": ("lost", format_seconds),
-    "propagated": ("propagated", lambda v: f"{v:.0%}"),
+    "propagated": ("propagated", lambda v: percent(v, 0)),
     "measured_s": ("measured", format_seconds),
+    "quartiles_s": ("quartiles", lambda v: " to ".join(map(format_seconds, v))),
     "predicted_s": ("predicted", format_seconds),
-    "error": ("prediction\nerror", lambda v: f"{v:+.1%}"),
+    "error": ("prediction\nerror", partial(percent, signed=True)),
     "speedup_over_ddp": ("measured\nover ddp", lambda v: f"{v:.2f}x"),
     "predicted_over_ddp": ("predicted\nover ddp", lambda v: f"{v:.2f}x"),
     "speedup_over_random": ("measured\nover random", lambda v: f"{v:.2f}x"),
     "iterations_per_s": ("measured\nper second", lambda v: f"{v:.2f}"),
-    "gap": ("above bound", format_gap),
-    "rounded": ("rounded", lambda v: f"{v:.1%}"),
+    "gap": ("above bound", partial(percent, signed=True)),
+    "rounded": ("rounded", percent),
     "overlap": ("overlap", lambda v: f"{v:.2f}"),
-    "utilization": ("utilization", lambda v: f"{v:.1%}"),
-    "straggler": ("straggler", lambda v: f"{v:.1%}"),
-    "variation": ("variation", lambda v: f"{v:.1%}"),
-    "out_of_order": ("out of order", lambda v: f"{v:.2%}"),
+    "utilization": ("utilization", percent),
+    "straggler": ("straggler", percent),
+    "variation": ("variation", percent),
+    "out_of_order": ("out of order", lambda v: percent(v, 2)),
     "agent_s": ("agent's pass", format_seconds),
     "num_messages": ("messages", str),
     "plan_s": ("planned in", format_seconds),
@@ -56,6 +68,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 _OF_ITERATION = ("gap", "overlap", "utilization")
 #: Wider than any table.
 _WIDEST = 10_000
+#: The seconds between two lines that say where the work is.
+_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
@@ -64,8 +78,10 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s") -> None:
-    """Print one row per scheduler, sorted by the seconds in `by`, with the fastest marked.
+def print_rows(
+    title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s", best: str | None = None
+) -> None:
+    """Print one row per scheduler, sorted by the seconds in `by`, with the best marked: by default the fastest.
 
     If anything was measured, the heads say what is predicted and what is measured.
     """
@@ -79,7 +95,8 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iterati
     fastest = min((row[by] for row in rows), default=None)
     for row in sorted(rows, key=lambda r: r[by]):
         cells = ["" if row.get(key) is None else _COLUMNS[key][1](row[key]) for key in shown]
-        table.add_row(*cells, style="bold green" if row[by] == fastest else None)
+        marked = row[by] == fastest if best is None else row["scheduler"] == best
+        table.add_row(*cells, style="bold green" if marked else None)
     print_table(table)
 
 
@@ -91,7 +108,7 @@ def print_table(table: Table, keys: int = 1) -> None:
     """
     console = _console(stderr=False)
     if table.title is not None:
-        console.print(table.title, style="bold", markup=False, soft_wrap=True)
+        console.print(table.title, style="bold", soft_wrap=True)
         table.title = None
     if _width(console, table) > console.width:
         table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 0), False
@@ -126,10 +143,20 @@ def _width(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
 
 
+class _Console(Console):
+    """A console to which text is only text: names may hold control characters and what looks like markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str("\n".join(map(one_line, text.split("\n"))), **options)
+
+
 def _console(stderr: bool) -> Console:
     # A pipe has no width: nothing is wrapped or truncated.
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDEST)
+    console = _Console(stderr=stderr)
+    return console if console.is_terminal else _Console(stderr=stderr, width=_WIDEST)
 
 
 def describe_cost(cost: LinearCost) -> str:
@@ -138,38 +165,70 @@ def describe_cost(cost: LinearCost) -> str:
     return f"{line}, at least {format_seconds(cost.floor_s)}" if cost.floor_s else line
 
 
+def describe_size(workload: Workload) -> str:
+    """How many ops and tensors a workload has, and their bytes, in words."""
+    ops, tensors = count(len(workload.ops), "op"), count(len(workload.tensors), "tensor")
+    return f"{ops}, {tensors} of {format_bytes(workload.nbytes)}"
+
+
+def say(text: str) -> None:
+    """Print a line on standard output."""
+    _console(stderr=False).print(text, soft_wrap=True)
+
+
 def note(text: str) -> None:
     """Print a line on standard error."""
-    _console(stderr=True).print(text, markup=False, soft_wrap=True)
+    _console(stderr=True).print(text, soft_wrap=True)
 
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error; yields `advance(done, total)`."""
-    with _bars() as bars:
-        task = bars.add_task(label, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _bars() -> Progress:
-    console = _console(stderr=True)
-    return Progress(
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    with stages([label]) as advance:
+        advance(label, 0, 0)
+        yield lambda done, total: advance(label, done, total)
 
 
 @contextmanager
 def stages(labels: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
-    """Show one progress bar per label, each from its first call on; yields `advance(label, done, total)`."""
-    with _bars() as bars:
-        tasks = {label: bars.add_task(label, total=None, visible=False) for label in labels}
+    """Show one progress bar per label, each from its first call on; yields `advance(label, done, total)`.
 
-        def advance(label: str, done: int, total: int) -> None:
-            bars.update(tasks[label], completed=done, total=total, visible=True)
+    A pipe gets a line from time to time instead, with where the work is.
+    """
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        with _lines() as advance:
+            yield advance
+        return
+    label = TextColumn("{task.description:<28}", markup=False)
+    with Progress(label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bars:
+        tasks = {label: bars.add_task(one_line(label), total=None, visible=False) for label in labels}
 
+        def show(label: str, done: int, total: int) -> None:
+            bars.update(tasks[label], completed=done, total=total or None, visible=True)
+
+        yield show
+
+
+@contextmanager
+def _lines() -> Iterator[Callable[[str, int, int], None]]:
+    """Print where the work is every few seconds, and less often in hours of it."""
+    start, over, last = time.monotonic(), threading.Event(), [""]
+
+    def advance(label: str, done: int, total: int) -> None:
+        last[0] = f"{label}: {done} of {total}" if total else label
+
+    def tell() -> None:
+        passed_s = 0.0
+        while not over.wait(max(_EVERY_S, passed_s / 10)):
+            passed_s = time.monotonic() - start
+            if last[0]:
+                note(f"{last[0]} ({format_seconds(passed_s)})")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
         yield advance
+    finally:
+        over.set()
+        thread.join()

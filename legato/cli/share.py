@@ -15,6 +15,7 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Plan
+from legato.core.text import count, percent
 from legato.core.units import format_seconds, parse_seconds
 from legato.core.workload import Workload
 
@@ -57,8 +58,8 @@ def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Va
         return [default] * jobs
     parts = split(text)
     if len(parts) not in (1, jobs):
-        noun, expected = ("jobs", "one for all, or one each") if jobs > 1 else ("job", "one")
-        raise InputError(f"--{option}: {len(parts)} values for {jobs} {noun} (expected {expected})")
+        expected = "one for all, or one each" if jobs > 1 else "one"
+        raise InputError(f"--{option}: {count(len(parts), 'value')} for {count(jobs, 'job')} (expected {expected})")
     values = [quantity(option, value, parse) for value in parts]
     return values * jobs if len(values) == 1 else values
 
@@ -96,20 +97,20 @@ def simulate_shared(
         priorities = one_each("priority", given.priority, len(jobs), whole, 0)
     if output is not None:
         _make(output)
-    count = ITERATIONS if iterations is None else iterations
-    shared = SharedNetwork(jobs, network, iterations=count)
+    number = ITERATIONS if iterations is None else iterations
+    shared = SharedNetwork(jobs, network, iterations=number)
     rows, phases = _rows(shared, given, priorities)
     best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
     if output is not None:
         _write(output, shared, best)
     if network.disturbances:
         _note_unseen(rows, network.disturbances)
-        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=count), given, priorities)
+        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), given, priorities)
         rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
-    print_table(_table(f"{len(jobs)} jobs on {title}, {given.placement}, flow fidelity", rows), keys=2)
+    print_table(_table(f"{count(len(jobs), 'job')} on {title}, {given.placement}, flow fidelity", rows), keys=2)
     if phases is not None:
         print_table(_drifts(phases))
 
@@ -273,7 +274,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
                 *_starving(job["shortest_s"], format_seconds),
                 *_starving(job["longest_s"], format_seconds),
                 str(job["iterations"]),
-                *_starving(job["utilization"], "{:.1%}".format),
+                *_starving(job["utilization"], percent),
             )
         begin_s, end_s = row["window_s"]
         table.add_row(
@@ -283,7 +284,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
             *[""] * 4,
             *_starving(row["slowdown"], _slowdown),
             *[""] * 3,
-            f"{row['utilization']:.1%}",
+            percent(row["utilization"]),
             style="bold",
             end_section=True,
         )

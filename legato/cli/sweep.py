@@ -60,11 +60,11 @@ from legato.cli.options import (
     refuse_beside_cluster,
     split,
 )
-from legato.cli.output import format_gap, note, print_json, print_table, progress
+from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.text import count
+from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
 from legato.core.workload import Workload
 
@@ -79,12 +79,12 @@ _MOST_SHOWN = 40
 #: How the title of a table names what is the same in all cells, unless it is as usual.
 _WORDS = {
     "workload": "{}",
-    "workers": "{} workers",
+    "workers": "{} worker{s}",
     "link": "{}",
     "latency": "latency {}",
-    "GPUs per host": "{} GPUs per host",
-    "racks": "{} racks",
-    "spines": "{} spines",
+    "GPUs per host": "{} GPU{s} per host",
+    "racks": "{} rack{s}",
+    "spines": "{} spine{s}",
     "oversubscription": "oversubscription {}",
     "slow": "slow {}",
     "slow link": "slow link {}",
@@ -365,17 +365,18 @@ def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None, output: Pa
         ("scheduler", lambda row: row.scheduler),
         ("iteration", lambda row: format_seconds(row.iteration_s) if row.iteration_s is not None else "failed"),
         ("speedup", lambda row: f"{row.speedup:.2f}x" if row.speedup is not None else ""),
-        ("above bound", lambda row: format_gap(row.gap) if row.gap is not None else ""),
-        ("utilization", lambda row: f"{row.utilization:.1%}" if row.utilization is not None else ""),
+        ("above bound", lambda row: percent(row.gap, signed=True) if row.gap is not None else ""),
+        ("utilization", lambda row: percent(row.utilization) if row.utilization is not None else ""),
         ("faster with", lambda row: row.anomaly or ""),
     ]
     same = [(name, texts.pop()) for name, text in cells if len(texts := {text(row) for row in rows}) == 1]
-    title = ("" if cluster is None else f"{cluster}: ") + f"{len(rows):,} cell{'s' * (len(rows) != 1)}"
-    words = [_WORDS[name].format(text) for name, text in same if name in _WORDS and text != _USUAL.get(name)]
+    title = ("" if cluster is None else f"{cluster}: ") + count(len(rows), "cell")
+    unusual = [(name, text) for name, text in same if name in _WORDS and text != _USUAL.get(name)]
+    words = [_WORDS[name].format(text, s="" if text == "1" else "s") for name, text in unusual]
     title += "".join(f", {word}" for word in [*words, *_elsewhere(grid)])
     if len(rows) > _MOST_SHOWN:
         shown = _fastest(rows)
-        title += f"; the fastest on each of {len(shown):,} networks"
+        title += f"; the fastest on each of {count(len(shown), 'network')}"
     if len(shown) > _MOST_SHOWN:
         title += f" ({_MOST_SHOWN} shown)"
     table = Table(title=title, header_style="dim")

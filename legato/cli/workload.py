@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from legato.cli.options import Json, quantity
-from legato.cli.output import note, print_json
+from legato.cli.output import describe_size, note, print_json
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
 from legato.core.text import count
@@ -172,8 +172,8 @@ def workload(
         print_json(result)
         return
     note(
-        f"{job.name}, {count(job.batch_size, 'sample')} on {job.device}: {len(job.ops)} ops, "
-        f"{len(job.tensors)} tensors of {format_bytes(job.nbytes)}, forward {format_seconds(result['forward_s'])}, "
+        f"{job.name}, {count(job.batch_size, 'sample')} on {job.device}: {describe_size(job)}, "
+        f"forward {format_seconds(result['forward_s'])}, "
         f"backward {format_seconds(result['backward_s'])}" + (f" -> {output}" if output else "")
     )
     if name == LLM or name in zoo.SHAPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-__all__ = ["count", "one_line", "percent", "shorten", "table"]
+__all__ = ["count", "one_line", "percent", "shorten", "table", "with_article"]
 
 
 def one_line(text: str) -> str:
@@ -22,6 +22,11 @@ def shorten(name: str, most: int = 40) -> str:
 def count(number: int, noun: str) -> str:
     """`1 tensor`, `2,000 tensors`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def with_article(noun: str) -> str:
+    """`a dict`, `an int`."""
+    return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:

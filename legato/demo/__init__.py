@@ -14,6 +14,7 @@ import msgspec
 
 from legato.core.errors import InputError
 from legato.core.files import write_text
+from legato.core.text import percent
 from legato.core.units import format_seconds
 from legato.demo.result import ModelResult, ServerResult, measured_names
 from legato.report.doubts import doubts
@@ -107,9 +108,10 @@ def verdict(result: ModelResult) -> list[str]:
     else:
         won = f"{result.model}: legato was as fast as DDP: a step took {format_seconds(result.legato_s)}."
     spare = max(0.0, 1 - bound_s / result.legato_s)
+    off = percent(predicted_s / result.legato_s - 1, signed=True)
     return [
         won,
-        f"  The prediction was {format_seconds(predicted_s)} ({predicted_s / result.legato_s - 1:+.1%}).",
+        f"  The prediction was {format_seconds(predicted_s)} ({off}).",
         f"  No plan can take less than {format_seconds(bound_s)}, so at most {spare:.0%} of the step is left to win.",
     ]
 

@@ -17,6 +17,7 @@ from typer.main import get_command
 import legato
 from legato.cli.commands import app
 from legato.cli.options import SEVERAL, SEVERAL_TIMES
+from legato.core.errors import EXTRAS
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound
 
@@ -396,7 +397,7 @@ def test_an_option_that_several_verbs_have_is_the_same_in_all():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("plan", "W"), ("plan", "W", "--json"), ("workload", "--list"), ("--help",)])
 def test_output_that_cannot_be_written_is_one_line(workload, arguments):
-    command = [sys.executable, "-m", "legato.cli", *(workload if word == "W" else word for word in arguments)]
+    command = [sys.executable, "-m", "legato", *(workload if word == "W" else word for word in arguments)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
@@ -405,7 +406,7 @@ def test_output_that_cannot_be_written_is_one_line(workload, arguments):
 
 
 def test_a_closed_pipe_ends_a_command_silently(workload):
-    command = [sys.executable, "-m", "legato.cli", "plan", workload, "--scheduler", "fifo", "--json"]
+    command = [sys.executable, "-m", "legato", "plan", workload, "--scheduler", "fifo", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -414,7 +415,7 @@ def test_a_closed_pipe_ends_a_command_silently(workload):
 def test_two_quick_ctrl_c_are_one_line(tmp_path):
     """The command reads a pipe that nothing is written to; the second Ctrl-C comes while the first is handled."""
     os.mkfifo(tmp_path / "w.json")
-    command = [sys.executable, "-m", "legato.cli", "plan", tmp_path / "w.json"]
+    command = [sys.executable, "-m", "legato", "plan", tmp_path / "w.json"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -522,7 +523,7 @@ def test_what_is_not_installed_is_named_before_any_work(workload, library, argum
     pytest.importorskip("torch")
     done = run_without(library, *(workload if word == "W" else word for word in arguments))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install 'legato[{extra}]'\n"
+    assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install {EXTRAS[extra]}\n"
 
 
 def test_planning_needs_no_torch(workload):

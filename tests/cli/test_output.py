@@ -2,9 +2,10 @@
 
 import io
 import re
+import time
 
 import pytest
-from rich.console import Console
+from support import PATIENCE_S
 
 from legato.cli import output
 
@@ -18,7 +19,7 @@ ROWS = [
 def printed(monkeypatch, width, rows, **options):
     """The lines that a terminal of this width gets."""
     out = io.StringIO()
-    monkeypatch.setattr(output, "_console", lambda stderr: Console(file=out, width=width, force_terminal=True))
+    monkeypatch.setattr(output, "_console", lambda stderr: output._Console(file=out, width=width, force_terminal=True))
     output.print_rows(TITLE, rows, **options)
     return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
 
@@ -55,6 +56,39 @@ def test_a_pipe_gets_plain_text_of_any_width(capfd):
     assert "f" * 300 in said and "\x1b" not in said and "…" not in said
 
 
-@pytest.mark.parametrize(("gap", "text"), [(-1e-9, "+0.0%"), (4e-4, "+0.0%"), (0.026, "+2.6%"), (-0.02, "-2.0%")])
-def test_a_gap_is_never_minus_nothing(gap, text):
-    assert output.format_gap(gap) == text
+def test_a_gap_of_nothing_has_no_sign(monkeypatch):
+    rows = [{"scheduler": "ddp", "iteration_s": 1.0, "gap": gap} for gap in (-1e-9, 4e-4, 0.026, -0.02)]
+    assert re.findall(r"\S+%", "\n".join(printed(monkeypatch, 200, rows))) == ["0.0%", "0.0%", "+2.6%", "-2.0%"]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_names_cannot_control_the_terminal_or_the_style(monkeypatch, width):
+    out = io.StringIO()
+    monkeypatch.setattr(output, "_console", lambda stderr: output._Console(file=out, width=width, force_terminal=True))
+    name = "a\x1b]0;b\x07[/bold]\r\x9b31m:smile:"
+    output.print_rows(name, [{**ROWS[0], "fabric": name}])
+    output.note(name)
+    output.say(name)
+    shown = "a\\u001b]0;b\\u0007[/bold]\\r\\u009b31m:smile:"
+    styles = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert styles.count(shown) >= 4 and styles.replace("\n", "").isprintable()
+
+
+def test_a_pipe_hears_every_few_seconds_where_the_work_is(monkeypatch, capsys):
+    monkeypatch.setattr(output, "_EVERY_S", 0.02)
+    with output.stages(["measuring", "planning"]) as advance:
+        advance("measuring", 3, 20)
+        wait_for_line(capsys, r"measuring: 3 of 20 \(.+\)")
+        advance("planning", 0, 0)
+        wait_for_line(capsys, r"planning \(.+\)")
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def wait_for_line(capsys, pattern):
+    said, end = "", time.monotonic() + PATIENCE_S
+    while not re.search(pattern, said):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        said += capsys.readouterr().err

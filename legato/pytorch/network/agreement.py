@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
+from legato.core.text import count
 from legato.pytorch._private import flatten_tensors, unflatten_tensors
 
 __all__ = [
@@ -58,7 +59,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
     for i, group in enumerate(optimizer.param_groups):
         settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         known = {k: v for k, v in sorted(settings.items()) if isinstance(v, bool | int | float | str | tuple | list)}
-        facts[f"group {i} of the optimizer"] = f"{len(group['params'])} parameters, {known}"
+        facts[f"group {i} of the optimizer"] = f"{count(len(group['params']), 'parameter')}, {known}"
     return facts
 
 

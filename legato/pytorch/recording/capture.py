@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
+from legato.core.text import count
 from legato.core.workload import Op, Phase, Tensor, Workload
 from legato.pytorch._private import compiles_with, is_compiled
 from legato.pytorch.compiled.compiler import GraphCompiler
@@ -355,7 +356,7 @@ def _check_same(first: RecordedStep, other: RecordedStep) -> None:
     if len(first.ops) != len(other.ops):
         shorter, longer = sorted((first.ops, other.ops), key=len)
         extra = longer[len(shorter)]
-        raise differ(f"{len(shorter)} ops in one run, in another also {what(extra.phase, extra.name)}")
+        raise differ(f"{count(len(shorter), 'op')} in one run, in another also {what(extra.phase, extra.name)}")
     for a_tensor, b_tensor in zip(first.tensors, other.tensors, strict=True):
         if a_tensor != b_tensor:
             raise differ(f"the gradient of {a_tensor.name!r} was complete where later {b_tensor.name!r} was")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
+from legato.core.text import with_article
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
@@ -84,7 +85,7 @@ def _import(path: Path) -> ModuleType:
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return "None" if value is None else f"a {type(value).__qualname__}"
+    return "None" if value is None else with_article(type(value).__qualname__)
 
 
 @contextmanager

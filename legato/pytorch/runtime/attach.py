@@ -39,6 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan, Shard
+from legato.core.text import one_line
 from legato.core.timeline import Timeline
 from legato.pytorch._private import (
     JOIN_BEGINS,
@@ -306,7 +307,7 @@ class Attachment:
         """Print a line on rank 0, once."""
         if self._group.rank() == 0 and what not in self._said:
             self._said.add(what)
-            sys.stderr.write(f"legato: {what}\n")
+            sys.stderr.write(f"legato: {one_line(what)}\n")
             sys.stderr.flush()
 
     def _check(self, plan: Plan) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError
+from legato.core.text import count
 from legato.pytorch._private import checkpoint_name, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
@@ -222,7 +223,8 @@ class OptimizerState:
         for i, (group, other) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
             mine = [names[p] for p in group["params"]]
             if mine != other["params"]:
-                here, there = (f"{len(found)} parameters, {found[:1]} ..." for found in (mine, other["params"]))
+                both = mine, other["params"]
+                here, there = (f"{count(len(found), 'parameter')}, {found[:1]} ..." for found in both)
                 raise InputError(f"group {i} of the optimizer: {here}; in the checkpoint {there}")
         return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in saved]
 

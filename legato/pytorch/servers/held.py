@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
+from legato.core.text import count
 from legato.pytorch._private import has_step_hooks
 from legato.pytorch.runtime.update import Update
 from legato.pytorch.servers.protocol import StepRequest
@@ -121,7 +122,7 @@ class HeldState:
         """Apply the hyper-parameters of all groups. Raises `RankError` if the number of groups differs."""
         if len(groups) != len(self._optimizer.param_groups):
             here = len(self._optimizer.param_groups)
-            raise RankError(f"the optimizer has {len(groups)} groups on the workers, {here} on a server")
+            raise RankError(f"the optimizer has {count(len(groups), 'group')} on the workers, {here} on a server")
         for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             for key, value in theirs.items():
                 before = mine.get(key)

@@ -19,6 +19,7 @@ from legato.core import files
 from legato.core.errors import InputError, RankError
 from legato.core.placement import Placement
 from legato.core.plan import Plan
+from legato.core.text import count
 from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
 from legato.pytorch.network.threads import batch_policy_threads
@@ -134,13 +135,14 @@ def _status(of: weakref.ref[_Role]) -> Callable[[], str]:
 
 
 def _roles(size: int, servers: int, agents: int, infer: Any) -> Roles:
-    for name, count, least in (("servers", servers, 1), ("agents", agents, 0)):
-        if not isinstance(count, int) or count < least:
-            raise InputError(f"{name}: {count} (expected at least {least})")
+    for name, number, least in (("servers", servers, 1), ("agents", agents, 0)):
+        if not isinstance(number, int) or number < least:
+            raise InputError(f"{name}: {number} (expected at least {least})")
     if size - servers - agents < 1:
-        raise InputError(f"{size} ranks, {servers} servers and {agents} agents: no rank is left for a worker")
+        given = ", ".join([count(size, "rank"), count(servers, "server"), count(agents, "agent")])
+        raise InputError(f"{given}: no rank is left for a worker")
     if agents and infer is None:
-        raise InputError(f"{agents} agents without infer= (expected a function of the model)")
+        raise InputError(f"{count(agents, 'agent')} without infer= (expected a function of the model)")
     return Roles(size - servers - agents, servers, agents)
 
 
@@ -175,9 +177,9 @@ def _agree(
     facts = describe_model(plan, dict(parameters))
     for kind, found in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         facts |= {f"{kind} {name!r}": f"{tuple(t.shape)} {t.dtype}" for name, t in found if name not in parameters}
-    facts["optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"
+    facts["optimizer"] = f"{type(optimizer).__name__} of {count(len(optimizer.param_groups), 'group')}"
     facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
-    facts["roles"] = f"{roles.workers} workers, {roles.servers} servers, {roles.agents} agents"
+    facts["roles"] = str(roles)
     try:
         agree(facts, transport.group)
         values = [*model.parameters(), *model.buffers()]

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from legato.core.errors import RankError
+from legato.core.text import count
 from legato.pytorch.network.watchdog import Watchdog
 
 __all__ = [
@@ -64,6 +65,9 @@ class Roles:
     workers: int
     servers: int
     agents: int
+
+    def __str__(self) -> str:
+        return f"{count(self.workers, 'worker')}, {count(self.servers, 'server')}, {count(self.agents, 'agent')}"
 
     @property
     def size(self) -> int:

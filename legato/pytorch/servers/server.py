@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from legato.core.errors import RankError
+from legato.core.text import count
 from legato.pytorch.servers.held import HeldState
 from legato.pytorch.servers.protocol import (
     AVERAGES,
@@ -195,8 +196,8 @@ class Server:
         left = sorted(set(self.workers) - present)
         if left and (self._steps or any(self._arrived.values())):
             raise RankError(
-                f"{self.transport.named(left[0])} left after {self.iteration} steps, but other workers continue: "
-                f"the gradient of {self.shards[0].label if self.shards else 'nothing'} will never be complete"
+                f"{self.transport.named(left[0])} left after {count(self.iteration, 'step')}, but other workers "
+                f"continue: the gradient of {self.shards[0].label if self.shards else 'nothing'} will never be complete"
             )
 
     def _check_equal(self) -> None:

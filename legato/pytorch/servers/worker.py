@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from legato.core.errors import RankError
+from legato.core.text import count
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import BackwardScope
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
@@ -66,7 +67,7 @@ class Worker(Puller):
     def status(self) -> str:
         """What the worker is doing, for the error messages of other ranks."""
         if not self.in_backward:
-            return f"has begun {self.iteration} iterations"
+            return f"has begun {count(self.iteration, 'iteration')}"
         return f"is in backward pass {self.iteration}, and waits for the gradient of {self.shards[self._next].label}"
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def test_an_agent_sees_the_parameters_of_one_moment(four_ranks):
         ("lbfgs", "InputError: optimizer: LBFGS (expected one that updates each parameter independently)"),
         ("strangers", "InputError: the optimizer has a parameter that does not belong to the model"),
         ("all-reduces", "PlanError: messages[0].kind: 'all_reduce' (expected 'push' or 'pull'"),
-        ("no agents' work", "InputError: 1 agents without infer="),
+        ("no agents' work", "InputError: 1 agent without infer="),
     ],
 )
 def test_refusals_reach_every_rank(four_ranks, case, expected):
