@@ -237,8 +237,8 @@ class Attachment:
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
 
-        DDP's own plan is carried out by DDP. The first of equals wins. `observed` is True meanwhile, and `tournament`
-        then says what was measured. Raises what `adopt` raises.
+        DDP's own plan is carried out by DDP. Of plans that are equally fast, the first wins. `observed` is True
+        meanwhile, and `tournament` then says what was measured. Raises what `adopt` raises.
         """
         for plan in plans:
             self._check(plan)
