@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -190,14 +190,14 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def stages(labels: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
+def stages(labels: Sequence[str]) -> Iterator[Callable[[str, int, int], None]]:
     """Show one progress bar per label, each from its first call on; yields `advance(label, done, total)`.
 
     A pipe gets a line from time to time instead, with where the work is.
     """
     console = _console(stderr=True)
     if not console.is_terminal:
-        with _lines() as advance:
+        with _lines(labels[0]) as advance:
             yield advance
         return
     label = TextColumn("{task.description:<28}", markup=False)
@@ -211,9 +211,9 @@ def stages(labels: Iterable[str]) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def _lines() -> Iterator[Callable[[str, int, int], None]]:
+def _lines(first: str) -> Iterator[Callable[[str, int, int], None]]:
     """Print where the work is every few seconds, and less often in hours of it."""
-    start, over, last = time.monotonic(), threading.Event(), [""]
+    start, over, last = time.monotonic(), threading.Event(), [first]
 
     def advance(label: str, done: int, total: int) -> None:
         last[0] = f"{label}: {done} of {total}" if total else label
@@ -222,8 +222,7 @@ def _lines() -> Iterator[Callable[[str, int, int], None]]:
         passed_s = 0.0
         while not over.wait(max(_EVERY_S, passed_s / 10)):
             passed_s = time.monotonic() - start
-            if last[0]:
-                note(f"{last[0]} ({format_seconds(passed_s)})")
+            note(f"{last[0]} ({format_seconds(passed_s)})")
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

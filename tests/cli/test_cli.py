@@ -263,11 +263,19 @@ def test_files_that_are_not_there(capsys, workload, tmp_path):
 
 
 def test_help_shows_an_example(capsys):
-    for verb in get_command(app).commands:
+    for verb, command in get_command(app).commands.items():
         status, out, _ = run(capsys, verb, "--help")
         assert status == 0 and f"legato {verb}" in out and "Example" in out
+        assert "\n" not in command.help.replace("\n\n", ""), (
+            f"{verb}: its help breaks lines that the terminal would not"
+        )
     status, out, _ = run(capsys, "--version")
     assert status == 0 and out == f"legato {legato.__version__}\n"
+
+
+def test_it_is_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "legato", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"legato {legato.__version__}\n"
 
 
 def test_capture_needs_no_more_than_three_things(capsys, tmp_path):
