@@ -9,10 +9,11 @@ import msgspec
 import typer
 
 from legato.cli.options import Json, keep_apart, quantity
-from legato.cli.output import note, print_json, progress
+from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
-from legato.core.units import format_bytes, format_seconds, parse_seconds
+from legato.core.text import percent, shorten
+from legato.core.units import format_seconds, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -101,13 +102,19 @@ def import_(
     if timeline is not None and found.timeline is not None:
         files.write(timeline, found.timeline)
     if cluster is not None:
-        from legato.ingest.network import cluster_of
+        from legato.ingest.network import cluster_of, doubt
+        from legato.ingest.source import refusals_name_files
 
-        files.write(cluster, cluster_of(found))
+        fitted = refusals_name_files(lambda _: cluster_of(found))(traces)
+        if why := doubt(fitted):
+            found.notes.lacks(f"the cost of the network: {why}")
+        files.write(cluster, fitted)
     if found.workload is None:
+        from legato.ingest.source import named
+
         show_measures(found.ranks)
         show_notes(found.notes)
-        raise InputError(f"no workload: {found.lacking}")
+        raise InputError(f"no workload: {found.lacking}: {named(traces)}")
     files.write(output, found.workload)
     if json:
         print_json(_summary(format, found, found.workload, output, timeline))
@@ -145,7 +152,7 @@ def show_measures(measures: Sequence[RankMeasure]) -> None:
         waiting = "" if m.waiting_s is None else f", {format_seconds(m.waiting_s)} waiting for late ranks"
         note(
             f"rank {m.rank}, {m.step}: {format_seconds(m.iteration_s)} per iteration; computing "
-            f"{format_seconds(m.computation_s)} (U {m.utilization:.1%}), communicating "
+            f"{format_seconds(m.computation_s)} (U {percent(m.utilization)}), communicating "
             f"{format_seconds(m.communication_s)} (rho {m.rho:.2f}), {format_seconds(m.exposed_comm_s)} of it "
             f"exposed{waiting}; waiting for the host {format_seconds(m.idle_s)}; overlap alpha {m.overlap:.2f}, "
             f"{m.host_overlap:.2f} with the host's time as computation"
@@ -161,7 +168,4 @@ def show_notes(notes: Notes) -> None:
 
 
 def _described(job: Workload) -> str:
-    return (
-        f"{job.name}: {len(job.ops)} ops, {len(job.tensors)} tensors of {format_bytes(job.nbytes)}, "
-        f"{format_seconds(job.compute_s)} of computation"
-    )
+    return f"{shorten(job.name)}: {describe_size(job)}, {format_seconds(job.compute_s)} of computation"

@@ -26,11 +26,12 @@ import msgspec
 import numpy as np
 
 from legato.core.errors import FileError, InputError
+from legato.core.text import count
 from legato.ingest.kineto.columns import Arguments, EventColumns
 from legato.ingest.kineto.events import ACCUMULATE, COLLECTIVE_NAME, COMMUNICATION, Trace
 from legato.ingest.kineto.importer import Graph, import_kineto
 from legato.ingest.kineto.step import TracedStep
-from legato.ingest.source import Progress, one_line, read_all, read_blocks
+from legato.ingest.source import Progress, one_line, read_all, read_blocks, refusals_name_files
 from legato.ingest.traced import Imported, Notes, TracedOp
 
 __all__ = ["import_execution_traces", "is_graph", "pairs"]
@@ -81,6 +82,7 @@ class _File(msgspec.Struct):
     pid: int | None = None
 
 
+@refusals_name_files
 def import_execution_traces(
     paths: Sequence[Path],
     *,
@@ -111,6 +113,7 @@ def import_execution_traces(
     )
 
 
+@refusals_name_files
 def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
     """The execution traces, each with its profiler trace. Raises `InputError` when their numbers differ."""
     graphs: list[Path] = []
@@ -118,13 +121,12 @@ def pairs(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
     for path in paths:
         (graphs if is_graph(path) else traces).append(path)
     if not traces:
-        raise InputError(
+        raise FileError(
             f"{paths[0]}: an execution trace has no times (expected the profiler's trace of the same step as well)"
         )
     if len(graphs) != len(traces):
-        raise InputError(
-            f"{len(graphs)} execution traces and {len(traces)} profiler traces (expected one of each per rank)"
-        )
+        numbers = f"{count(len(graphs), 'execution trace')} and {count(len(traces), 'profiler trace')}"
+        raise InputError(f"{numbers} (expected one of each per rank)")
     return list(zip(graphs, traces, strict=True))
 
 
@@ -215,7 +217,9 @@ class _Graph:
                 f"{self._path}: none of its operators ran in {step.trace.marks.path} (expected one step of one rank)"
             )
         if unknown:
-            notes.lacks(f"the operators of {unknown} ops in the execution trace", "such an op needs the op before it")
+            notes.lacks(
+                f"the operators of {count(unknown, 'op')} in the execution trace", "such an op needs the op before it"
+            )
         return [op for _, op in sorted(found, key=lambda entry: entry[0])]
 
     def _by_row(self, trace: Trace, columns: EventColumns, start_s: float, end_s: float) -> dict[int, _Node]:

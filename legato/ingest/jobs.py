@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from legato.core.errors import InputError
 from legato.ingest.execution_trace import import_execution_traces, is_graph, pairs
-from legato.ingest.kineto.events import read_marks
+from legato.ingest.kineto.events import Marks, read_marks
 from legato.ingest.kineto.importer import import_kineto
-from legato.ingest.source import Progress
+from legato.ingest.source import Progress, refusals_name_files
 from legato.ingest.traced import Imported
 
 __all__ = ["import_jobs"]
@@ -18,28 +19,47 @@ __all__ = ["import_jobs"]
 _MOST_JOBS = 2
 
 
+@dataclass
+class _Job:
+    """The files of a job by rank, and its number of ranks (None if no trace tells it)."""
+
+    workers: int | None = None
+    files: dict[int, list[Path]] = field(default_factory=dict)
+
+    def takes(self, trace: Marks) -> bool:
+        """Whether a trace can be of this job: it has the same number of ranks, and not yet this one."""
+        same = trace.workers is None or self.workers is None or trace.workers == self.workers
+        return same and (trace.rank or 0) not in self.files
+
+
+@refusals_name_files
 def import_jobs(
     paths: Sequence[Path], *, rank: int | None = None, step: str | None = None, progress: Progress | None = None
 ) -> list[Imported]:
-    """Import one job, or two: a trace of a rank that a job already has belongs to the next job.
+    """Import one job, or two: of another job is a trace of a rank that a job already has, or of more or fewer ranks.
 
     A trace that does not tell its rank is one of rank 0. Raises `InputError` for
-    more than two traces of a rank, and what `import_kineto` and
-    `import_execution_traces` raise.
+    more than two jobs, and what `import_kineto` and `import_execution_traces`
+    raise.
     """
     paired = pairs(paths) if any(map(is_graph, paths)) else [(None, path) for path in paths]
-    jobs: list[dict[int, list[Path]]] = []
-    for graph, trace in paired:
-        found = (read_marks(trace).rank or 0) if len(paired) > 1 else 0
-        job = next((job for job in jobs if found not in job), None)
+    jobs: list[_Job] = []
+    for graph, path in paired:
+        trace = read_marks(path) if len(paired) > 1 else Marks(path)
+        job = next((job for job in jobs if job.takes(trace)), None)
         if job is None:
-            jobs.append(job := {})
-        job[found] = [trace] if graph is None else [graph, trace]
+            jobs.append(job := _Job())
+        job.workers = job.workers or trace.workers
+        job.files[trace.rank or 0] = [path] if graph is None else [graph, path]
     if len(jobs) > _MOST_JOBS:
-        raise InputError(f"{len(jobs)} traces of one rank (expected at most two: before a change, and after it)")
+        sizes = [str(job.workers) for job in jobs if job.workers is not None]
+        why = f"traces of {len(jobs)} jobs, which have {', '.join(sizes)} ranks" if len(set(sizes)) > 1 else ""
+        raise InputError(
+            f"{why or f'{len(jobs)} traces of one rank'} (expected at most two: before a change, and after it)"
+        )
     return [
-        (import_kineto if all(len(files) == 1 for files in job.values()) else import_execution_traces)(
-            [path for files in job.values() for path in files], rank=rank, step=step, progress=progress
+        (import_kineto if all(len(files) == 1 for files in job.files.values()) else import_execution_traces)(
+            [path for files in job.files.values() for path in files], rank=rank, step=step, progress=progress
         )
         for job in jobs
     ]

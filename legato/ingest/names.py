@@ -6,10 +6,20 @@ import math
 import re
 from typing import Any
 
-__all__ = ["GRADIENT_KINDS", "collective_kind", "element_bytes", "tensor_bytes"]
+__all__ = [
+    "GRADIENT_KINDS",
+    "GROUPED",
+    "collective_kind",
+    "element_bytes",
+    "is_integer",
+    "tensor_bytes",
+    "tensor_elements",
+]
 
 #: The collectives that carry gradients if the backward pass issues them.
 GRADIENT_KINDS = ("all_reduce", "reduce_scatter")
+#: Sends and receives that NCCL carries out together, and whatever else it does.
+GROUPED = "send_recv"
 
 _KINDS = {
     "allreduce": "all_reduce",
@@ -24,6 +34,7 @@ _KINDS = {
     "reduce": "reduce",
     "send": "send",
     "recv": "recv",
+    "coalesced": GROUPED,
 }
 
 _ELEMENT_BYTES = {
@@ -46,6 +57,12 @@ def element_bytes(name: str | None) -> int | None:
     return None if name is None else _ELEMENT_BYTES.get(name.lower().removeprefix("c10::"))
 
 
+def is_integer(name: Any) -> bool:
+    """Whether a type called `long int`, `Int`, `uint8`, ... has whole numbers, which no gradient consists of."""
+    plain = name.lower().removeprefix("c10::") if isinstance(name, str) else ""
+    return plain in _ELEMENT_BYTES and re.search("float|double|half|complex", plain) is None
+
+
 def tensor_bytes(dims: Any, types: Any) -> int | None:
     """Bytes of the first tensor of the profiler's `Input Dims` and `Input type`; None if they describe none.
 
@@ -54,11 +71,15 @@ def tensor_bytes(dims: Any, types: Any) -> int | None:
     if not (isinstance(dims, list) and isinstance(types, list) and dims and types):
         return None
     size = element_bytes(types[0]) if isinstance(types[0], str) else None
-    shape = dims[0]
-    if size is None or not isinstance(shape, list):
+    total = (size or 0) * (tensor_elements(dims[0]) or 0)
+    return total if 0 < total < 2**62 else None
+
+
+def tensor_elements(shape: Any) -> int | None:
+    """Elements of a tensor of this shape, or of all tensors of a list of shapes; None if it is neither."""
+    if not isinstance(shape, list):
         return None
     shapes = shape if shape and all(isinstance(s, list) for s in shape) else [shape]
     if not all(isinstance(n, int) and 0 <= n < 2**48 for s in shapes for n in s) or any(len(s) > 64 for s in shapes):
         return None
-    total = size * sum(math.prod(s) for s in shapes)
-    return total if 0 < total < 2**62 else None
+    return sum(math.prod(s) for s in shapes)

@@ -9,10 +9,16 @@ from pathlib import Path
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError, InputError
+from legato.core.text import count
+from legato.core.units import format_seconds
 from legato.ingest.source import one_line, read_all
 from legato.ingest.traced import Imported, Notes
 
-__all__ = ["cluster_of", "read_nccl_tests"]
+__all__ = ["cluster_of", "doubt", "read_nccl_tests"]
+
+#: No network within a data center takes longer for one step of a ring, or carries less.
+_SLOWEST_STEP_S = 250e-6
+_LEAST_BITS_PER_S = 100e6
 
 _RANK = re.compile(r"#\s+Rank\s+\d+\s")
 _TEST = re.compile(r"#.*?\b(\w+)_perf\b")
@@ -40,6 +46,24 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     typical = statistics.median if all(m.waiting_s is not None for m in imported.ranks) else min
     points = sorted((nbytes, float(typical(same))) for nbytes, same in times.items())
     return _fitted(points, workers, "traced", imported.notes)
+
+
+def doubt(cluster: Cluster) -> str:
+    """Why a cost that was fitted to a trace is not that of a network; "" if it can be.
+
+    A ring of n workers takes 2(n-1) steps, in which each worker sends 2(n-1)/n of the bytes.
+    """
+    cost, steps = cluster.cost(), 2 * (cluster.workers - 1)
+    if steps and cost.startup_s > steps * _SLOWEST_STEP_S:
+        what = f"{format_seconds(cost.startup_s)} however small it is"
+    elif steps and cost.beta_s_per_byte > steps / cluster.workers * 8 / _LEAST_BITS_PER_S:
+        what = f"{format_seconds(cost.beta_s_per_byte * 2**20)} per MiB"
+    else:
+        return ""
+    return (
+        f"an all-reduce between {count(cluster.workers, 'worker')} takes {what}, which no network takes: it waits for "
+        "late ranks or for the host"
+    )
 
 
 def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes: Notes) -> Cluster:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from legato.core.errors import FileError, InputError
 from legato.core.workload import Op, Tensor, Workload
-from legato.ingest.source import Progress, one_line, read_all
+from legato.ingest.source import Progress, one_line, read_all, refusals_name_files
 from legato.ingest.traced import Imported, Notes
 
 __all__ = ["Send", "export_send_trace", "import_send_trace", "read_send_trace"]
@@ -93,6 +93,7 @@ def _send(path: Path, line: int, row: list[str]) -> Send:
     return Send(moment, parameter, int(size), source, destination)
 
 
+@refusals_name_files
 def import_send_trace(
     paths: Sequence[Path],
     *,
@@ -115,7 +116,7 @@ def import_send_trace(
     sends = [send for path in paths for send in read_send_trace(path, progress)]
     workers = list(dict.fromkeys(s.source for s in sends if s.aggregates))
     if not workers:
-        raise InputError(
+        raise FileError(
             f"{paths[0]}: no sends from a worker to a server (expected devices with names like worker0 and ps0)"
         )
     if worker is not None and worker not in workers:

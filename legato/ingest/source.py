@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
-from legato.core.errors import FileError
+from legato.core.errors import FileError, InputError
 
-__all__ = ["MOST_BYTES", "Progress", "one_line", "read_all", "read_blocks"]
+__all__ = ["MOST_BYTES", "Progress", "named", "one_line", "read_all", "read_blocks", "refusals_name_files"]
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 #: `progress(done, total)`, in bytes of the file on disk.
 Progress = Callable[[int, int], None]
@@ -59,6 +64,29 @@ def read_blocks(path: Path, progress: Progress | None = None, limit: int | None 
 def read_all(path: Path, progress: Progress | None = None) -> bytes:
     """All bytes of a file that is read into memory; raises `FileError` above `MOST_BYTES`."""
     return b"".join(read_blocks(path, progress, MOST_BYTES))
+
+
+def named(paths: Sequence[Path]) -> str:
+    """The first file, and how many more there are."""
+    first = one_line(str(paths[0]), 300) if paths else "no files"
+    return first if len(paths) < 2 else f"{first} and {len(paths) - 1} more"
+
+
+def refusals_name_files(
+    read: Callable[Concatenate[Sequence[Path], Options], Result],
+) -> Callable[Concatenate[Sequence[Path], Options], Result]:
+    """The same reader, whose refusals all name the files that it was given, where they do not name one of them."""
+
+    @functools.wraps(read)
+    def named_read(paths: Sequence[Path], /, *args: Options.args, **options: Options.kwargs) -> Result:
+        try:
+            return read(paths, *args, **options)
+        except FileError:
+            raise
+        except InputError as error:
+            raise FileError(f"{named(paths)}: {error}") from None
+
+    return named_read
 
 
 def one_line(text: str, limit: int = 120) -> str:

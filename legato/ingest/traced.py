@@ -11,7 +11,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
-__all__ = ["Gradient", "Imported", "Notes", "RankMeasure", "TracedOp", "TracedTransfer"]
+__all__ = ["Gradient", "Imported", "KindTimes", "Notes", "RankMeasure", "TracedOp", "TracedTransfer"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class TracedTransfer:
     carries_gradients: bool
     waited_s: float = 0.0
     after: int = -1  # the last op that began before it was issued
+
+    @property
+    def began_s(self) -> float:
+        """When it had waited."""
+        return min(self.start_s + self.waited_s, self.end_s)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,18 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class KindTimes:
+    """How long a step transfers with one kind of collective (seconds), and how long nothing is computed meanwhile.
+
+    Collectives that run at the same time count once if they are of one kind, and for each kind if they are of several.
+    """
+
+    kind: str
+    communication_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
 class RankMeasure:
     """The measurements of one rank's step (seconds).
 
@@ -99,7 +116,9 @@ class RankMeasure:
     launched. `overlap` (alpha), `rho` and `utilization` are defined as in TicTac
     and Caramel. `host_overlap` is alpha with the time in which the device waits
     for its host counted as computation, and waiting for late ranks not counted:
-    the overlap that a plan can change.
+    the overlap that a plan can change. `kinds` divides N and exposed N by kinds of
+    collectives; the kind `wait` is the time in which an operator still waits for
+    a collective that the trace shows as ended.
     """
 
     rank: int
@@ -116,6 +135,7 @@ class RankMeasure:
     overlap: float
     utilization: float
     host_overlap: float
+    kinds: tuple[KindTimes, ...] = ()
 
 
 @dataclass(frozen=True)

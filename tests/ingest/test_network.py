@@ -5,8 +5,9 @@ import json
 import pytest
 from support.command import run
 
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError, InputError
-from legato.ingest.network import cluster_of, read_nccl_tests
+from legato.ingest.network import cluster_of, doubt, read_nccl_tests
 from legato.ingest.traced import Imported, Notes, RankMeasure, TracedTransfer
 
 
@@ -113,3 +114,20 @@ def test_calibrate_reads_them(tmp_path, capsys):
     assert status == 0 and json.loads(out)["cluster"]["workers"] == json.loads(cluster.read_text())["workers"] == 16
     status, _, err = run(capsys, "calibrate", "--workers", "16", "-o", cluster)
     assert status == 2 and "--workers means nothing without --nccl-tests" in err
+
+
+@pytest.mark.parametrize(
+    ("workers", "cost", "says"),
+    [
+        (2, LinearCost(5.7e-3, 1e-10), "5.7 ms however small it is"),
+        (2, LinearCost(0.0, 1e-10, floor_s=5.7e-3), "5.7 ms however small it is"),
+        (8, LinearCost(5.7e-3, 1e-10), "5.7 ms however small it is"),
+        (2, LinearCost(0.0, 1e-6), "1.05 s per MiB"),
+        (2, LinearCost(4e-4, 1e-8), ""),
+        (64, LinearCost(5.7e-3, 1e-8), ""),
+        (1, LinearCost(5.7e-3, 1e-6), ""),
+    ],
+)
+def test_a_cost_that_no_network_has_is_a_wait(workers, cost, says):
+    found = doubt(Cluster(workers, {"traced": cost}))
+    assert (says in found and "waits for late ranks or for the host" in found) if says else found == ""

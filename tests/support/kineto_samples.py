@@ -118,3 +118,49 @@ def ahead(rank=0, workers=2, late_us=0, unlaunched=False, shapes=True, sized=Tru
         r.event("user_annotation", "Optimizer.step#SGD.step", 1, host + 80, 10)
         r.launch(host + 81, 1, begin + 960 + late_us, 40, "update")
     return r
+
+
+def on_host(*collectives, rank=0, workers=2, zero_us=()):
+    """One step of 1,000 us on a CPU, under gloo: it computes 100 us forward, 100 backward, and 40 in the optimizer.
+
+    The parameter of 1,000 elements has its gradient at 440. Operators of no length run at the times `zero_us`.
+    """
+    r = Recorder(rank, workers)
+    r.event("user_annotation", "ProfilerStep#3", 1, 0, 1000)
+    r.event("cpu_op", "aten::linear", 1, 10, 100, **{"Sequence number": 70})
+    node = {"Sequence number": 70, "Fwd thread id": 1}
+    r.event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 1, 300, 115, **node)
+    r.event("cpu_op", "AddmmBackward0", 1, 305, 110, **node)
+    r.event("cpu_op", "aten::mm", 1, 310, 100)
+    r.event("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 1, 420, 60)
+    dims = {"Input Dims": [[1000]], "Input type": ["float"]}
+    r.event("cpu_op", "torch::autograd::AccumulateGrad", 1, 425, 5, **dims)
+    r.event("user_annotation", "Optimizer.step#SGD.step", 1, 800, 100)
+    r.event("cpu_op", "aten::add_", 1, 810, 40)
+    for at in zero_us:
+        r.event("cpu_op", "aten::resolve_neg", 1, at, 0)
+    for collective in collectives:
+        issued(r, **collective)
+    return r
+
+
+def issued(r, op, mark, at, begins, takes, elements=1000, kind="float", wait=None, inside=(), waits_by="wait_tensor"):
+    """A collective that the operator `c10d::op` issues and gloo's thread carries out, and who waits for it until when.
+
+    `inside` are the (category, name, start, duration) of what surrounds the operator.
+    """
+    for category, name, start, dur in inside:
+        r.event(category, name, 1, start, dur)
+    shape = {"Input Dims": [[elements]], "Input type": [kind]}
+    scatters = op == "_reduce_scatter_base_"
+    dims = [[elements // 2], [elements]] if scatters else [[[elements]], []]
+    types = [kind, kind] if scatters else ["TensorList", ""]
+    r.event("cpu_op", f"c10d::{op}", 1, at, 4, **{"Input Dims": dims, "Input type": types})
+    r.event("cpu_op", "aten::chunk", 1, at + 1, 2)
+    r.event("user_annotation", f"gloo:{mark}", 9, begins, takes, **shape)
+    r.event("cpu_op", "aten::copy_", 9, begins + 1, takes - 2)
+    if wait is not None and waits_by == "wait_tensor":
+        r.event("cpu_op", "_c10d_functional::wait_tensor", 1, at + 5, wait - at - 5)
+        r.event("cpu_op", "aten::view", 1, at + 6, 1)
+    elif wait is not None:
+        r.event("python_function", waits_by, 1, at + 5, wait - at - 5)

@@ -32,7 +32,7 @@ from legato.ingest.assemble import assemble
 from legato.ingest.chakra.file import TraceNode, read_nodes
 from legato.ingest.chakra.schema import COLLECTIVES, COMPUTE, MEMORY, SEND_RECEIVE, TRANSFER
 from legato.ingest.names import GRADIENT_KINDS, collective_kind
-from legato.ingest.source import Progress, one_line
+from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, Notes, TracedOp
 
 __all__ = ["import_chakra"]
@@ -47,6 +47,7 @@ _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
 )
 
 
+@refusals_name_files
 def import_chakra(
     paths: Sequence[Path],
     *,
@@ -86,7 +87,7 @@ def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
         match = re.search(r"\.(\d{1,9})\.et$", path.name)
         rank = int(match.group(1)) if match else position
         if rank in found:
-            raise InputError(f"{path}: rank {rank} again (is also {found[rank]})")
+            raise FileError(f"{path}: rank {rank} again (is also {found[rank]})")
         found[rank] = path
     return found
 

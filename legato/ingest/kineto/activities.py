@@ -1,21 +1,37 @@
-"""Tells the computations in a profiler trace from the collectives."""
+"""Tells the computations in a profiler trace from the collectives.
+
+[Note: collectives without a device]
+Under gloo, an operator (`c10d::allreduce_`) issues a collective, a thread of
+gloo carries it out later, and that is what its mark (`gloo:all_reduce`) shows.
+The marks are joined to the operators in their order, because gloo begins its
+collectives in the order in which they were issued; sizes help where some are
+missing. The operator tells what was issued, and where: gloo carries out a
+reduce-scatter as an all-reduce, and calls it that.
+"""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.ingest.kineto.columns import EventColumns, whole_number
-from legato.ingest.kineto.events import COLLECTIVE_NAME, COMMUNICATION, Trace
-from legato.ingest.names import collective_kind, element_bytes, tensor_bytes
+from legato.ingest.kineto.columns import Arguments, EventColumns, whole_number
+from legato.ingest.kineto.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
+from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
 
-__all__ = ["Activity", "collectives", "computations", "describe", "device_free_at", "foreign"]
+__all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]
 
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
-_WRAPPER = re.compile(r"autograd::|torch::|torch\.|c10d::|detach$|.*Backward\d*$")
+_WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
+#: The operators that issue collectives or wait for them: nothing below them computes.
+_OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::")
+_WAITS = re.compile(rf"_?c10d\w*::(\w*wait|monitored_barrier)|{WAIT.pattern}")
+#: How many of the collectives issued next are tried for the size of a mark.
+_TRIES = 8
 
 
 class Activity(NamedTuple):
@@ -30,39 +46,113 @@ class Activity(NamedTuple):
     row: int
 
 
+class Described(NamedTuple):
+    """The kind of a collective, the bytes that it carries, and whether these are integers."""
+
+    kind: str
+    nbytes: int | None
+    integers: bool
+
+
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """The kernels, copies and fills that the host launched in that time; without a device its outermost operators."""
+    """The kernels, copies and fills that the host launched in that time; without a device its outermost operators.
+
+    What issues collectives, waits for them or carries them out on the host computes nothing.
+    """
     if len(trace.device):
         return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
     columns, found, until = trace.operator, [], dict[int, float]()
+    carried_out = _times_by_thread(trace)
     for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
         name, thread, start = trace.named(columns, i), int(columns.thread[i]), float(columns.start[i])
-        if "::" not in name or name == COMMUNICATION or _WRAPPER.match(name) or start < until.get(thread, -np.inf):
+        if "::" not in name or _WRAPPER.match(name) or start < until.get(thread, -np.inf):
+            continue
+        starts, ends = carried_out.get(thread, ([], []))
+        within = bisect_right(starts, start)
+        if within and start < ends[within - 1]:
             continue
         until[thread] = float(columns.end[i])
-        found.append(Activity(name, start, thread, start, float(columns.end[i]), columns, i))
+        if not _OF_COLLECTIVES.match(name):
+            found.append(Activity(name, start, thread, start, float(columns.end[i]), columns, i))
     return found
 
 
+def _times_by_thread(trace: Trace) -> dict[int, tuple[list[float], list[float]]]:
+    """When each thread of the host carries out collectives: the starts and the ends."""
+    columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
+    for i in _marks(trace):
+        starts, ends = found.setdefault(int(columns.thread[i]), ([], []))
+        starts.append(float(columns.start[i]))
+        ends.append(float(columns.end[i]))
+    return found
+
+
+def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, float]]:
+    """The times (start, end) in which an operator waits for a collective; none where there is a device."""
+    if len(trace.device):
+        return []
+    columns = trace.operator
+    waiting = np.array([bool(_WAITS.match(name)) for name in trace.names], dtype=bool)[columns.name]
+    rows = waiting & (columns.end > begin_s) & (columns.start < until_s)
+    return list(zip(columns.start[rows].tolist(), columns.end[rows].tolist(), strict=True))
+
+
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
-    """The kernels of NCCL or RCCL; without a device the marks of gloo, MPI and so on, on the host."""
+    """The collectives that the host issued in that time (see the note above).
+
+    They are the kernels of NCCL or RCCL; without a device the marks of gloo, MPI and so on, on the host.
+    """
     if len(trace.device):
         found = _device_activities(trace, start_s, end_s)
         return [a for a in found if _NCCL.search(a.name) and not a.name.startswith("Mem")]
-    columns = trace.annotation
-    return [
-        Activity(
-            name,
-            float(columns.start[i]),
-            int(columns.thread[i]),
-            float(columns.start[i]),
-            float(columns.end[i]),
-            columns,
-            i,
-        )
-        for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s)))
-        if COLLECTIVE_NAME.match(name := trace.named(columns, i))
-    ]
+    return [a for a in _marked(trace) if start_s <= a.host_s < end_s]
+
+
+def _marks(trace: Trace) -> list[int]:
+    """The rows of the marks of collectives on the host."""
+    matches = np.array([COLLECTIVE_NAME.match(name) is not None for name in trace.names], dtype=bool)
+    return [int(row) for row in np.flatnonzero(matches[trace.annotation.name])]
+
+
+def _marked(trace: Trace) -> list[Activity]:
+    """The marks of collectives on the host, issued by their operators where the trace has these."""
+    columns, operator = trace.annotation, trace.operator
+    rows = _marks(trace)
+    kinds = [collective_kind(trace.named(columns, i)) for i in rows]
+    issued: dict[str | None, deque[int]] = {}
+    issues = np.array([ISSUES.match(name) is not None for name in trace.names], dtype=bool)
+    for i in np.flatnonzero(issues[operator.name]).tolist():
+        kind = collective_kind(trace.named(operator, i))
+        as_sum = kind == "reduce_scatter" and kind not in kinds
+        issued.setdefault("all_reduce" if as_sum else kind, deque()).append(i)
+    found = []
+    for i, kind in zip(rows, kinds, strict=True):
+        by = _issuer(trace, i, issued.get(kind, deque()))
+        at = (float(columns.start[i]), int(columns.thread[i]))
+        if by is not None:
+            at = (float(operator.start[by]), int(operator.thread[by]))
+        found.append(Activity(trace.named(columns, i), *at, float(columns.start[i]), float(columns.end[i]), columns, i))
+    return found
+
+
+def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
+    """The row of the operator that issued a mark's collective, which is taken from those that are left; or None."""
+    began = trace.annotation.start[mark]
+    elements = _elements(trace.annotation.detail(mark))
+    before = [i for i in list(issued)[:_TRIES] if trace.operator.start[i] <= began]
+    same = (i for i in before if elements is not None and _elements(trace.operator.detail(i)) == elements)
+    by = next(same, next(iter(before), None))
+    if by is not None:
+        issued.remove(by)
+    return by
+
+
+def _elements(args: Arguments | None) -> int | None:
+    """The elements of what a collective sends: of the second argument if that is a tensor, since results come first."""
+    dims = None if args is None else args.dimensions()
+    if not isinstance(dims, list):
+        return None
+    return next((tensor_elements(shape) for shape in reversed(dims[:2]) if shape), None)
 
 
 def device_free_at(trace: Trace, start_s: float) -> float:
@@ -76,21 +166,25 @@ def device_free_at(trace: Trace, start_s: float) -> float:
 
 def foreign(
     trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
-) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
-    """The times (start, end) of computations and of collectives between `begin_s` and `until_s`.
+) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
+    """The times (start, end) of computations, and (kind, start, end) of collectives, between `begin_s` and `until_s`.
 
-    Without those that the host launched from `start_s` to `end_s`.
+    Without those that the host launched from `start_s` to `end_s`. The times of computations are those of a device.
     """
     on_device = len(trace.device) > 0
-    columns, pattern = (trace.device, _NCCL) if on_device else (trace.annotation, COLLECTIVE_NAME)
-    host = _launches(trace)[0] if on_device else columns.start
-    others = ((host < start_s) | (host >= end_s)) & (columns.end > begin_s) & (columns.start < until_s)
-    sends = np.array([bool(pattern.search(name)) for name in trace.names], dtype=bool)[columns.name]
-
-    def times(rows: NDArray[np.bool_]) -> tuple[tuple[float, float], ...]:
-        return tuple(zip(columns.start[rows].tolist(), columns.end[rows].tolist(), strict=True))
-
-    return times(others & ~sends & on_device), times(others & sends)
+    every = _device_activities(trace, -np.inf, np.inf) if on_device else _marked(trace)
+    others = [
+        a for a in every if not start_s <= a.host_s < end_s and a.end_s > begin_s and a.start_s < until_s
+    ]  # fmt: skip
+    sends = [on_device and not _NCCL.search(a.name) for a in others]
+    return (
+        tuple((a.start_s, a.end_s) for a, computes in zip(others, sends, strict=True) if computes),
+        tuple(
+            (describe(trace, a).kind, a.start_s, a.end_s)
+            for a, computes in zip(others, sends, strict=True)
+            if not computes
+        ),
+    )
 
 
 def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
@@ -134,27 +228,36 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return host, np.where(known, launch.thread[at], -1)
 
 
-def describe(trace: Trace, activity: Activity) -> tuple[str, int | None]:
-    """The kind and the bytes of a collective.
+def describe(trace: Trace, activity: Activity) -> Described:
+    """What a collective is.
 
-    They come from the arguments of the kernel if NCCL wrote them, else from the
-    host events around the launch: `nccl:all_reduce` and `record_param_comms`.
+    It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
+    `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
     """
-    kind, nbytes = collective_kind(activity.name), None
+    marks = _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)
+    issuers = _enclosing(trace, trace.operator, activity, ISSUES)
     candidates = [activity.columns.detail(activity.row)]
-    candidates += [trace.annotation.detail(i) for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)]
+    candidates += [trace.annotation.detail(i) for i in marks]
     candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
+    nbytes, integers = None, False
+    names = [activity.name]
     for args in candidates:
         if args is None:
             continue
         size, elements = element_bytes(args.dtype), whole_number(args.elements)
         if nbytes is None and size is not None and elements > 0:
-            nbytes = size * elements
-        nbytes = nbytes or tensor_bytes(args.dimensions(), args.type_names())
-        kind = collective_kind(args.collective or "") or kind
-    for i in _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME):
-        kind = collective_kind(trace.named(trace.annotation, i)) or kind
-    return kind or "unknown", nbytes
+            nbytes, integers = size * elements, is_integer(args.dtype)
+        if nbytes is None:
+            dims, types = args.dimensions(), args.type_names()
+            nbytes, integers = tensor_bytes(dims, types), isinstance(types, list) and is_integer((types or [None])[0])
+        names.append(args.collective or "")
+    names += [trace.named(trace.annotation, i) for i in marks]
+    names += [trace.named(trace.operator, i) for i in issuers]
+    kind = "unknown"
+    for told in filter(None, map(collective_kind, names)):
+        if told != GROUPED or kind in ("unknown", "all_to_all"):
+            kind = told
+    return Described(kind, nbytes, integers)
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)

@@ -23,6 +23,8 @@ __all__ = [
     "ACCUMULATE",
     "COLLECTIVE_NAME",
     "COMMUNICATION",
+    "ISSUES",
+    "WAIT",
     "HostInterval",
     "Marks",
     "Trace",
@@ -34,6 +36,10 @@ __all__ = [
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 COMMUNICATION = "record_param_comms"
 COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
+#: The operators that issue collectives.
+ISSUES = re.compile(r"c10d::(?!check_for_nan)")
+#: Python's calls of `work.wait()`, which a trace with stacks has.
+WAIT = re.compile(r"<built-in method (?:wait|monitored_barrier) of (?:pybind11|PyCapsule|torch\._C\._distributed_c10d)")
 
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
@@ -162,6 +168,8 @@ def _kind(event: _Mark) -> str | None:
     if event.ph != "X" or event.cat is None:
         return None
     kind = _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
+    if kind is None and event.cat == "python_function" and WAIT.match(event.name or ""):
+        return "operator"
     return "annotation" if kind == "operator" and (event.name or "").startswith((_STEP, _UPDATE)) else kind
 
 
@@ -172,7 +180,8 @@ def _launches(name: str) -> bool:
 def _has_detail(name: str, args: Arguments) -> bool:
     if args.collective is not None or args.nbytes is not None:
         return True
-    return bool(bytes(args.dims)) and (name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) is not None)
+    tells = name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) or ISSUES.match(name)
+    return bool(bytes(args.dims)) and bool(tells)
 
 
 def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:

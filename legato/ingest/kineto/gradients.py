@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.core.text import count
 from legato.ingest.kineto.columns import whole_number
 from legato.ingest.kineto.events import ACCUMULATE
 from legato.ingest.kineto.phases import BackwardPass
@@ -51,7 +52,7 @@ def gradients(step: TracedStep, notes: Notes) -> list[Gradient]:
     sent = [(t, moment) for t, moment in zip(step.transfers, step.issued_s, strict=True) if t.carries_gradients]
     unsized = [t for t, _ in sent if t.nbytes is None]
     if unsized:
-        notes.lacks(f"the size of {len(unsized)} gradient transfers (record_shapes=True records it): left out")
+        notes.lacks(f"the size of {count(len(unsized), 'gradient transfer')} (record_shapes=True records it): left out")
         sent = [(t, moment) for t, moment in sent if t.nbytes is not None]
     parameters = _parameters(step)
     if not sent:
@@ -73,10 +74,11 @@ def why_none(step: TracedStep) -> str:
             f"no gradient transfers and no parameters found in {step.interval.name} (expected all-reduces or "
             "AccumulateGrad operators in its backward pass)"
         )
-    what = f"{sent} gradient transfers" if sent else f"{parameters} parameters, but no gradient transfers"
+    what = count(sent, "gradient transfer") if sent else count(parameters, "parameter")
+    alone = "" if sent else ", and no gradient transfers"
     return (
-        f"{step.interval.name} has {what} without sizes (record with record_shapes=True, or add the execution trace "
-        "of the same step)"
+        f"{step.interval.name} has {what} without sizes{alone} (record with record_shapes=True, or add the execution "
+        "trace of the same step)"
     )
 
 
@@ -261,5 +263,6 @@ def _without_transfers(parameters: list[_Parameter], notes: Notes) -> list[Gradi
     if known:
         notes.lacks("gradient transfers", "the gradient of every parameter with a shape is to be sent")
     if len(known) < len(parameters):
-        notes.lacks(f"the shapes of {len(parameters) - len(known)} parameters (record_shapes=True): left out")
+        lost = count(len(parameters) - len(known), "parameter")
+        notes.lacks(f"the shapes of {lost} (record_shapes=True records them): left out")
     return [_gradient(k, p) for k, p in enumerate(known)]

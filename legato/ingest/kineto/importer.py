@@ -12,14 +12,15 @@ from typing import Protocol
 
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
+from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
 from legato.ingest.assemble import assemble
 from legato.ingest.kineto.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
-from legato.ingest.source import Progress, one_line
-from legato.ingest.traced import Gradient, Imported, Notes, RankMeasure, TracedOp
+from legato.ingest.source import Progress, one_line, refusals_name_files
+from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
 
 __all__ = ["Graph", "import_kineto"]
 
@@ -37,6 +38,7 @@ class Graph(Protocol):
         """The ops of a trimmed step with their data dependencies."""
 
 
+@refusals_name_files
 def import_kineto(
     paths: Sequence[Path],
     *,
@@ -110,7 +112,7 @@ def _steps(
     names = {interval.name for interval in wanted}
     same = [w for w in marked if w.name in names]
     if not same:
-        raise InputError(f"{marks.path}: none of the steps {_listed(wanted)} (has {_listed(marked)})")
+        raise FileError(f"{marks.path}: none of the steps {_listed(wanted)} (has {_listed(marked)})")
     trace = read_trace(marks, HostInterval("", same[0].start_s, max(w.end_s for w in same)), progress)
     if graph is not None:
         graph.describe(trace)
@@ -170,11 +172,17 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank
         if rank in found:
-            raise InputError(f"{trace.path}: rank {rank} again (is also in {found[rank].path})")
+            raise FileError(f"{trace.path}: rank {rank} again (is also in {found[rank].path})")
         found[rank] = trace
-    sizes = {trace.workers for trace in traces} - {None}
-    if sizes and len(traces) < max(size or 0 for size in sizes):
-        notes.lacks(f"{max(size or 0 for size in sizes) - len(traces)} of the job's ranks")
+    sizes = {trace.workers: trace for trace in traces if trace.workers is not None}
+    if len(sizes) > 1:
+        a, b = list(sizes.values())[:2]
+        raise FileError(
+            f"{a.path} and {b.path}: of jobs with {a.workers} and {b.workers} ranks (expected the traces of one job)"
+        )
+    most = max(sizes, default=0)
+    if 1 < len(traces) < most:
+        notes.lacks(f"the traces of {most - len(traces)} of the job's {count(most, 'rank')}")
     return found
 
 
@@ -189,7 +197,7 @@ def _wanted(marked: list[HostInterval], step: str | None, trace: Marks) -> list[
     if step is not None:
         found = [w for w in marked if step in (w.name, w.name.rpartition("#")[2], w.name.rpartition(" ")[2])]
         if not found:
-            raise InputError(f"{trace.path}: no step {step!r} (has {_listed(marked)})")
+            raise FileError(f"{trace.path}: no step {step!r} (has {_listed(marked)})")
         return found[:1]
     most = max(1, _MOST_EVENTS * len(marked) // max(trace.events, 1))
     first = max(0, (len(marked) - most) // 2)
@@ -206,8 +214,8 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
     Returns whether waiting is known; it is not with the trace of one rank.
     """
     kinds = [[t.kind for t in s.transfers] for s in steps.values()]
-    if not kinds[0]:
-        return len(steps) > 1
+    if not any(kinds):
+        return True
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
@@ -229,13 +237,24 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     ops = _computing(step)
     computing = _within(step, [*((o.start_s, o.end_s) for o in ops), *step.foreign])
-    carrying = _within(step, [*((t.start_s + t.waited_s, t.end_s) for t in step.transfers), *step.foreign_transfers])
-    waiting = _within(step, [(t.start_s, t.start_s + t.waited_s) for t in step.transfers])
-    c, n, t = _length(computing), _length(carrying), step.length_s
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for transfer in step.transfers:
+        by_kind.setdefault(transfer.kind, []).append((transfer.began_s, transfer.end_s))
+    for kind, start, end in step.foreign_transfers:
+        by_kind.setdefault(kind, []).append((start, end))
+    carrying = _within(step, [span for spans in by_kind.values() for span in spans])
+    late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
+    waiting = _within(step, list(step.waits))
+    c, t = _length(computing), step.length_s
     union = _length(merge_intervals(computing + carrying))
-    busy = _length(merge_intervals(computing + carrying + waiting))
+    with_late = _length(merge_intervals(computing + carrying + late))
+    busy = _length(merge_intervals(computing + carrying + late + waiting))
+    n = _length(carrying) + busy - with_late
     host = math.fsum(o.duration_s + o.gap_s for o in ops)
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
+    kinds = [_of_kind(kind, _within(step, spans), computing) for kind, spans in sorted(by_kind.items())]
+    if busy > with_late:
+        kinds.append(KindTimes("wait", busy - with_late, busy - with_late))
     return RankMeasure(
         rank=rank,
         step=step.interval.name,
@@ -243,15 +262,20 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         computation_s=c,
         communication_s=n,
         waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
-        exposed_waiting_s=busy - union,
+        exposed_waiting_s=with_late - union,
         idle_s=max(t - busy, 0.0),
         undelayed_s=t - math.fsum(o.late_s for o in step.ops),
-        exposed_comm_s=union - c,
+        exposed_comm_s=union - c + busy - with_late,
         rho=n / c if c > 0 else 0.0,
         overlap=overlap_coefficient(n, c, t),
         utilization=c / t if t > 0 else 1.0,
         host_overlap=hidden / min(n, host) if min(n, host) > 0 else 0.0,
+        kinds=tuple(kinds),
     )
+
+
+def _of_kind(kind: str, spans: list[tuple[float, float]], computing: list[tuple[float, float]]) -> KindTimes:
+    return KindTimes(kind, _length(spans), _length(merge_intervals(computing + spans)) - _length(computing))
 
 
 def _computing(step: TracedStep) -> list[TracedOp]:
@@ -284,7 +308,7 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         worker: int, lane: str, what: str, start: float, end: float, kind: SpanKind, nbytes: int | None = None
     ) -> None:
         at = start - start_s if start >= start_s else start - reference.begin_s + forward_s
-        spans.append(Span(worker, lane, what, at, at + end - start, kind, nbytes))
+        spans.append(Span(worker, lane, what, at, at + (end - start), kind, nbytes))
 
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
     for worker, r in enumerate(order):
@@ -294,8 +318,7 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         for op in _computing(step):
             add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
         for number, t in enumerate(step.transfers):
-            start = t.start_s + t.waited_s + shift
-            add(worker, "network", f"{t.kind} {number:02}", start, t.end_s + shift, "message", t.nbytes)
+            add(worker, "network", f"{t.kind} {number:02}", t.began_s + shift, t.end_s + shift, "message", t.nbytes)
     return Timeline(name, "measured", measured.iteration_s, tuple(spans))
 
 

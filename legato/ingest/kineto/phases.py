@@ -10,19 +10,26 @@ that autograd runs inside a node (checkpointing) belong to that node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from legato.core.workload import Phase
 from legato.ingest.kineto.activities import Activity
+from legato.ingest.kineto.columns import EventColumns
 from legato.ingest.kineto.events import HostInterval, Trace
 from legato.ingest.traced import Notes
 
-__all__ = ["BackwardPass", "Phases", "find_phases"]
+__all__ = ["BackwardPass", "Nodes", "Phases", "find_phases"]
 
 _ENGINE = "autograd::engine::evaluate_function"
+#: Annotations within which a node of autograd sends gradients, not those of its own inputs.
+_OF_GRADIENTS = ("FSDP::", "FullyShardedDataParallel.")
+#: Nodes that run hooks of parameters, and those that run whole graphs, in which gradients may be sent as well.
+_SENDERS = re.compile(r"AccumulateGrad$|Compiled\w*Backward$|CompiledFunction")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,51 @@ class Phases:
     def at(self, moment_s: float) -> Phase:
         """The phase of an activity that the host launched at that time."""
         return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
+
+
+class Nodes:
+    """Tells what a collective of the backward pass is of: of gradients, or of a node of autograd.
+
+    Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. What
+    another node sends is what it computes from: tensor parallelism sums the gradients of activations, batch
+    normalization the sums of its samples.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._nodes = _by_thread(trace, trace.operator, lambda name: name.startswith(_ENGINE))
+        self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(_OF_GRADIENTS))
+
+    def own(self, activity: Activity) -> bool:
+        """Whether a node of autograd issued a collective for its own computation."""
+        at = activity.thread, activity.host_s
+        node = _innermost(self._nodes, self._trace.operator, *at)
+        if node is None or _SENDERS.search(self._trace.named(self._trace.operator, node)):
+            return False
+        return _innermost(self._sharding, self._trace.annotation, *at) is None
+
+
+_Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+
+def _by_thread(trace: Trace, columns: EventColumns, wanted: Callable[[str], bool]) -> _Rows:
+    """The rows of each thread whose names are wanted, and the latest end of all rows so far."""
+    matches = np.array([wanted(name) for name in trace.names], dtype=bool)
+    rows = np.flatnonzero(matches[columns.name])
+    threads = columns.thread[rows]
+    mine = {int(thread): rows[threads == thread] for thread in np.unique(threads)}
+    return {thread: (found, np.maximum.accumulate(columns.end[found])) for thread, found in mine.items()}
+
+
+def _innermost(rows: _Rows, columns: EventColumns, thread: int, moment_s: float) -> int | None:
+    """The row that began last of those that run on a thread at a moment."""
+    mine, latest = rows.get(thread, (np.array([], dtype=np.int64), np.array([])))
+    k = int(np.searchsorted(columns.start[mine], moment_s, side="right")) - 1
+    while k >= 0 and latest[k] >= moment_s:
+        if columns.end[mine[k]] >= moment_s:
+            return int(mine[k])
+        k -= 1
+    return None
 
 
 def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity], notes: Notes) -> Phases:

@@ -29,10 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.timeline import merge_intervals
-from legato.ingest.kineto.activities import Activity, collectives, computations, describe, device_free_at, foreign
-from legato.ingest.kineto.events import HostInterval, Marks, Trace
-from legato.ingest.kineto.phases import BackwardPass, Phases, find_phases
-from legato.ingest.names import GRADIENT_KINDS
+from legato.ingest.kineto.activities import (
+    Activity,
+    Described,
+    collectives,
+    computations,
+    describe,
+    device_free_at,
+    foreign,
+    waits,
+)
+from legato.ingest.kineto.events import ACCUMULATE, HostInterval, Marks, Trace
+from legato.ingest.kineto.phases import BackwardPass, Nodes, Phases, find_phases
+from legato.ingest.names import GRADIENT_KINDS, tensor_bytes
 from legato.ingest.traced import Notes, TracedOp, TracedTransfer
 
 __all__ = ["TracedStep", "extract", "step_intervals", "trim"]
@@ -46,8 +55,9 @@ class TracedStep:
     `host_s[i]` and `thread[i]` are the time and the thread at which the host
     launched op i; `issued_s` and `issued_on` are the same for the transfers. On
     the device the step begins at `begin_s` and lasts `length_s`. `foreign`
-    and `foreign_transfers` are the times (start, end) in which it ran
-    computations and collectives of other steps meanwhile.
+    and `foreign_transfers` are the times (start, end) of computations, and
+    (kind, start, end) of collectives, of other steps meanwhile. In the times
+    `waits` an operator waits for collectives.
     """
 
     trace: Trace
@@ -64,7 +74,8 @@ class TracedStep:
     issued_on: tuple[int, ...]
     on_device: bool
     foreign: tuple[tuple[float, float], ...] = ()
-    foreign_transfers: tuple[tuple[float, float], ...] = ()
+    foreign_transfers: tuple[tuple[str, float, float], ...] = ()
+    waits: tuple[tuple[float, float], ...] = ()
 
     @property
     def end_s(self) -> float:
@@ -93,21 +104,55 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     ops = tuple(TracedOp(a.name, phases.at(a.host_s), a.start_s, a.end_s, a.end_s - a.start_s) for a in computation)
     issued = sorted(collectives(trace, interval.start_s, interval.end_s), key=lambda a: a.host_s)
     described = [describe(trace, a) for a in issued]
-    can_carry = [
-        a.host_s
-        for a, (kind, _) in zip(issued, described, strict=True)
-        if kind in GRADIENT_KINDS and a.host_s < phases.optimizer_s
-    ]
-    sending = _sending(phases, can_carry, notes)
+    can_carry = _of_gradients(trace, interval, issued, described, phases)
+    sending = _sending(phases, [a.host_s for a, can in zip(issued, can_carry, strict=True) if can], notes)
     since = phases.backward_s if sending is None else sending.start_s
-    transfers = tuple(_transfer(a, *what, phases, since) for a, what in zip(issued, described, strict=True))
+    transfers = tuple(
+        TracedTransfer(
+            a.name, what.kind, what.nbytes, a.start_s, a.end_s, phases.at(a.host_s), can and since <= a.host_s
+        )
+        for a, what, can in zip(issued, described, can_carry, strict=True)
+    )
     begin, length = _extent(trace, interval, ops, transfers)
     return TracedStep(
         trace, interval, phases, sending, begin, length,
         ops, np.array([a.host_s for a in computation]), np.array([a.thread for a in computation], dtype=np.int64),
         transfers, tuple(a.host_s for a in issued), tuple(a.thread for a in issued), on_device,
         *foreign(trace, interval.start_s, interval.end_s, begin, begin + length),
+        tuple(waits(trace, begin, begin + length)),
     )  # fmt: skip
+
+
+def _of_gradients(
+    trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described], phases: Phases
+) -> list[bool]:
+    """Whether each collective can carry gradients, if it is issued in the backward pass.
+
+    Whole numbers are no gradients, nor is what a node of autograd sums for itself, nor less than half of the smallest
+    parameter (half of it: as 16 bits): losses and norms.
+    """
+    nodes, least = Nodes(trace), _smallest_parameter(trace, interval)
+    return [
+        what.kind in GRADIENT_KINDS
+        and a.host_s < phases.optimizer_s
+        and not what.integers
+        and not (what.nbytes is not None and 2 * what.nbytes < least)
+        and not nodes.own(a)
+        for a, what in zip(issued, described, strict=True)
+    ]
+
+
+def _smallest_parameter(trace: Trace, interval: HostInterval) -> int:
+    """The bytes of the smallest parameter of a step; 0 if the trace does not tell those of all."""
+    columns = trace.operator
+    first, last = np.searchsorted(columns.start, (interval.start_s, interval.end_s))
+    sizes = []
+    for row in range(int(first), int(last)):
+        if trace.named(columns, row) == ACCUMULATE:
+            args = columns.detail(row)
+            sizes.append(None if args is None else tensor_bytes(args.dimensions(), args.type_names()))
+    known = [size for size in sizes if size is not None]
+    return min(known) if known and len(known) == len(sizes) else 0
 
 
 def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:
@@ -126,13 +171,6 @@ def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass 
             "the transfers of the earlier passes are ops of their measured time",
         )
     return passes[chosen]
-
-
-def _transfer(activity: Activity, kind: str, nbytes: int | None, phases: Phases, since: float) -> TracedTransfer:
-    carries = kind in GRADIENT_KINDS and since <= activity.host_s < phases.optimizer_s
-    return TracedTransfer(
-        activity.name, kind, nbytes, activity.start_s, activity.end_s, phases.at(activity.host_s), carries
-    )
 
 
 def _extent(
@@ -155,7 +193,7 @@ def trim(step: TracedStep) -> TracedStep:
     ops, host, thread = list(step.ops), step.host_s.tolist(), step.thread.tolist()
     for transfer, issued, on in zip(step.transfers, step.issued_s, step.issued_on, strict=True):
         if not transfer.carries_gradients:
-            start = transfer.start_s + transfer.waited_s
+            start = transfer.began_s
             ops.append(TracedOp(transfer.name, transfer.phase, start, transfer.end_s, transfer.end_s - start))
             host.append(issued)
             thread.append(on)
@@ -204,8 +242,8 @@ class _Stalls:
     def __init__(self, step: TracedStep, waiting: bool) -> None:
         spans = [
             (
-                t.start_s if waiting else t.start_s + t.waited_s,
-                t.end_s if t.carries_gradients else t.start_s + t.waited_s,
+                t.start_s if waiting else t.began_s,
+                t.end_s if t.carries_gradients else t.began_s,
             )
             for t in step.transfers
             if t.carries_gradients or waiting
