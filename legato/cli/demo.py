@@ -73,7 +73,7 @@ def demo(
         results.append(result)
         if not json:
             _show(result)
-    report, trace = job.write_pictures(results, output)
+    report, trace = job.write_pictures(results, output, _link(bandwidth_bps))
     if json:
         print_json([job.summary(result, report, trace) for result in results])
     for line in (line for result in results for line in job.verdict(result)):
@@ -168,4 +168,5 @@ def _show(result: object) -> None:
         else (f"different by {result.max_relative_difference:.1e} (relative)")
     )
     note(f"trained weights: {equal}")
-    note(job.advice(result) + "\n")
+    doubts = [f"Beware: {doubt}." for doubt in job.result_doubts(result)]
+    note("\n".join([job.advice(result), *doubts]) + "\n")

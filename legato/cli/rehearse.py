@@ -25,12 +25,12 @@ from legato.cli.output import note, print_json, print_rows, stages
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.timeline import Timeline
-from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
+from legato.core.text import count, percent
+from legato.core.units import format_bandwidth, parse_bandwidth
 from legato.core.workload import Workload
-from legato.report.doubts import doubts
 
 if TYPE_CHECKING:
+    from legato.core.measurement import Measurement
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
@@ -60,8 +60,11 @@ Timelines = Annotated[
         "--output",
         "-o",
         metavar="DIR",
-        help="Write timelines, predicted and measured, the workload and the cluster to this folder.",
+        help="Write what was measured, timelines, plans, the workload and the cluster to this folder.",
     ),
+]
+Page = Annotated[
+    Path | None, typer.Option(metavar="R.html", help="Write the page of [bold]legato report DIR[/] to this file.")
 ]
 
 
@@ -82,6 +85,7 @@ def rehearse(
     shard: Shard = "none",
     wire: Wire = "none",
     output: Timelines = None,
+    report: Page = None,
     json: Json = False,
 ) -> None:
     """Run plans on this machine, over real TCP on shaped links, with computation emulated.
@@ -94,6 +98,7 @@ def rehearse(
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
     check_installed("torch", "torch", "legato rehearse")
+    _check_outputs(output, report)
 
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
@@ -103,15 +108,15 @@ def rehearse(
     if servers or agents:
         if (shard, wire) != ("none", "none"):
             raise InputError("--shard and --wire: not with parameter servers")
-        where = f"{workers} workers and {servers or 0} servers, {link}"
-        _rehearse_servers(
-            workload, workers, bandwidth_bps, where, servers or 0, agents, scheduler, iterations, ratio, output, json
-        )
+        served = _rehearse_servers(workload, workers, bandwidth_bps, servers or 0, agents, scheduler, iterations, ratio)
+        machines = f"{count(workers, 'worker')} and {count(servers or 0, 'server')}"
+        tell(served, f"{machines}, {link}", output, json, report)
         return
-    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, output, shard, wire)
+    traced = output is not None or report is not None
+    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, traced, shard, wire)
     with stages(STAGES) as advance:
         found = run(task, workers, bandwidth_bps, advance)
-    tell(found, f"{workers} workers, {link}", output, json)
+    tell(found, f"{count(workers, 'worker')}, {link}", output, json, report)
 
 
 def verify(
@@ -124,6 +129,7 @@ def verify(
     shard: Shard = "none",
     wire: Wire = "none",
     output: Timelines = None,
+    report: Page = None,
     json: Json = False,
 ) -> None:
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
@@ -137,13 +143,15 @@ def verify(
 
     if "RANK" not in os.environ:
         raise InputError("verify measures between processes: start it under torchrun (see legato verify --help)")
+    _check_outputs(output, report)
     import torch
     import torch.distributed as dist
 
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.trial import rehearse_here
 
-    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, output, shard, wire)
+    traced = output is not None or report is not None
+    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, traced, shard, wire)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
@@ -151,7 +159,7 @@ def verify(
             with stages(STAGES) as advance:
                 found = rehearse_here(task, advance)
             source = "measured in this job" if cluster is None else f"{cluster}"
-            tell(found, f"{dist.get_world_size()} workers ({source})", output, json)
+            tell(found, f"{count(dist.get_world_size(), 'worker')} ({source})", output, json, report)
         else:
             rehearse_here(task, lambda stage, done, total: None)
         dist.barrier()
@@ -163,67 +171,39 @@ def _rehearse_servers(
     workload: Path,
     workers: int,
     bandwidth_bps: float,
-    where: str,
     servers: int,
     agents: int,
     scheduler: str | None,
     iterations: int,
     ratio: float | None,
-    output: Path | None,
-    json: bool,
-) -> None:
+) -> ServerRehearsal:
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, select_orders
 
-    names = split(scheduler or "random,tic,tac")
-    _make(output)
     task = ServerTask(
         workload=files.read(workload, Workload),
-        schedulers=select_orders(names),
+        schedulers=select_orders(split(scheduler or "random,tic,tac")),
         servers=servers,
         agents=agents,
         iterations=iterations,
         ratio=ratio,
     )
     with stages(STAGES) as advance:
-        found = rehearse_servers(task, workers, bandwidth_bps, advance)
-    if output is not None:
-        _write_servers(found, output)
-    if json:
-        print_json(found.rows())
-        _note_doubts(found)
-        return
-    compute, alone = (format_seconds(s) for s in (found.trials[0].computation_s, found.trials[0].communication_s))
-    print_rows(
-        f"{found.workload.name} on {where}: computation {compute}, pushes and pulls alone {alone}",
-        found.rows(),
-        by="measured_s",
-    )
-    _note_errors(found)
-    _note_doubts(found)
+        return rehearse_servers(task, workers, bandwidth_bps, advance)
 
 
-def _make(output: Path | None) -> None:
+def _check_outputs(output: Path | None, report: Path | None) -> None:
+    """Make the folder, and see that a page can be made and written, before minutes of work."""
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{output}: {error.strerror}") from None
-
-
-def _note_errors(found: Rehearsal | ServerRehearsal) -> None:
-    errors = {trial.scheduler: trial.error for trial in found.trials if trial.error is not None}
-    if len(errors) > _FEW:
-        far = [abs(error) for error in errors.values()]
-        note(f"predictions are off by {statistics.median(far):.1%} (median), {max(far):.1%} (worst)")
-    else:
-        note("predictions are off by " + " and ".join(f"{error:+.1%} ({name})" for name, error in errors.items()))
-
-
-def _note_doubts(found: Rehearsal | ServerRehearsal) -> None:
-    bounds = {t.scheduler: t.predicted.lower_bound_s or 0.0 for t in found.trials if t.predicted is not None}
-    for doubt in doubts({trial.scheduler: trial.measured_s for trial in found.trials}, bounds):
-        note(doubt)
+    if report is not None:
+        for library in ("plotly", "jinja2"):
+            check_installed(library, "report", "--report")
+        if not report.parent.is_dir():
+            raise InputError(f"--report {report}: {report.parent} is not a folder")
 
 
 def _task(
@@ -233,57 +213,61 @@ def _task(
     ratio: float | None,
     compiled: bool,
     cluster: Path | None,
-    output: Path | None,
+    traced: bool,
     shard: Shard,
     wire: Wire,
 ) -> Task:
     from legato.testbed.rehearsal import Task, select
 
     names = select(split(scheduler))
-    _make(output)
     return Task(
         workload=files.read(workload, Workload),
         schedulers=names,
         iterations=iterations,
         ratio=ratio,
         cluster=None if cluster is None else files.read(cluster, Cluster),
-        traced=() if output is None else names,
+        traced=names if traced else (),
         compiled=compiled,
         shard=shard,
         wire=wire,
     )
 
 
-def tell(found: Rehearsal, where: str, output: Path | None, json: bool) -> None:
-    if output is not None:
-        _write(found, output)
+def tell(
+    found: Rehearsal | ServerRehearsal, network: str, output: Path | None, json: bool, page: Path | None = None
+) -> None:
+    """Print what was measured on a network (in words), and write the same to the folder and the page, if any."""
+    from legato.report.model import Report, save
+    from legato.report.schedulers import best_of, entries, headline
+
+    report = found.report(network)
+    table = entries(report)
+    best = best_of(table)
+    assert report.measured is not None and best is not None
     if json:
         print_json(found.rows())
-        _note_doubts(found)
-        return
-    compute, bound = found.workload.compute_s, min(t.lower_bound_s for t in found.trials if t.predicted is not None)
-    print_rows(
-        f"{found.workload.name} on {where}: computation {format_seconds(compute)}, bound {format_seconds(bound)}",
-        found.rows(),
-        by="measured_s",
-    )
-    _note_errors(found)
-    _note_doubts(found)
+    else:
+        title = f"{report.name} on {network}: {found.describe()}"
+        print_rows(title, found.rows(), by="measured_s", best=best.scheduler)
+        _note_errors(report.measured)
+        note("".join(text for text, _ in headline(table, report.name)))
+    for doubt in report.measured.doubts:
+        note(f"Beware: {doubt}.")
+    if output is not None:
+        save(report, output)
+        note(f"all of this and the timelines -> {output} (legato report {output} -o report.html shows them)")
+    if page is not None:
+        from legato.report.html import write_report
+
+        write_report(page, Report((report,)))
+        note(f"report -> {page}")
 
 
-def _write(found: Rehearsal, folder: Path) -> None:
-    files.write(folder / "workload.json", found.workload)
-    files.write(folder / "cluster.json", found.cluster)
-    for trial in found.trials:
-        timelines: list[tuple[str, Timeline | None]] = [("predicted", trial.predicted), ("measured", trial.measured)]
-        for kind, timeline in timelines:
-            if timeline is not None:
-                files.write(folder / f"{trial.scheduler}.{kind}.json", timeline)
-    note(f"timelines -> {folder} (legato report {folder}/*.json shows them)")
-
-
-def _write_servers(found: ServerRehearsal, folder: Path) -> None:
-    files.write(folder / "workload.json", found.workload)
-    for trial in found.trials:
-        files.write(folder / f"{trial.scheduler}.predicted.json", trial.predicted)
-    note(f"timelines -> {folder} (legato report {folder}/*.predicted.json shows them)")
+def _note_errors(measured: Measurement) -> None:
+    errors = {plan.scheduler: plan.error for plan in measured.plans if plan.error is not None}
+    if len(errors) > _FEW:
+        far = [abs(error) for error in errors.values()]
+        note(f"predictions are off by {percent(statistics.median(far))} (median), {percent(max(far))} (worst)")
+    else:
+        said = (f"{percent(error, signed=True)} ({name})" for name, error in errors.items())
+        note(f"predictions are off by {' and '.join(said)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import typer
 from msgspec.structs import replace
@@ -14,15 +14,23 @@ from legato.cli.options import Json, keep_apart
 from legato.cli.output import note, print_json
 from legato.core import files
 from legato.core.cluster import Cluster
-from legato.core.errors import InputError
+from legato.core.errors import FileError, InputError
+from legato.core.files import AnyNoun
+from legato.core.measurement import Measurement
 from legato.core.plan import Plan
+from legato.core.text import count
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
+
+if TYPE_CHECKING:
+    from legato.report.model import ModelReport
 
 Inputs = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="T.json...", help="Timelines, predicted or measured; also their workload, cluster and plans."
+        metavar="FILES...",
+        help="Timelines, predicted or measured; also their workload, cluster, plans and measured times. A folder "
+        "stands for all of these in it.",
     ),
 ]
 
@@ -34,34 +42,42 @@ def report(
 ) -> None:
     """Draw timelines side by side in one self-contained HTML file.
 
-    With a workload and a cluster, which [bold]legato rehearse -o DIR[/] writes, the page also recommends a plan; with
-    a plan it says which tensors are in the messages. Two predicted, or two measured, timelines of one name are told
-    apart by their files.
+    Of a folder that [bold]legato rehearse -o DIR[/] or [bold]legato verify -o DIR[/] wrote, the page says what the
+    command said. With a workload and a cluster alone, legato plans for the page, and recommends a plan. Two predicted,
+    or two measured, timelines of one name are told apart by their files.
 
-    Example: [bold]legato report DIR/*.json -o report.html[/]
+    Example: [bold]legato report DIR -o report.html[/]
     """
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    keep_apart(inputs or [], output=output)
-    found = _read(inputs or [])
-    timelines, workload, cluster = found.timelines(), found.one(Workload), found.one(Cluster)
-    if not timelines and workload is None:
+    found = _read(inputs or [], output)
+    timelines, measured = found.timelines(), found.one(Measurement)
+    workload, cluster = found.one(Workload), found.one(Cluster)
+    if not timelines and workload is None and measured is None:
         raise InputError("nothing to draw (expected a timeline, or a workload)")
-    name = workload.name if workload is not None else timelines[0].name
-    advice, plans = _advice(workload, cluster) if workload is not None and cluster is not None else ("", ())
-    plans = (*found.of(Plan), *plans)
-    write_report(output, Report((ModelReport(name, workload, cluster, (), _paired(timelines), advice, plans),)))
+    jobs = [workload.name] if workload else [measured.job] if measured else [t.job for t in timelines if t.job]
+    model = ModelReport(
+        ", ".join(dict.fromkeys(jobs)) or timelines[0].name,
+        workload,
+        cluster,
+        timelines=_paired(timelines),
+        plans=tuple(found.of(Plan)),
+        measured=measured,
+    )
+    if workload is not None and cluster is not None and not timelines and measured is None:
+        model = _planned(model, workload, cluster)
+    write_report(output, Report((model,)))
     _say("report", output, len(timelines), json)
 
 
-Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan)
+Noun = TypeVar("Noun", Workload, Cluster, Timeline, Plan, Measurement)
 
 
 class _Files(NamedTuple):
     """What was read, with the paths, in the order given."""
 
-    found: Sequence[tuple[Path, Timeline | Workload | Cluster | Plan]]
+    found: Sequence[tuple[Path, AnyNoun]]
 
     def of(self, kind: type[Noun]) -> list[Noun]:
         return [value for _, value in self.found if isinstance(value, kind)]
@@ -74,8 +90,9 @@ class _Files(NamedTuple):
         return next(iter(self.of(kind)), None)
 
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timelines, of which those with the same name and source get those of their files as well."""
-        found = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
+        """The timelines, each after its baseline; those with one name and source get those of their files as well."""
+        given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
+        found = [(path, line) for path, value in given for line in (value.baseline, value) if line is not None]
         times = Counter((value.name, value.source) for _, value in found)
         return tuple(
             replace(value, name=f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
@@ -83,8 +100,22 @@ class _Files(NamedTuple):
         )
 
 
-def _read(paths: Sequence[Path]) -> _Files:
-    return _Files([(path, files.read(path)) for path in paths])
+def _read(paths: Sequence[Path], output: Path) -> _Files:
+    """What the files hold, and the folders, of which files in another format are left out."""
+    found: list[tuple[Path, AnyNoun]] = []
+    for given in paths:
+        inside = sorted(given.glob("*.json")) if given.is_dir() else [given]
+        if not inside:
+            raise InputError(f"{given}: no .json in this folder (expected what legato rehearse -o DIR writes)")
+        for path in inside:
+            try:
+                found.append((path, files.read(path)))
+            except FileError as error:
+                if not given.is_dir() or "format: " not in str(error):
+                    raise
+                note(f"left out: {error}")
+    keep_apart((path for path, _ in found), output=output)
+    return _Files(found)
 
 
 def _paired(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
@@ -93,19 +124,30 @@ def _paired(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 
 
-def _advice(workload: Workload, cluster: Cluster) -> tuple[str, tuple[Plan, ...]]:
-    """A recommendation by prediction, in words, and the plans that it compares."""
+def _planned(model: ModelReport, workload: Workload, cluster: Cluster) -> ModelReport:
+    """The report with plans that are made for it, and a recommendation by their predictions."""
+    from legato.report.model import SchedulerRow
     from legato.schedule.compare import SAME, best, better_buckets, compare, stock_buckets
 
-    ddp, merged, ours = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
-    chosen, plans = best([ddp, merged, ours]), (ddp.plan, merged.plan, ours.plan)
+    ddp, merged, ours = found = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
+    chosen = best(found)
     if chosen is ddp:
-        return f"Stay with DDP: no plan is predicted to be more than {SAME:.1%} faster.", plans
-    buckets, stock_s = stock_buckets(merged, workload, cluster)
-    caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, stock_s, buckets)))
-    speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / stock_s
-    with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if caps else ""
-    return f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}.", plans
+        advice = f"Stay with DDP: no plan is predicted to be more than {SAME:.1%} faster."
+    else:
+        buckets, stock_s = stock_buckets(merged, workload, cluster)
+        caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, stock_s, buckets)))
+        speedup, stock = ddp.iteration_s / chosen.iteration_s, ddp.iteration_s / stock_s
+        with_stock = f"; or with stock DDP: bucket_cap_mb_list=[{caps}]: {stock:.2f}x" if caps else ""
+        advice = f"Use this plan: {chosen.plan.scheduler}, {speedup:.2f}x (predicted, over DDP){with_stock}."
+    made = "planned for this page: ddp, merge-optimal and legato"
+    note(made)
+    return replace(
+        model,
+        rows=tuple(SchedulerRow(**candidate.row()) for candidate in found),
+        timelines=tuple(candidate.timeline for candidate in (ddp, ours)),
+        plans=(*model.plans, ddp.plan, ours.plan),
+        advice=f"{advice} ({made[0].upper()}{made[1:]}.)",
+    )
 
 
 def trace(
@@ -139,8 +181,7 @@ def trace(
     Example: [bold]legato trace DIR/*.json -o trace.perfetto.json[/]
     """
     given = [*(inputs or []), *(path for path in (workload, plan) if path is not None)]
-    keep_apart(given, output=output)
-    found = _read(given)
+    found = _read(given, output)
     timelines, job = found.timelines(), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})
@@ -193,5 +234,5 @@ def _say(what: str, output: Path, timelines: int, json: bool) -> None:
     if json:
         print_json({what: str(output), "timelines": timelines})
     else:
-        count = f"{timelines} timeline{'s' if timelines > 1 else ''} " if timelines else ""
-        note(f"{count}-> {output}")
+        drawn = f"{count(timelines, 'timeline')} " if timelines else ""
+        note(f"{drawn}-> {output}")

@@ -1,4 +1,4 @@
-"""The nouns as JSON files: read strictly, written atomically, compared by hash."""
+"""The nouns and measurements as JSON files: read strictly, written atomically, compared by hash."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import FileError
+from legato.core.measurement import Measurement
 from legato.core.plan import Plan
 from legato.core.text import one_line
 from legato.core.timeline import Timeline
@@ -23,8 +24,8 @@ from legato.core.workload import Workload
 __all__ = ["MOST_BYTES", "decode", "encode", "identity", "load", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
-AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline
-_NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in (Workload, Cluster, Plan, Timeline)}
+AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement
+_NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in get_args(AnyNoun)}
 
 #: The largest file that is read. Real ones have a hundredth of this; `/dev/zero` has no end.
 MOST_BYTES = 2**30
@@ -68,7 +69,7 @@ def decode(data: bytes, kind: type[msgspec.Struct] | None = None, source: str = 
 
 
 @overload
-def read(path: str | os.PathLike[str], kind: None = None) -> AnyNoun: ...
+def read(path: str | os.PathLike[str], kind: None = None) -> Any: ...
 @overload
 def read(path: str | os.PathLike[str], kind: type[Noun]) -> Noun: ...
 def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None) -> msgspec.Struct:

@@ -57,7 +57,9 @@ class Timeline(
     communication time N, computation time C, iteration time T (seconds). Time
     in which several messages are in flight counts once; so does time in which
     several ops run. `members` has (worker, number of workers with its times,
-    itself included) for those that stand for others.
+    itself included) for those that stand for others. `job` and `network` say in
+    words what was trained where, if that is known, and `baseline` is the timeline
+    of the plan with which this one is compared: that of DDP, on the same network.
     """
 
     name: str
@@ -66,6 +68,9 @@ class Timeline(
     spans: tuple[Span, ...]
     lower_bound_s: float | None = None
     members: tuple[tuple[int, int], ...] = ()
+    job: str = ""
+    network: str = ""
+    baseline: Timeline | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.iteration_s <= _LATEST_S:

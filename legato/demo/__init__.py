@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from legato.core.errors import InputError
 from legato.core.files import write_text
-from legato.core.text import percent
+from legato.core.measurement import MeasuredPlan, Measurement
+from legato.core.text import count, percent
 from legato.core.units import format_seconds
 from legato.demo.result import ModelResult, ServerResult, measured_names
 from legato.report.doubts import doubts
 from legato.report.html import write_report
-from legato.report.model import ModelReport, Report, SchedulerRow
+from legato.report.model import ModelReport, Report, SchedulerRow, save
 from legato.report.perfetto import write_perfetto
 from legato.schedule.compare import SAME, better_buckets
 from legato.testbed.launch import Advance, run_workers
 
-__all__ = ["MODEL_NAMES", "NEXT", "run", "run_servers", "summary", "verdict", "write_pictures"]
+__all__ = ["MODEL_NAMES", "NEXT", "report_of", "run", "run_servers", "summary", "verdict", "write_pictures"]
 
 MODEL_NAMES = ("resnet-50", "gpt2-small")
 
@@ -137,7 +139,7 @@ def advice(result: ModelResult) -> str:
             f"Predicted for stock DDP with bucket_cap_mb_list=[{some}] (legato plan prints it): "
             f"{predicted_s['ddp'] / predicted_s['merge-optimal']:.2f}x."
         )
-    return " ".join([*sentences, *(f"Beware: {doubt}." for doubt in result_doubts(result))])
+    return " ".join(sentences)
 
 
 def _compared(name: str, seconds: float, ddp_s: float) -> str:
@@ -157,20 +159,38 @@ def result_doubts(result: ModelResult) -> list[str]:
     return doubts(measured, dict.fromkeys(names, bound_s))
 
 
-def write_pictures(results: Sequence[ModelResult], folder: Path) -> tuple[Path, Path]:
-    """Write the report and the Perfetto trace of all models; returns their paths."""
+def report_of(result: ModelResult, link: str) -> ModelReport:
+    """Return one model's part of the page; `link` are the links between the workers in words."""
+    names = measured_names(result.plan)
+    predicted = {row["scheduler"]: row for row in result.rows}
+    network = f"{count(result.cluster.workers, 'worker')}, {link}"
+    plans = []
+    for name, seconds in zip(names, (result.ddp_blocks_s, result.legato_blocks_s), strict=True):
+        row = predicted.get(name)
+        known = {} if row is None else {key: row[key] for key in ("lower_bound_s", "num_messages")}
+        plans.append(MeasuredPlan.of(name, seconds, predicted_s=None if row is None else row["iteration_s"], **known))
+    timelines = sorted((*result.predicted, *result.measured), key=lambda t: (t.name != "ddp", t.name))
+    return ModelReport(
+        name=result.model,
+        workload=result.workload,
+        cluster=result.cluster,
+        rows=tuple(SchedulerRow(**row) for row in result.rows),
+        timelines=tuple(replace(t, job=result.model, network=network) for t in timelines),
+        advice=advice(result),
+        plans=(result.plan,),
+        measured=Measurement(result.model, network, tuple(plans), tuple(result_doubts(result))),
+    )
+
+
+def write_pictures(results: Sequence[ModelResult], folder: Path, link: str) -> tuple[Path, Path]:
+    """Write the report and the Perfetto trace of all models, and the parts of each one's report; returns their paths.
+
+    `link` are the links between the workers in words.
+    """
     report, trace = folder / "report.html", folder / "trace.perfetto.json"
-    models = [
-        ModelReport(
-            name=result.model,
-            workload=result.workload,
-            cluster=result.cluster,
-            rows=tuple(SchedulerRow(**row) for row in rows(result)),
-            timelines=tuple(sorted((*result.predicted, *result.measured), key=lambda t: (t.name != "ddp", t.name))),
-            advice=advice(result),
-        )
-        for result in results
-    ]
+    models = [report_of(result, link) for result in results]
+    for model in models:
+        save(model, folder / model.name)
     write_report(report, Report(tuple(models), title="Training under DDP and under a plan of legato, on this machine"))
     write_perfetto(trace, [timeline for model in models for timeline in model.timelines])
     write_text(folder / "summary.json", json.dumps([summary(r, report, trace) for r in results], indent=2) + "\n")

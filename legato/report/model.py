@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 
+from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.measurement import Measurement
 from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow"]
+__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "save"]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -20,8 +23,7 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     `iteration_s` is the predicted iteration time, `lower_bound_s` a bound that
     no plan with such messages can beat, `gap = iteration_s / lower_bound_s - 1`. `plan_s` is the
-    time that planning took, and `measured_s` the iteration time of a real run;
-    both are None if unknown. A plan that is not `runnable` can only be simulated.
+    time that planning took, or None if unknown. A plan that is not `runnable` can only be simulated.
     `rounded` is the fraction of the gradients' bytes that travel in a wire format.
     Raises `InputError` if a number is not finite, a time is negative, or a fraction is not from 0 to 1.
     """
@@ -34,12 +36,11 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     utilization: float
     num_messages: int
     plan_s: float | None
-    measured_s: float | None = None
     runnable: bool = True
     rounded: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("iteration_s", "lower_bound_s", "plan_s", "measured_s"):
+        for field in ("iteration_s", "lower_bound_s", "plan_s"):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected finite seconds, at least 0)")
@@ -87,12 +88,23 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     error: str | None = None
 
 
+class TextTable(msgspec.Struct, frozen=True):
+    """A table of text, which a console and a page show alike: a title, the heads of its columns, and rows of cells."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 class ModelReport(msgspec.Struct, frozen=True):
     """Everything known about one workload; the page leaves out what is missing.
 
     `timelines` are predicted or measured, any number of them, and drawn in this
-    order; a predicted and a measured one of the same name belong together.
-    `advice` is one plain sentence. `plans` say which tensors are in the messages
+    order; a predicted and a measured one of the same name belong together. A
+    measured one is one iteration of many: `measured` has the times to compare.
+    `advice` is one plain sentence. `told` is what a command has said, in tables and
+    lines, and `asides` what it said beside; the page then says nothing of its own
+    about which plan is best. `plans` say which tensors are in the messages
     of the timeline that has the plan's scheduler as its name.
     """
 
@@ -103,10 +115,36 @@ class ModelReport(msgspec.Struct, frozen=True):
     timelines: tuple[Timeline, ...] = ()
     advice: str = ""
     plans: tuple[Plan, ...] = ()
+    measured: Measurement | None = None
+    told: tuple[TextTable | str, ...] = ()
+    asides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (self.workload or self.rows or self.timelines):
+        if not (self.workload or self.rows or self.timelines or self.measured or self.told):
             raise InputError(f"report of {self.name!r}: nothing to show (expected a workload, rows or timelines)")
+
+    @property
+    def network(self) -> str:
+        """The network in words, as it was when something was measured or predicted; "" if unknown."""
+        said = [timeline.network for timeline in self.timelines if timeline.network]
+        return self.measured.network if self.measured else said[0] if said else ""
+
+
+def save(model: ModelReport, folder: Path) -> None:
+    """Write every part of the report to a file of its own, from which `legato report FOLDER` makes the same page.
+
+    Raises `FileError`.
+    """
+    parts: dict[str, msgspec.Struct | None] = {
+        "workload": model.workload,
+        "cluster": model.cluster,
+        "measured": model.measured,
+    }
+    parts |= {f"{plan.scheduler}.plan": plan for plan in model.plans}
+    parts |= {f"{timeline.name}.{timeline.source}": timeline for timeline in model.timelines}
+    for name, part in parts.items():
+        if part is not None:
+            files.write(folder / f"{name}.json", part)
 
 
 class Report(msgspec.Struct, frozen=True):

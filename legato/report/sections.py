@@ -7,14 +7,15 @@ from typing import Any
 
 from legato.core.cluster import Cluster
 from legato.core.plan import Plan
+from legato.core.text import count, percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
 from legato.report.idle import drawn_worker, idle_costs, idle_sentence
 from legato.report.model import ModelReport
 from legato.report.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
-from legato.report.tables import bar_percent, heads, percent, table_cell
-from legato.report.timelines import draw_timelines
+from legato.report.tables import bar_percent, heads, table_cell
+from legato.report.timelines import draw_timelines, source_in_words
 from legato.report.workloads import draw_op_times, draw_readiness, draw_tensor_sizes
 
 __all__ = ["section"]
@@ -29,15 +30,18 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
-        "headline": headline(table, model.name),
-        "bound": bound_sentence(table),
-        "facts": _facts(model),
+        "headline": [] if model.told else headline(table, model.name),
+        "bound": "" if model.told else bound_sentence(table),
+        "facts": "" if model.told else _facts(model),
         "advice": model.advice,
-        "table": scheduler_table(table) if table else None,
+        "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
+        "asides": model.asides,
+        "doubts": model.measured.doubts if model.measured else (),
+        "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
         "worker_note": "",
         "waits": _waits(model.timelines, model.plans, single),
-        "single": single,
+        "single": any(timeline.source == "measured" for timeline in model.timelines),
         "workload": _workload(model.workload, model.cluster, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
     }
@@ -61,12 +65,8 @@ def _worker_note(timelines: Sequence[Timeline]) -> str:
 
 def _single(timelines: Sequence[Timeline], table: Sequence[Entry]) -> frozenset[int]:
     """The timelines of single iterations of which the table has the median: their own time is another one."""
-    medians = {e.scheduler: e.measured_s for e in table}
-    return frozenset(
-        i
-        for i, t in enumerate(timelines)
-        if t.source == "measured" and medians.get(t.name) not in (None, t.iteration_s)
-    )
+    medians = {e.scheduler for e in table if e.measured_s is not None}
+    return frozenset(i for i, t in enumerate(timelines) if t.source == "measured" and t.name in medians)
 
 
 def _facts(model: ModelReport) -> str:
@@ -74,16 +74,14 @@ def _facts(model: ModelReport) -> str:
     if model.workload:
         facts.append(f"{format_bytes(model.workload.nbytes)} of gradients")
         facts.append(f"{format_seconds(model.workload.compute_s)} of computation")
-    if model.cluster:
-        facts.append(_count(model.cluster.workers, "worker"))
+    if model.network:
+        facts.append(model.network)
+    elif model.cluster:
+        facts.append(count(model.cluster.workers, "worker"))
         if model.cluster.bandwidth_bps:
             facts.append(format_bandwidth(model.cluster.bandwidth_bps))
         facts.append(model.cluster.default_collective)
     return " · ".join(facts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int]) -> list[dict[str, Any]]:
@@ -108,11 +106,11 @@ def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collect
         parts.append(
             {
                 "name": timeline.name,
-                "source": "one measured iteration" if i in single else timeline.source,
+                "source": source_in_words(timeline),
                 "summary": summary if every else "never idle",
                 "sentence": idle_sentence(every, tensors),
                 "lines": lines,
-                "rest": f"and {format_seconds(sum(w.seconds for w in rest))} for {_count(len(rest), 'other')}"
+                "rest": f"and {format_seconds(sum(w.seconds for w in rest))} for {count(len(rest), 'other')}"
                 if rest
                 else "",
             }
@@ -143,9 +141,11 @@ def _workload(workload: Workload, cluster: Cluster | None, number: int, figures:
         _tile(
             "computation", format_seconds(workload.compute_s), f"batch of {workload.batch_size:,} on {workload.device}"
         ),
-        _tile("gradients", format_bytes(workload.nbytes), _count(len(workload.tensors), "tensor")),
+        _tile("gradients", format_bytes(workload.nbytes), count(len(workload.tensors), "tensor")),
         _tile(
-            "largest tensor", format_bytes(largest.nbytes), f"{largest.nbytes / workload.nbytes:.0%} of the gradients"
+            "largest tensor",
+            format_bytes(largest.nbytes),
+            f"{percent(largest.nbytes / workload.nbytes, 0)} of the gradients",
         ),
         _tile("ops", f"{len(workload.ops):,}", ", ".join(f"{p['count']:,} {p['name']}" for p in phases)),
     ]

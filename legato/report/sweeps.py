@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.model import SweepRow
-from legato.report.tables import bar_percent, factor, heads, in_one_unit, percent, table_cell
+from legato.report.tables import bar_percent, factor, heads, table_cell
 
 __all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
 
@@ -25,8 +26,8 @@ _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "racks": ("racks", str),
     "spines": ("spines", str),
     "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),
-    "slow": ("slowdown of the last worker", lambda value: f"{value:g}×"),
-    "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}×"),
+    "slow": ("slowdown of the last worker", lambda value: f"{value:g}x"),
+    "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}x"),
     "jitter": ("jitter", lambda value: f"{value:g}"),
     "disturb": ("disturbed:", str),
 }
@@ -81,12 +82,12 @@ def _over(rows: Sequence[SweepRow]) -> str:
 
 def _facts(rows: Sequence[SweepRow]) -> str:
     failed = sum(row.error is not None for row in rows)
-    facts = [f"{len(rows):,} cells", f"{rows[0].fidelity} fidelity"]
+    facts = [count(len(rows), "cell"), f"{rows[0].fidelity} fidelity"]
     return " · ".join([*facts, *([f"{failed:,} failed"] if failed else [])])
 
 
 def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
-    times = in_one_unit([row.iteration_s for row in rows])
+    times = ["" if row.iteration_s is None else format_seconds(row.iteration_s) for row in rows]
     longest = max((row.iteration_s or 0.0 for row in rows), default=0.0) or 1.0
     bars = [bar_percent(row.iteration_s, longest) for row in rows]
     columns: list[tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]] = [
@@ -105,8 +106,8 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
         ("jitter", lambda r: r.jitter, lambda r: f"{r.jitter:g}"),
         ("disturbed", lambda r: r.disturb, lambda r: r.disturb),
         ("speedup", lambda r: r.speedup, lambda r: factor(r.speedup)),
-        ("above bound", lambda r: r.gap, lambda r: percent(r.gap)),
-        ("utilization", lambda r: r.utilization, lambda r: percent(r.utilization)),
+        ("above bound", lambda r: r.gap, lambda r: "" if r.gap is None else percent(r.gap, signed=True)),
+        ("utilization", lambda r: r.utilization, lambda r: "" if r.utilization is None else percent(r.utilization)),
     ]
     shown = [column for column in columns if len({column[1](row) for row in rows} - {None}) > 1] or columns[:1]
     table_rows = []
@@ -143,7 +144,7 @@ def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
     where = "everywhere" if won == len(every) else f"on {won} of {len(every)} clusters"
     words = [(names[first], True), (f" is the fastest {where}" if len(names) > 1 else " was simulated alone", False)]
     if gain > 1.005 and first != _series(rows[0]):
-        words += [(", up to ", False), (f"{gain:.3g}× faster than {names[_series(rows[0])]}", True)]
+        words += [(", up to ", False), (f"{gain:.3g}x as fast as {names[_series(rows[0])]}", True)]
     return [*words, (".", False)]
 
 
@@ -182,7 +183,7 @@ def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
         return {key: key[0] for key in keys}
     names = {}
     for key in keys:
-        parts = [key[0]] * differs[0] + [key[1]] * differs[1] + [f"{key[2]} servers"] * (differs[2] and key[2] > 0)
+        parts = [key[0]] * differs[0] + [key[1]] * differs[1] + [count(key[2], "server")] * (differs[2] and key[2] > 0)
         names[key] = ", ".join(parts)
     return names
 
@@ -204,8 +205,8 @@ def _scale(y: str) -> float:
 
 
 def _hover(row: SweepRow, name: str) -> list[str]:
-    machines = f"{row.workers:,} workers · {format_bandwidth(row.bandwidth_bps)}"
-    speedup = f" · {row.speedup:.2f}×" if row.speedup is not None else ""
+    machines = f"{count(row.workers, 'worker')} · {format_bandwidth(row.bandwidth_bps)}"
+    speedup = f" · {row.speedup:.2f}x" if row.speedup is not None else ""
     return [label(name), f"{format_seconds(row.iteration_s or 0.0)}{speedup}", machines]
 
 
@@ -325,7 +326,7 @@ def _without_unit(texts: list[str]) -> tuple[list[str], str]:
 def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]:
     values = [getattr(row, y) for row in rows if getattr(row, y) > 0]
     wide = bool(values) and max(values) > 12 * min(values)
-    write = format_seconds if y == "iteration_s" else lambda value: f"{value:.3g}×"
+    write = format_seconds if y == "iteration_s" else lambda value: f"{value:.3g}x"
     title = "iteration time" if y == "iteration_s" else "speedup"
     ticks = _ticks(min(values), max(values)) if wide else []
     return axis(
@@ -333,7 +334,7 @@ def _y_axis(rows: Sequence[SweepRow], y: str, *, titled: bool) -> dict[str, Any]
         type="log" if wide else "linear",
         rangemode="normal" if wide or y == "speedup" else "tozero",
         **({"tickvals": [v / _scale(y) for v in ticks], "ticktext": list(map(write, ticks))} if wide else {}),
-        **({} if wide else {"ticksuffix": " ms" if y == "iteration_s" else "×"}),
+        **({} if wide else {"ticksuffix": " ms" if y == "iteration_s" else "x"}),
     )
 
 

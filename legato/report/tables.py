@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bar_percent", "factor", "heads", "in_one_unit", "percent", "table_cell", "table_of", "time_unit"]
+from legato.core.text import percent
+from legato.core.units import format_seconds
+
+__all__ = ["bar_percent", "factor", "heads", "seconds_cell", "share_cell", "table_cell", "table_of", "time_unit"]
 
 
 def heads(
@@ -42,25 +45,19 @@ def bar_percent(value: float | None, largest: float) -> float | None:
 
 
 def factor(ratio: float | None) -> str:
-    """`1.24×`."""
-    return "" if ratio is None else f"{ratio:.2f}×"
+    """`1.24x`."""
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def percent(share: float | None) -> str:
-    """`3.1%`, without decimals from 100% on."""
-    if share is None:
-        return ""
-    share = share if abs(share) >= 5e-4 else 0.0
-    return (f"{share:.1%}" if abs(share) < 1 else f"{share:,.0%}").replace("-", "−")
+def share_cell(share: float | None, *, signed: bool = False) -> dict[str, Any]:
+    """A cell with a percentage; empty without a value."""
+    return table_cell("" if share is None else percent(share, signed=signed), share)
 
 
-def in_one_unit(seconds: list[float | None]) -> list[str]:
-    """Times to compare, all in one unit and with the number of decimals that gives the largest four digits."""
-    known = [abs(s) for s in seconds if s is not None]
-    largest = max(known, default=0.0)
-    unit, scale = time_unit(largest)
-    whole = len(str(int(largest / scale)))
-    return ["" if s is None else f"{s / scale:,.{max(0, 4 - whole)}f} {unit}" for s in seconds]
+def seconds_cell(seconds: float | None, longest: float | None = None) -> dict[str, Any]:
+    """A cell with a time, with a bar if there is a `longest` time; empty without a value."""
+    bar = bar_percent(seconds, longest) if longest else None
+    return table_cell("" if seconds is None else format_seconds(seconds), seconds, bar=bar)
 
 
 def time_unit(largest_s: float) -> tuple[str, float]:

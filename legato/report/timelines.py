@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from legato.core.text import percent
 from legato.core.timeline import Span, Timeline
 from legato.core.units import format_bytes, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.idle import drawn_worker, idle_causes, idle_gaps
-from legato.report.tables import in_one_unit, percent, time_unit
+from legato.report.tables import time_unit
 
-__all__ = ["Bar", "coalesce", "draw_timelines", "stack"]
+__all__ = ["Bar", "coalesce", "draw_timelines", "source_in_words", "stack"]
 
 #: The shortest bar as a share of the time axis: a third of a pixel, or a whole one with many timelines.
 _FINEST, _COARSEST, _MANY = 1 / 3000, 1 / 1000, 12
@@ -95,9 +96,9 @@ def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) 
 
     Each timeline has a lane for computation, with idle gaps hatched, and one for
     the network. A solid line marks the end of the iteration, a dashed one the
-    lower bound, to which only predictions are compared. The timelines whose
-    numbers are in `single` are single iterations, whose time is not written: the
-    page has the median.
+    lower bound, to which only predictions are compared. Measured timelines are
+    single iterations; the time of those whose numbers are in `single` is not
+    written, because the page has the median.
     """
     longest = max(max([t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in _own(t))]) for t in timelines)
     first = min(0.0, min((s.start_s for t in timelines for s in _own(t)), default=0.0))
@@ -218,9 +219,14 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
     trace["y"] += [top, -i * _PITCH - _ROWS["network"] - 0.6, None]
 
 
+def source_in_words(timeline: Timeline) -> str:
+    """`predicted`, or `one measured iteration`, which is what a measured timeline is."""
+    return "one measured iteration" if timeline.source == "measured" else timeline.source
+
+
 def _facts(timeline: Timeline, end: str) -> list[str]:
     """What stands behind a timeline's name; `end` is the time of the iteration, or empty."""
-    facts = [f"{timeline.source} <b>{end}</b>" if end else "one measured iteration"]
+    facts = [f"{source_in_words(timeline)} <b>{end}</b>" if end else source_in_words(timeline)]
     if timeline.lower_bound_s and timeline.source == "predicted":
         facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
     idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
@@ -233,10 +239,9 @@ def _layout(
     timelines: Sequence[Timeline], single: Collection[int], unit: str, first: float, longest: float
 ) -> dict[str, Any]:
     ticks = {-i * _PITCH - top: lane for i in range(len(timelines)) for lane, top in _ROWS.items()}
-    ends = in_one_unit([t.iteration_s for t in timelines])
     notes = []
-    for i, (timeline, end) in enumerate(zip(timelines, ends, strict=True)):
-        facts = "  ·  ".join(_facts(timeline, "" if i in single else end))
+    for i, timeline in enumerate(timelines):
+        facts = "  ·  ".join(_facts(timeline, "" if i in single else format_seconds(timeline.iteration_s)))
         # One text from the left edge: two, from both edges, would overlap in a narrow window.
         text = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{facts}</span>"
         notes.append(_note(text, 0, "left", -i * _PITCH - 0.62, 15, "@ink"))

@@ -16,13 +16,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, RankError, unknown_name
 from legato.core.files import write_text
-from legato.core.plan import SHARDS, Shard
+from legato.core.measurement import MeasuredPlan, Measurement
+from legato.core.plan import SHARDS, Plan, Shard
+from legato.core.text import count
 from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
+from legato.report.doubts import doubts
+from legato.report.model import ModelReport
 from legato.schedule import SCHEDULERS
 from legato.schedule.search.rounding import Rounding, check_rounding
 from legato.testbed.launch import Advance, run_workers
@@ -111,7 +117,8 @@ class Trial(msgspec.Struct, frozen=True):
     """One plan: the seconds of every timed iteration, and the prediction, if there is one.
 
     `measured` is the timeline of one iteration, if the plan was traced; `rounded`
-    the fraction of the gradients' bytes that travel in a wire format, if the task has one.
+    the fraction of the gradients' bytes that travel in a wire format, if the task has one;
+    `plan` the plan, if legato's runtime carried it out, or DDP has its buckets.
     """
 
     scheduler: str
@@ -121,6 +128,7 @@ class Trial(msgspec.Struct, frozen=True):
     num_messages: int
     measured: Timeline | None = None
     rounded: float | None = None
+    plan: Plan | None = None
 
     @property
     def median_s(self) -> float:
@@ -130,6 +138,16 @@ class Trial(msgspec.Struct, frozen=True):
     def error(self) -> float | None:
         """The relative error of the prediction: predicted / measured - 1."""
         return None if self.predicted is None else self.predicted.iteration_s / self.median_s - 1
+
+    def measured_plan(self) -> MeasuredPlan:
+        return MeasuredPlan.of(
+            self.scheduler,
+            self.measured_s,
+            predicted_s=None if self.predicted is None else self.predicted.iteration_s,
+            lower_bound_s=None if self.predicted is None else self.lower_bound_s,
+            num_messages=self.num_messages,
+            rounded=self.rounded,
+        )
 
 
 class Rehearsal(msgspec.Struct, frozen=True):
@@ -147,6 +165,7 @@ class Rehearsal(msgspec.Struct, frozen=True):
             {
                 "scheduler": t.scheduler,
                 "measured_s": t.median_s,
+                "quartiles_s": t.measured_plan().quartiles_s,
                 "predicted_s": None if t.predicted is None else t.predicted.iteration_s,
                 "error": t.error,
                 "speedup_over_ddp": None if ddp is None else ddp / t.median_s,
@@ -156,6 +175,29 @@ class Rehearsal(msgspec.Struct, frozen=True):
             }
             for t in self.trials
         ]
+
+    def describe(self) -> str:
+        """How long computation takes, and what no plan can be faster than."""
+        bound_s = min(t.lower_bound_s for t in self.trials if t.predicted is not None)
+        return f"computation {format_seconds(self.workload.compute_s)}, bound {format_seconds(bound_s)}"
+
+    def report(self, network: str) -> ModelReport:
+        """What is saved and shown of it; `network` are the workers and their links in words."""
+        job, bounds = self.workload.name, {t.scheduler: t.lower_bound_s for t in self.trials if t.predicted is not None}
+        drawn = [(t.scheduler, line) for t in self.trials for line in (t.predicted, t.measured) if line is not None]
+        return ModelReport(
+            job,
+            self.workload,
+            self.cluster,
+            timelines=tuple(replace(line, name=name, job=job, network=network) for name, line in drawn),
+            plans=tuple(replace(t.plan, scheduler=t.scheduler) for t in self.trials if t.plan is not None),
+            measured=Measurement(
+                job,
+                network,
+                tuple(t.measured_plan() for t in self.trials),
+                tuple(doubts({t.scheduler: t.measured_s for t in self.trials}, bounds)),
+            ),
+        )
 
 
 def select(names: Sequence[str]) -> tuple[str, ...]:
@@ -171,7 +213,7 @@ def rehearse(task: Task, hosts: int, bandwidth_bps: float, advance: Advance) -> 
     with the error message of the process that failed; its log is then kept.
     """
     if hosts < 2:
-        raise InputError(f"{hosts} hosts: there is nothing to exchange (expected at least 2)")
+        raise InputError(f"{count(hosts, 'host')}: there is nothing to exchange (expected at least 2)")
     return run_task("legato.testbed.trial", task, Rehearsal, hosts, bandwidth_bps, advance)
 
 

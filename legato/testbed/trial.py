@@ -212,6 +212,7 @@ def rehearse_here(task: Task, advance: Advance) -> Rehearsal:
                 num_messages=len(p.plan.messages),
                 measured=_typical(p.name, traces.get(p.name, [])),
                 rounded=None if task.wire == "none" else p.plan.rounded,
+                plan=None if p.timeline is None else p.plan,
             )
             for p in predictions
         ),

@@ -7,6 +7,7 @@ import pytest
 from support.command import run
 
 import legato
+from legato.core.measurement import MeasuredPlan, Measurement
 from legato.schedule import schedule
 from legato.simulator.collective import simulate
 
@@ -32,19 +33,41 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_a_rehearsal_becomes_a_page_that_says_what_to_do(capsys, folder):
-    files = sorted(folder.glob("*.json"))
-    status, out, _ = run(capsys, "report", *files, "-o", folder / "r.html", "--json")
-    assert status == 0 and json.loads(out)["timelines"] == 4
+def test_a_folder_written_before_measurements_were_saved_is_still_drawn(capsys, folder):
+    """Its measured timelines are single iterations, which do not say what is faster; nothing is planned in silence."""
+    status, out, err = run(capsys, "report", folder, "-o", folder / "r.html", "--json")
+    assert status == 0 and json.loads(out)["timelines"] == 4 and "planned" not in err
     page = (folder / "r.html").read_text()
-    assert "Use this plan: legato, 1." in page and "The workload" in page and "The cluster" in page
-    assert "tensors takes" in page  # what is in the messages is known from the plan
+    assert "Use this plan" not in page and "as fast" not in page and "(measured)" not in page
+    assert "One measured iteration took" in page and "The workload" in page and "The cluster" in page
     at = [
         page.index(f"<h4><span>{name}</span> <small>{kind}")
         for name in ("ddp", "legato")
-        for kind in ("predicted", "measured")
+        for kind in ("predicted", "one measured iteration")
     ]
     assert at == sorted(at)
+    with_files = run(capsys, "report", *sorted(folder.glob("*.json")), "-o", folder / "same.html")
+    assert with_files[0] == 0 and (folder / "same.html").read_text() == page
+
+
+def test_a_measurement_of_the_folder_is_what_the_page_compares(capsys, folder):
+    plans = [MeasuredPlan.of("ddp", [0.5, 0.6, 0.7], predicted_s=0.4), MeasuredPlan.of("legato", [0.9])]
+    legato.write(folder / "measured.json", Measurement("chain", "8 workers, 1 Gbit/s", tuple(plans), ("it was busy",)))
+    (folder / "result.json").write_text('{"rows": []}')
+    status, _, err = run(capsys, "report", folder, "-o", folder / "r.html")
+    assert status == 0 and f"left out: {folder / 'result.json'}: format: missing" in err
+    page = (folder / "r.html").read_text()
+    assert "600 ms</strong> under DDP (measured); <strong>no other plan" in page
+    assert "Beware: it was busy." in page and "8 workers, 1 Gbit/s" in page and "550 ms to 650 ms" in page
+    assert "left out" not in run(capsys, "report", folder / "result.json", "-o", folder / "r.html")[2]
+
+
+def test_what_is_planned_for_the_page_is_said(capsys, folder):
+    status, _, err = run(capsys, "report", folder / "workload.json", folder / "cluster.json", "-o", folder / "r.html")
+    page = (folder / "r.html").read_text()
+    assert status == 0 and "planned for this page: ddp, merge-optimal and legato" in err
+    assert "Use this plan: legato, 1." in page and "(Planned for this page: ddp, merge-optimal and legato.)" in page
+    assert "under DDP (predicted)" in page and "tensors takes" in page  # what is in the messages is known from the plan
 
 
 def test_stock_ddp_gets_its_buckets(capsys, tmp_path):
@@ -89,7 +112,7 @@ def test_trace_takes_what_report_takes(capsys, folder):
     assert status == 0 and json.loads(out)["timelines"] == 4
     found = json.loads((folder / "t.perfetto.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in found if e["name"] == "process_name"] == [
-        f"{name} ({source})" for name in ("ddp", "legato") for source in ("predicted", "measured")
+        f"{name} ({source})" for name in ("ddp", "legato") for source in ("predicted", "one measured iteration")
     ]
     both = {verb: run(capsys, verb, *inputs, folder / "workload.json", "-o", folder / "x")[2] for verb in VERBS}
     assert all("two workloads (expected one at most)" in err for err in both.values())
@@ -123,10 +146,14 @@ def test_timelines_of_one_name_are_told_apart_by_their_files(capsys, folder):
         (["workload.json", "workload.json"], "two workloads"),
         (["nothing.json"], "nothing.json: cannot read"),
         (["broken.json"], "broken.json: not JSON"),
+        (["empty"], "empty: no .json in this folder"),
+        (["cluster.json", ""], "two clusters"),
     ],
 )
 def test_wrong_input_gets_one_line(capsys, folder, names, words):
-    (folder / "broken.json").write_text("{")
+    (folder / "empty").mkdir()
+    if names == ["broken.json"]:
+        (folder / "broken.json").write_text("{")
     status, out, err = run(capsys, "report", *(folder / name for name in names), "-o", folder / "r.html")
     assert (status, out) == (2, "")
     assert len(err.strip().splitlines()) == 1 and words in err

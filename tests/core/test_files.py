@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from support.strategies import examples
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import FileError
 from legato.core.files import decode, encode, identity, load, read, write, write_text
+from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.plan import Message, Plan, Slice
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
@@ -87,8 +89,18 @@ timelines = st.builds(
     iteration_s=seconds,
     spans=st.lists(spans, max_size=5).map(tuple),
     lower_bound_s=st.none() | seconds,
+    job=names,
+    network=names,
 )
-nouns = st.one_of(workloads(), clusters, plans, timelines)
+timelines = st.builds(lambda t, base: msgspec.structs.replace(t, baseline=base), timelines, st.none() | timelines)
+measurements = st.builds(
+    Measurement,
+    job=names,
+    network=names,
+    plans=st.lists(st.builds(MeasuredPlan.of, names, st.lists(seconds, min_size=1, max_size=5)), min_size=1).map(tuple),
+    doubts=st.lists(names, max_size=2).map(tuple),
+)
+nouns = st.one_of(workloads(), clusters, plans, timelines, measurements)
 
 WORKLOAD = Workload(
     "net",
@@ -113,7 +125,8 @@ TIMELINE = Timeline(
     (Span(0, "compute", "b1", 0.0, 2.0, "backward"), Span(0, "net", "m", 2, 3, "message")),
     4.0,
 )
-ALL = [WORKLOAD, CLUSTER, PLAN, TIMELINE]
+MEASUREMENT = Measurement("net", "4 workers", (MeasuredPlan.of("fifo", [3.0, 1.0, 2.0], predicted_s=1.0),), ("busy",))
+ALL = [WORKLOAD, CLUSTER, PLAN, TIMELINE, MEASUREMENT]
 
 
 def value_or_file_error(data: bytes, kind: type):
@@ -158,7 +171,7 @@ def test_what_is_written_comes_back_equal(noun):
     assert again == noun and identity(again) == identity(noun)
 
 
-@given(nouns, st.sampled_from([Workload, Cluster, Plan, Timeline]))
+@given(nouns, st.sampled_from([Workload, Cluster, Plan, Timeline, Measurement]))
 def test_a_file_is_never_taken_for_another_noun(noun, kind):
     if kind is not type(noun):
         tag, own = (k.__struct_config__.tag for k in (kind, type(noun)))

@@ -2,12 +2,14 @@
 
 import msgspec
 import pytest
+from support.command import run
 from support.report_samples import cnn
 
 from legato import demo
 from legato.cli.demo import _bandwidth_bps
 from legato.cli.demo import _show as show
 from legato.core.cluster import Cluster
+from legato.core.units import format_seconds
 from legato.demo.result import ModelResult, measured_names
 from legato.report.doubts import doubts
 from legato.schedule.compare import compare
@@ -65,14 +67,18 @@ def test_where_ddp_s_own_plan_is_taken_ddp_has_one_measured_time(tmp_path):
     said = demo.advice(one)
     assert "ddp in legato's runtime" in said and "bucket_cap_mb_list" not in said
     assert "with DDP, and no plan is more than 0.5% faster." in said.split("Predicted: ")[1]
-    demo.write_pictures([one], tmp_path)
+    (tmp_path / one.model).mkdir()
+    demo.write_pictures([one], tmp_path, "1 Gbit/s")
     assert "ddp in legato&#39;s runtime" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("slowdown", "said"), [((0.4, 0.4), "the calibration cannot be right"), ((1.5, 1.2), "")])
-def test_a_measurement_that_cannot_be_is_doubted_beside_it(slowdown, said):
+def test_a_measurement_that_cannot_be_is_doubted_beside_it(capsys, slowdown, said):
     one = result(slowdown=slowdown)
-    assert ("Beware: " in demo.advice(one)) == bool(said) and said in demo.advice(one)
+    show(one)
+    err = capsys.readouterr().err
+    assert ("Beware: " in err) == bool(said) and said in err
+    assert list(demo.report_of(one, "1 Gbit/s").measured.doubts) == demo.result_doubts(one)
     spread = msgspec.structs.replace(one, legato_blocks_s=[1.0, 2.0] * 4)
     assert any("the machine was busy" in doubt for doubt in demo.result_doubts(spread))
     assert doubts({"ddp": one.ddp_blocks_s}, {"ddp": 0.0}) == []
@@ -102,3 +108,18 @@ def test_without_hosts_the_demo_says_that_it_runs_over_loopback(monkeypatch, cap
     said = "".join(capsys.readouterr())
     assert said.startswith("over loopback, where ") and "shaped hosts need root" in said
     assert _bandwidth_bps("2Gbit") == 2e9  # what was asked for is tried, and refused with the reason
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "slowdown"), [("legato", (1.5, 1.2)), ("legato", (0.5, 1.2)), ("ddp", (1.2, 1.2))]
+)
+def test_the_page_of_the_saved_folder_says_what_was_measured(capsys, tmp_path, scheduler, slowdown):
+    one = result(FAST if scheduler == "ddp" else SLOW, scheduler, slowdown)
+    (tmp_path / "cnn").mkdir()
+    demo.write_pictures([one], tmp_path, "1 Gbit/s")
+    (tmp_path / "cnn" / "result.json").write_text("{}")
+    assert run(capsys, "report", tmp_path / "cnn", "-o", tmp_path / "again.html")[0] == 0
+    for page in ("report.html", "again.html"):
+        text = (tmp_path / page).read_text()
+        assert f"{format_seconds(one.ddp_s)}</strong> under DDP (measured)" in text and "2 workers, 1 Gbit/s" in text
+        assert (f"{one.ddp_s / one.legato_s:.2f}x as fast" in text) == (one.legato_s < 0.99 * one.ddp_s)

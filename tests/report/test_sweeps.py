@@ -48,7 +48,7 @@ def test_many_panels_become_nine():
 
 def test_the_headline_says_what_is_fastest_and_where():
     assert "".join(text for text, _ in sweep_headline(sweep_rows())) == (
-        "ring is the fastest everywhere, up to 8× faster than parameter-server."
+        "ring is the fastest everywhere, up to 8x as fast as parameter-server."
     )
     failed = [msgspec.structs.replace(row, iteration_s=None, speedup=None, error="no") for row in sweep_rows()]
     assert sweep_headline(failed) == [("No cell has a result.", False)]

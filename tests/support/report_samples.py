@@ -5,6 +5,7 @@ import random
 import msgspec
 
 from legato.core.cluster import Cluster
+from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.report.model import ModelReport, Report, SchedulerRow, SweepRow
@@ -55,7 +56,7 @@ def run(workload, name, groups, cost, forward_overlap, source="predicted", slowd
     return Timeline(name, source, at, tuple(spans), bound)
 
 
-def row(timeline, plan_s, measured=None):
+def row(timeline, plan_s):
     messages = sum(s.kind == "message" for s in timeline.spans)
     gap = timeline.iteration_s / timeline.lower_bound_s - 1
     return SchedulerRow(
@@ -67,7 +68,6 @@ def row(timeline, plan_s, measured=None):
         timeline.utilization,
         messages,
         plan_s,
-        measured.iteration_s if measured else None,
     )
 
 
@@ -116,8 +116,14 @@ def model(layers=50, name="resnet-50", measured=True, advice="Buy no faster netw
         "legato": run(workload, "legato", by_need(tensors), cost, True, "measured", 1.01, ddp.lower_bound_s, 2),
     }
     shown = [ddp, real["ddp"], fifo, legato, real["legato"]] if measured else [ddp, fifo, legato]
-    rows = [row(t, 0.001 * 10**k, real.get(t.name) if measured else None) for k, t in enumerate((ddp, fifo, legato))]
-    return ModelReport(name, workload, CLUSTER, tuple(rows), tuple(shown), advice)
+    rows = [row(t, 0.001 * 10**k) for k, t in enumerate((ddp, fifo, legato))]
+    found = medians(name, **{n: [1.02 * t.iteration_s] * 4 for n, t in real.items()}) if measured else None
+    return ModelReport(name, workload, CLUSTER, tuple(rows), tuple(shown), advice, measured=found)
+
+
+def medians(job="job", doubts=(), **seconds):
+    """What was measured: seconds of iterations by scheduler."""
+    return Measurement(job, "8 workers, 10 Gbit/s", tuple(MeasuredPlan.of(n, s) for n, s in seconds.items()), doubts)
 
 
 EVIL = "</script><script>alert(1)</script><b>&amp;\"'@forward %{x} {{ 7*7 }}"
@@ -139,7 +145,8 @@ def evil_report():
     )
     timeline = Timeline(EVIL, "predicted", 4e-3, spans, 3e-3)
     rows = (SchedulerRow(EVIL, 4e-3, 3e-3, 1 / 3, 0.0, 0.75, 1, None),)
-    one = ModelReport(EVIL, workload, cluster, rows, (timeline,), EVIL)
+    measured = Measurement(EVIL, EVIL, (MeasuredPlan.of(EVIL, [5e-3]),), (EVIL,))
+    one = ModelReport(EVIL, workload, cluster, rows, (timeline,), EVIL, measured=measured)
     return Report((one, one), EVIL)
 
 

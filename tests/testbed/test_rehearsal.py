@@ -1,21 +1,38 @@
 """Plans that are really carried out, between hosts and over loopback, and what the commands say of them."""
 
+import html
 import json
 import os
+import re
 import sys
 
 import pytest
+from msgspec.structs import replace
+from support import command
 from support.rehearsing import NOBODY, ORDINARY_USER, legato, needs_hosts, needs_hosts_without_root, run, workload
 
 from legato.cli.rehearse import tell
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.timeline import Timeline
+from legato.core.measurement import Measurement
+from legato.core.plan import Plan
+from legato.core.text import percent
+from legato.core.timeline import Span, Timeline
+from legato.core.units import format_seconds
 from legato.schedule import SCHEDULERS
 from legato.testbed.rehearsal import BUCKETS, Rehearsal, Task, Trial, rehearse, select
 
-KEYS = {"scheduler", "measured_s", "predicted_s", "error", "speedup_over_ddp", "lower_bound_s", "num_messages"}
+KEYS = {
+    "scheduler",
+    "measured_s",
+    "quartiles_s",
+    "predicted_s",
+    "error",
+    "speedup_over_ddp",
+    "lower_bound_s",
+    "num_messages",
+}
 
 
 @needs_hosts
@@ -39,7 +56,14 @@ def test_plans_between_hosts(tmp_path, chain):
             messages = [span for span in timeline.spans if span.kind == "message"]
             assert sum(span.nbytes for span in messages) >= workload().nbytes  # ... and the bytes are really sent
     assert rows[0]["speedup_over_ddp"] == 1
-    report = legato("report", *(tmp_path / "found").glob("*.measured.json"), "-o", tmp_path / "report.html")
+    saved = files.read(tmp_path / "found" / "measured.json", Measurement)
+    assert saved.network == "2 workers, 1 Gbit/s"
+    assert [(plan.scheduler, plan.measured_s) for plan in saved.plans] == [
+        (row["scheduler"], row["measured_s"]) for row in rows
+    ]
+    plan = files.read(tmp_path / "found" / "legato.plan.json", Plan)
+    assert len(plan.messages) == rows[3]["num_messages"]
+    report = legato("report", tmp_path / "found", "-o", tmp_path / "report.html")
     assert report.returncode == 0, report.stderr
 
 
@@ -135,7 +159,7 @@ def test_tasks_that_make_no_sense(field, value, said):
 
 
 def test_one_host_has_nothing_to_exchange():
-    with pytest.raises(InputError, match="1 hosts: there is nothing to exchange"):
+    with pytest.raises(InputError, match="1 host: there is nothing to exchange"):
         rehearse(Task(workload(), ("ddp",)), 1, 1e9, lambda *_: None)
 
 
@@ -151,9 +175,9 @@ def rehearsal(bound_s=0.5, **measured):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (rehearsal(ddp=[1.0], legato=[0.5]), "predictions are off by +0.0% (ddp) and +100.0% (legato)"),
-        (rehearsal(ddp=[1.0], p3=[0.8], legato=[0.5]), "predictions are off by 25.0% (median), 100.0% (worst)"),
-        (rehearsal(ddp=[1.0], p3=[0.8], pace=[1.0], legato=[0.5]), "off by 12.5% (median), 100.0% (worst)"),
+        (rehearsal(ddp=[1.0], legato=[0.5]), "predictions are off by 0.0% (ddp) and +100% (legato)"),
+        (rehearsal(ddp=[1.0], p3=[0.8], legato=[0.5]), "predictions are off by 25.0% (median), 100% (worst)"),
+        (rehearsal(ddp=[1.0], p3=[0.8], pace=[1.0], legato=[0.5]), "off by 12.5% (median), 100% (worst)"),
         (rehearsal(1.5, ddp=[1.0], legato=[0.75]), "(ddp, legato) are up to 50% below the lower bound"),
         (rehearsal(ddp=[1.0, 1.0, 2.0, 2.0]), "the machine was busy while measuring"),
     ],
@@ -166,6 +190,45 @@ def test_what_a_rehearsal_says_of_its_predictions_and_of_itself(capsys, found, s
     assert "predictions" not in err and (said in err) == ("off by" not in said)
 
 
+def drawn(name, seconds):
+    """One measured iteration."""
+    return Timeline(name, "measured", seconds, (Span(0, "compute", "op", 0.0, seconds / 2, "backward"),))
+
+
+@pytest.mark.parametrize(
+    ("ddp", "legato", "said", "doubt"),
+    [
+        ([1.48] * 4, [1.62] * 4, "An iteration takes 1.48 s under DDP (measured); no other plan is more than 0.5%", ""),
+        ([1.62] * 4, [1.48] * 4, "An iteration takes 1.62 s under DDP (measured); legato is 1.09x as fast.", ""),
+        ([1.0, 1.5, 1.5, 2.0], [1.0] * 4, "takes 1.5 s under DDP (measured); legato is 1.50x as fast.", "busy"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["one iteration agrees", "one iteration does not"])
+def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, ddp, legato, said, doubt, order):
+    """The iterations that are drawn say the opposite of the medians, and the predictions something else again."""
+    found, ones = rehearsal(ddp=ddp, legato=legato), (1.31, 1.0)[::order]
+    trials = [replace(t, measured=drawn(t.scheduler, s)) for t, s in zip(found.trials, ones, strict=True)]
+    tell(replace(found, trials=tuple(trials)), "2 workers, 1 Gbit/s", tmp_path, False, tmp_path / "own.html")
+    out, err = capsys.readouterr()
+    assert said in err and ("Beware: " in err) == bool(doubt) and doubt in err
+    assert command.run(capsys, "report", tmp_path, "-o", tmp_path / "again.html")[0] == 0
+    own, again = ((tmp_path / name).read_text() for name in ("own.html", "again.html"))
+    assert own == again
+    text = re.sub(r"\s+", " ", re.sub("<[^>]*>", "", own.split("</main>")[0]))
+    for line in err.splitlines():
+        if " -> " not in line and "off by" not in line:
+            assert html.escape(line, quote=False) in text, line
+    for row in found.rows():
+        shown = re.search(rf'data-sort="{row["scheduler"]}">.*?</tr>', own, re.DOTALL)[0]
+        mine = next(line for line in out.splitlines() if f"│ {row['scheduler']} " in line)
+        assert all(cell in mine and cell in shown for cell in (
+            format_seconds(row["measured_s"]), f"{row['speedup_over_ddp']:.2f}x", percent(row["error"], signed=True),
+            " to ".join(map(format_seconds, row["quartiles_s"])),
+        ))  # fmt: skip
+    winner = min(found.trials, key=lambda t: t.median_s).scheduler
+    assert re.search(rf'<tr class="best">\s*<td data-sort="{winner}">', own)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -173,6 +236,7 @@ def test_what_a_rehearsal_says_of_its_predictions_and_of_itself(capsys, found, s
         (["rehearse", "W", "--servers", "1", "--wire", "bf16"], "--shard and --wire: not with parameter servers"),
         (["rehearse", "W", "--shard", "optimizer", "--wire", "bf16"], "wire"),
         (["rehearse", "nowhere.json"], "nowhere.json"),
+        (["rehearse", "W", "--report", "nowhere/r.html"], "nowhere is not a folder"),
         (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
         (["rehearse", "W", "--bandwidth", "fast"], "fast"),
         (["rehearse", "W", "--workers", "1"], "nothing to exchange"),

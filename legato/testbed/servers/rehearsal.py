@@ -12,10 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from legato.core.errors import InputError, unknown_name
+from legato.core.measurement import MeasuredPlan, Measurement
+from legato.core.text import count
 from legato.core.timeline import Timeline, overlap_coefficient
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
+from legato.report.doubts import doubts
+from legato.report.model import ModelReport
 from legato.schedule import SERVER_SCHEDULERS
 from legato.testbed.launch import Advance
 from legato.testbed.rehearsal import check_task, run_task
@@ -87,11 +93,16 @@ class ServerTrial(msgspec.Struct, frozen=True):
         """TicTac's overlap coefficient of the median iteration: (N + C - T) / min(N, C)."""
         return overlap_coefficient(self.communication_s, self.computation_s, self.median_s)
 
+    def measured_plan(self) -> MeasuredPlan:
+        predicted_s, messages = self.predicted_s, self.num_messages
+        return MeasuredPlan.of(self.scheduler, self.measured_s, predicted_s=predicted_s, num_messages=messages)
+
     def row(self, random_s: float | None) -> dict[str, Any]:
         """Return the row that `legato rehearse --servers --json` prints."""
         return {
             "scheduler": self.scheduler,
             "measured_s": self.median_s,
+            "quartiles_s": self.measured_plan().quartiles_s,
             "predicted_s": self.predicted_s,
             "error": self.error,
             "speedup_over_random": None if random_s is None else random_s / self.median_s,
@@ -117,6 +128,23 @@ class ServerRehearsal(msgspec.Struct, frozen=True):
         random_s = next((trial.median_s for trial in self.trials if trial.scheduler == "random"), None)
         return [trial.row(random_s) for trial in self.trials]
 
+    def describe(self) -> str:
+        """How long computation takes, and all transfers alone."""
+        compute, alone = (format_seconds(s) for s in (self.trials[0].computation_s, self.trials[0].communication_s))
+        return f"computation {compute}, pushes and pulls alone {alone}"
+
+    def report(self, network: str) -> ModelReport:
+        """What is saved and shown of it; `network` are the workers, servers and their links in words."""
+        job, trials = self.workload.name, self.trials
+        measured = tuple(trial.measured_plan() for trial in trials)
+        found = tuple(doubts({trial.scheduler: trial.measured_s for trial in trials}, {}))
+        return ModelReport(
+            job,
+            self.workload,
+            timelines=tuple(replace(t.predicted, name=t.scheduler, job=job, network=network) for t in trials),
+            measured=Measurement(job, network, measured, found),
+        )
+
 
 def select_orders(names: Sequence[str]) -> tuple[str, ...]:
     """Return the orders to try: those named, or every one for `all`; `random` is always included, and comes first."""
@@ -131,6 +159,6 @@ def rehearse_servers(task: ServerTask, hosts: int, bandwidth_bps: float, advance
     with the error message of the process that failed; its log is then kept.
     """
     if hosts < 1:
-        raise InputError(f"{hosts} hosts: there is no worker (expected at least 1)")
+        raise InputError(f"{count(hosts, 'host')}: there is no worker (expected at least 1)")
     processes = hosts + task.servers + task.agents
     return run_task("legato.testbed.servers.trial", task, ServerRehearsal, processes, bandwidth_bps, advance)

@@ -7,6 +7,7 @@ from support.rehearsing import legato, needs_hosts, workload
 
 from legato.core import files
 from legato.core.errors import InputError
+from legato.core.measurement import Measurement
 from legato.core.timeline import Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
@@ -16,8 +17,8 @@ from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, selec
 COSTS = ServerCosts(bandwidth_bps=8e8, message_s=1e-4, turn_s=0.01, copy_s_per_byte=0.0)
 S_PER_BYTE = 1e-8
 KEYS = {
-    "scheduler", "measured_s", "predicted_s", "error", "speedup_over_random", "iterations_per_s", "overlap",
-    "straggler", "variation", "agent_s", "out_of_order", "num_messages",
+    "scheduler", "measured_s", "quartiles_s", "predicted_s", "error", "speedup_over_random", "iterations_per_s",
+    "overlap", "straggler", "variation", "agent_s", "out_of_order", "num_messages",
 }  # fmt: skip
 
 
@@ -102,6 +103,12 @@ def test_orders_between_hosts(tmp_path, chain):
         assert 0 <= row["straggler"] < 1
     assert rows[0]["speedup_over_random"] == 1
     assert files.read(tmp_path / "found" / "tic.predicted.json", Timeline).iteration_s == rows[1]["predicted_s"]
+    saved = files.read(tmp_path / "found" / "measured.json", Measurement)
+    assert saved.network == "2 workers and 2 servers, 1 Gbit/s"
+    assert [plan.measured_s for plan in saved.plans] == [row["measured_s"] for row in rows]
+    report = legato("report", tmp_path / "found", "-o", tmp_path / "r.html")
+    assert report.returncode == 0, report.stderr
+    assert "under the random order (measured)" in (tmp_path / "r.html").read_text()
 
 
 def test_random_order_is_always_measured_and_first():

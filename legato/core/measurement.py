@@ -1,0 +1,82 @@
+"""What was measured of several plans that trained one job in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from legato.core.errors import InputError
+from legato.core.units import Int64
+
+__all__ = ["MeasuredPlan", "Measurement"]
+
+#: Seconds; larger values could overflow in later arithmetic.
+_LONGEST_S = 1e18
+
+
+class MeasuredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The timed iterations of one plan, in seconds each: their median `measured_s` and their quartiles.
+
+    `predicted_s` and `lower_bound_s` are None where nothing was predicted. `rounded` is the fraction of the gradients'
+    bytes that travelled in a wire format, or None if there was no such format.
+    """
+
+    scheduler: str
+    measured_s: float
+    quartiles_s: tuple[float, float]
+    iterations: Int64
+    predicted_s: float | None = None
+    lower_bound_s: float | None = None
+    num_messages: Int64 | None = None
+    rounded: float | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.quartiles_s
+        if not 0 <= low <= self.measured_s <= high <= _LONGEST_S:
+            raise InputError(
+                f"measured_s: {self.measured_s}, quartiles {low} to {high} (expected seconds, in order, at least 0)"
+            )
+        for field in ("predicted_s", "lower_bound_s"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= _LONGEST_S:
+                raise InputError(f"{field}: {value} (expected 0 to {_LONGEST_S:.0e} seconds)")
+        if self.rounded is not None and not 0 <= self.rounded <= 1:
+            raise InputError(f"rounded: {self.rounded} (expected a fraction, 0 to 1)")
+
+    @classmethod
+    def of(cls, scheduler: str, seconds: Sequence[float], **more: Any) -> MeasuredPlan:
+        """The median and the quartiles of iterations that took `seconds` each; `more` are the other fields."""
+        middle = statistics.median(seconds)
+        low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else [middle] * 3
+        return cls(scheduler, middle, (min(low, middle), max(high, middle)), len(seconds), **more)
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the prediction: predicted / measured - 1; None without one."""
+        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
+
+
+class Measurement(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="format",
+    tag="legato.measurement/1",
+):
+    """What `legato rehearse` and `legato verify` measured: of each plan of a job, on a network, in words.
+
+    The plans took turns, so that their times can be compared. `doubts` are sentences about what speaks against the
+    measurement, such as other work on the machine.
+    """
+
+    job: str
+    network: str
+    plans: tuple[MeasuredPlan, ...]
+    doubts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.plans:
+            raise InputError("plans: none given (expected at least one)")
