@@ -7,7 +7,7 @@ gradients, messages and optimizer state are nearly all there is: the worst case
 for a copy of the gradients. Every kind runs in processes of its own. Printed is
 how much the largest resident set of rank 0 lies above the one before the model, in all
 steps and in the last one, how much it holds after that, and what of it are states.
-With `--shards`: DDP, DDP with ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2.
+With `--shards`: DDP, DDP with ZeroRedundancyOptimizer, and legato's ZeRO-1 and ZeRO-2, without views.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ def cut(model: nn.Module) -> Plan:
 
 PLANS = {"per tensor": per_tensor, "merged": merged, "cut": cut, "no overlap": default_buckets}
 KINDS = [f"{name}{views}" for name in ("ddp", *PLANS) for views in ("", ", views")]
-SHARDS = ["ddp, views", "ddp+zero, views", "per tensor, views", "per tensor, optimizer", "per tensor, gradients"]
+SHARDS = [
+    "ddp, views",
+    "ddp+zero",
+    "ddp+zero, views",
+    "per tensor, views",
+    "per tensor, optimizer",
+    "per tensor, gradients",
+]
 
 
 def resident_bytes() -> int:
@@ -81,7 +88,7 @@ def rank_main(rank: int, port: int, kind: str, layers: int, width: int, results)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     name, _, option = kind.partition(", ")
-    views, shard = bool(option), option if option in ("optimizer", "gradients") else "none"
+    views, shard = option == "views", option if option in ("optimizer", "gradients") else "none"
     if name.startswith("ddp"):
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
         if name == "ddp+zero":

@@ -2,8 +2,10 @@
 
 import copy
 import io
+import json
 import random
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import torch
@@ -210,6 +212,28 @@ def released():
     optimizer.step()
     look()
     return found
+
+
+def most_held(path):
+    """The bytes of all gradients, and how many more than before are allocated at most in a step."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+    wrapped, optimizer = attach(model, sgd(model.parameters()), per_tensor(model), shard=SHARD[-1])
+    x = torch.randn(4, 128)
+
+    def step():
+        optimizer.zero_grad()
+        wrapped(x).sum().backward()
+        optimizer.step()
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    path = f"{path}{dist.get_rank()}"
+    profile.export_chrome_trace(path)
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    most = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+    return sum(p.nbytes for p in model.parameters()), most
 
 
 def plan_between(plans, set_to_none=False):

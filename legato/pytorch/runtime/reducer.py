@@ -110,7 +110,6 @@ class Reducer:
         self.watchdog = watchdog
         self._checks = checks
         self._lends = gradient_as_bucket_view and plan.shard == "none"
-        self._spends_early = plan.shard == "gradients" or (gradient_as_bucket_view and plan.shard != "none")
         number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         self.slots, self.buckets = make_buckets(plan, parameters, group.size(), lambda p: number.get(id(p), -1))
         self.shards: Shards | None = None
@@ -248,7 +247,7 @@ class Reducer:
                 slot.parameter.grad = slot.whole
             slot.mark_sent()
             gate.install(slot, self.resolve, self.zero)
-            if self._spends_early and not slot.to_pack:
+            if self.shards is not None and not slot.to_pack:
                 self._packed.append(slot)
         else:
             self.mark_ready(slot)
@@ -377,7 +376,7 @@ class Reducer:
                 for slot in arrived:
                     if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
-        if self._spends_early:
+        if self.shards is not None:
             self._packed += [slot for slot in arrived if slot.has_grad and not slot.to_pack]
 
     def _spend(self) -> None:
@@ -451,10 +450,10 @@ class Reducer:
 
     def _read_in_backward(self, slot: Slot) -> None:
         if slot.has_grad and not slot.to_pack and (slot.is_spent or (self._lends and slot.whole is None)):
+            keeps = "gradient_as_bucket_view=False" if self._lends else "a plan without shards"
             raise RankError(
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
-                "the backward pass has ended (use gradient_as_bucket_view=False, or do not shard gradients, to keep it "
-                "in place)"
+                f"the backward pass has ended (use {keeps} to keep it in place)"
             )
         for bucket in slot.buckets:  # what the reader does to it must not be sent
             if slot in bucket.arrived:

@@ -23,10 +23,10 @@ backward and step is an error, which names what to use instead. After the step, 
 is a NaN without memory of its own, so that neither a reader nor another backward pass
 takes it for a gradient; `zero_grad()` clears it.
 
-[Note: memory] If gradients are sharded too, a gradient leaves the parameter when it is
-packed, and the buffer of a message has memory from then until the averages have
-arrived, of which the rank keeps its shards, and from the step until the new values
-have been taken.
+[Note: memory] A gradient leaves the parameter when it is packed, unless the user holds it.
+If gradients are sharded too, the buffer of a message has memory from then until the
+averages have arrived, of which the rank keeps its shards, and from the step until the
+new values have been taken.
 """
 
 from __future__ import annotations

@@ -142,6 +142,12 @@ def test_sharded_gradients_have_no_memory_of_their_own(two_ranks):
     assert two_ranks.run(training.sharded, "gradients", matrix_sharded.released) == [[(0, 0), (0, 0)]] * 2
 
 
+def test_few_gradients_have_memory_beside_the_messages_into_which_they_are_packed(two_ranks, tmp_path):
+    case = training.sharded, "optimizer", matrix_sharded.most_held, str(tmp_path / "memory")
+    for gradients, most in two_ranks.run(*case):
+        assert most < gradients / 2
+
+
 @SHARDS
 @pytest.mark.parametrize(
     ("what", "line"),
