@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from msgspec.structs import replace
 
 from legato.cli.options import (
     SCHEDULER_HELP,
@@ -28,13 +31,14 @@ from legato.cli.options import (
 )
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
-from legato.core.text import count
+from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds, parse_bytes
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.core.cluster import Cluster
     from legato.core.plan import Plan
+    from legato.core.timeline import Timeline
     from legato.schedule.compare import Candidate
 
 #: What plans send, by the bound for them (`PlanKind.sends`).
@@ -78,7 +82,8 @@ def plan(
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="T.json", help="Write the best plan's predicted timeline to this file.")
+        Path | None,
+        typer.Option(metavar="T.json", help="Write the best plan's predicted timeline, and that of DDP, to this file."),
     ] = None,
     check_bound: Annotated[
         bool,
@@ -102,19 +107,20 @@ def plan(
     machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
     job = files.read(workload, Workload)
     left_out: list[str] = []
+    again = partial(
+        compare,
+        job,
+        machines.cluster,
+        collective=collective,
+        compute=compute,
+        any_order=any_order,
+        max_message_bytes=most,
+        shard=shard,
+        wire=wire,
+    )
     with progress("planning") as advance:
-        found = compare(
-            job,
-            machines.cluster,
-            names,
-            collective=collective,
-            compute=compute,
-            any_order=any_order,
-            max_message_bytes=most,
-            shard=shard,
-            wire=wire,
-            progress=advance,
-            left_out=lambda name, error: left_out.append(f"{name} is left out: {error}"),
+        found = again(
+            names, progress=advance, left_out=lambda name, error: left_out.append(f"{name} is left out: {error}")
         )
     for line in left_out:
         note(line)
@@ -124,16 +130,16 @@ def plan(
     chosen = best(found)
     if output is not None:
         files.write(output, chosen.plan)
+    setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
+    setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
     if timeline is not None:
-        files.write(timeline, chosen.timeline)
+        files.write(timeline, replace(_beside_baseline(chosen, found, again), job=job.name, network=setting))
     rows = [candidate.row() | ({"bound_checked": True} if check_bound else {}) for candidate in found]
     if json:
         print_json(rows)
         return
     proved = " (proved in exact arithmetic)" if check_bound else ""
-    setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
-    setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
-    print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows)
+    print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows, best=chosen.plan.scheduler)
     _note_simulated(found)
     _note_kinds(found)
     _note_collectives(found, collective or machines.cluster.default_collective)
@@ -151,6 +157,25 @@ def plan(
             "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST.format(least)
         )
         note(f"{chosen.plan.scheduler}{why} -> {output}")
+    if timeline is not None:
+        note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
+
+
+def _beside_baseline(
+    chosen: Candidate, found: list[Candidate], plan_others: Callable[[list[str]], list[Candidate]]
+) -> Timeline:
+    """The chosen plan's timeline with that of DDP, which is planned now if it was not among the schedulers.
+
+    With parameter servers, the random order takes DDP's place.
+    """
+    name = "random" if chosen.plan.messages[0].kind in ("push", "pull") else "ddp"
+    if chosen.plan.scheduler == name:
+        return chosen.timeline
+    base = next((candidate for candidate in found if candidate.plan.scheduler == name), None)
+    if base is None:
+        (base,) = plan_others([name])
+        note(f"{name} was planned too, to be drawn beside {chosen.plan.scheduler}")
+    return replace(chosen.timeline, baseline=base.timeline)
 
 
 def _note_stock_ddp(
@@ -205,11 +230,11 @@ def _note_rounding(
     least = ""
     captured = compute == "one" and not (any_order or has_free_order(job))
     if captured and len(job.tensors) <= MOST_SHARED:
-        least = f" (no plan as fast rounds less than {least_rounded(job, cluster, seconds):.1%})"
+        least = f" (no plan as fast rounds less than {percent(least_rounded(job, cluster, seconds))})"
     faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"
     note(
-        f"{plan.scheduler} rounds {plan.rounded:.1%} of the bytes{least}: predicted {format_seconds(seconds)} instead "
-        f"of {format_seconds(exact.iteration_s)} with exact gradients, {faster}, if gradients are float32"
+        f"{plan.scheduler} rounds {percent(plan.rounded)} of the bytes{least}: predicted {format_seconds(seconds)} "
+        f"instead of {format_seconds(exact.iteration_s)} with exact gradients, {faster}, if gradients are float32"
     )
 
 

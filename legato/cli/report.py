@@ -185,7 +185,7 @@ def trace(
     timelines, job = found.timelines(), found.one(Workload)
     if output.suffix == ".et":
         _refuse(output, {"--servers": servers})
-        _write_chakra(timelines, output, job, found.one(Plan), workers)
+        _write_chakra(found.of(Timeline), output, job, found.one(Plan), workers)
     elif output.suffix == ".csv":
         _refuse(output, {"a plan": found.of(Plan) or None, "a timeline": timelines or None})
         _write_sends(output, job, workers, servers)

@@ -173,7 +173,7 @@ def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
     words = [("An iteration takes ", False), (time, True), (f"{under} ({kind})", False)]
     if kind == "predicted" and share:
         words += [(", ", False), *share]
-    if best is not None and best is not now:
+    if best is not None and (now.seconds(kind) or 0.0) > (best.seconds(kind) or 0.0) * (1 + _SAME):
         words += [("; ", False), (best.scheduler, True), (" is ", False), (f"{_times(now, best, kind)} as fast", True)]
     elif base is not None and len(seen) > 1:
         words += [("; ", False), (f"no other plan is more than {_SAME:.1%} faster", True)]

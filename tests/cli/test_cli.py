@@ -201,7 +201,7 @@ def test_trace_and_report(capsys, workload, tmp_path):
     assert run(capsys, "trace", timeline, "-o", trace)[0] == 0
     assert json.loads(trace.read_text())["traceEvents"]
     status, out, _ = run(capsys, "report", timeline, timeline, "-o", report, "--json")
-    assert status == 0 and json.loads(out) == {"report": str(report), "timelines": 2}
+    assert status == 0 and json.loads(out) == {"report": str(report), "timelines": 4}  # each with DDP's
     assert "<html" in report.read_text()
 
 

@@ -166,3 +166,40 @@ def test_a_pipe_is_read_once(capsys, folder):
     status, _, err = run(capsys, "report", f"/dev/fd/{reader}", "-o", folder / "r.html")
     os.close(reader)
     assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "drawn"),
+    [
+        (("--scheduler", "legato,ddp"), "", ["ddp", "legato"]),
+        (("--scheduler", "legato"), "ddp was planned too, to be drawn beside legato", ["ddp", "legato"]),
+        (("--scheduler", "ddp"), "", ["ddp"]),
+        (("--servers", "2", "--scheduler", "tac"), "random was planned too", ["random", "tac"]),
+        (("--shard", "optimizer", "--scheduler", "legato,ddp"), "", ["ddp", "legato"]),
+    ],
+)
+def test_the_timeline_of_a_plan_shows_what_is_gained_and_where(capsys, folder, options, told, drawn):
+    network = ("--workers", "4", "--bandwidth", "1Gbit")
+    status, out, err = run(
+        capsys, "plan", folder / "workload.json", *network, *options, "--timeline", folder / "t.json", "--json"
+    )
+    assert status == 0 and ("planned too" in err) == bool(told) and told in err
+    rows = {row["scheduler"]: row["iteration_s"] for row in json.loads(out)}
+    best = legato.read(folder / "t.json", legato.Timeline)
+    assert [line.name for line in (best.baseline, best) if line] == drawn
+    assert best.iteration_s == rows[drawn[-1]]
+    assert run(capsys, "report", folder / "t.json", "-o", folder / "r.html")[0] == 0
+    page = (folder / "r.html").read_text()
+    assert "<h1>chain</h1>" in page and "1 Gbit/s, latency 30 us" in page
+    assert f"4 workers{' and 2 servers' if '--servers' in options else ''}" in page
+    assert all(f"<h4><span>{name}</span> <small>predicted" in page for name in drawn)
+    if len(drawn) > 1 and best.baseline.iteration_s > 1.006 * best.iteration_s:
+        assert f"{best.baseline.iteration_s / best.iteration_s:.2f}x as fast" in page
+    status, out, _ = run(capsys, "trace", folder / "t.json", "-o", folder / "t.perfetto.json", "--json")
+    assert status == 0 and json.loads(out)["timelines"] == len(drawn)
+
+
+def test_the_chakra_trace_of_a_plan_s_timeline_is_of_that_plan(capsys, folder):
+    plan, timeline, job = folder / "p.json", folder / "t.json", folder / "workload.json"
+    run(capsys, "plan", job, "--scheduler", "legato", "-o", plan, "--timeline", timeline)
+    assert run(capsys, "trace", timeline, plan, job, "-o", folder / "t.et")[0] == 0

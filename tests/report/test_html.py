@@ -67,7 +67,8 @@ def test_it_loads_nothing(page):
 def test_it_says_what_matters_first(page):
     text = re.sub(r"\s+", " ", page.text)
     assert re.search(
-        r"An iteration takes \d+ ms under DDP \(measured\); legato is 1\.\d\dx as fast\. ?The prediction for legato is \d+\.\d% above the proven lower bound\.",
+        r"An iteration takes \d+ ms under DDP \(measured\); legato is 1\.\d\dx as fast\. ?"
+        r"The prediction for legato is \d+\.\d% above the proven lower bound\.",
         text,
     )
     assert text.lstrip().startswith("legato: resnet-50, vgg-16 resnet-50, vgg-16")  # the title, and the heading

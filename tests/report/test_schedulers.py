@@ -78,6 +78,11 @@ def entry(name, predicted, gap=None, measured=None, **more):
             "An iteration takes 2 s under the random order (measured); tic is 2.00x as fast.",
             "",
         ),
+        (
+            [entry("random", 2.0, measured=2.008), entry("tic", 1.0, measured=2.0)],
+            "An iteration takes 2.01 s under the random order (measured); no other plan is more than 0.5% faster.",
+            "",
+        ),
         ([], "", ""),
     ],
 )
