@@ -1,7 +1,8 @@
 """What communication costs a traced job, what a better plan would win, and whether that is worth anything.
 
 A verdict never compares a prediction with a measurement. What a step spends its
-time on is measured, and so is the difference between two jobs. What a plan would
+time on is measured, and so is the difference between two jobs: by medians over the
+steps, which a single odd step does not change. What a plan would
 win is predicted, in proportion to the prediction of the plan that was traced.
 How far that prediction is from the measured step says how far to trust the rest.
 """
@@ -17,17 +18,32 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
+from legato.core.text import count, percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.ingest.network import cluster_of
-from legato.ingest.traced import Imported, Notes, RankMeasure
+from legato.ingest.names import GROUPED
+from legato.ingest.network import cluster_of, doubt
+from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure
+from legato.report.model import TextTable
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp
 from legato.simulator.collective import iteration_time, simulate
 
-__all__ = ["Advice", "Prediction", "RankTimes", "Seconds", "advise", "changes", "times_of", "with_workers"]
+__all__ = [
+    "Advice",
+    "KindSeconds",
+    "Prediction",
+    "RankTimes",
+    "Seconds",
+    "advise",
+    "asides",
+    "changes",
+    "times_of",
+    "told",
+    "with_workers",
+]
 
 #: A smaller share of an iteration is not worth a change of code.
 _WORTH = 0.02
@@ -36,6 +52,11 @@ _MUCH = 0.1
 #: The caps, in MiB, that are tried for DDP's buckets.
 _CAPS_MIB = tuple(2**k for k in range(11))
 _MIB = 2**20
+#: Of a job with more ranks, those that wait least and most for late ranks are shown.
+_MOST_ROWS = 8
+#: What predictions take as computation, because no plan of gradients changes it.
+COUNTED = "waiting for the host, and collectives that carry no gradients"
+_KINDS = {GROUPED: "send and receive", "wait": "waiting for the end", "unknown": "of unknown kind"}
 _CAUSES = {
     "exposed_s": "exposed communication",
     "late_s": "waiting for late ranks",
@@ -46,7 +67,7 @@ _CAUSES = {
 class Seconds(msgspec.Struct, frozen=True):
     """A time of every step (seconds): the mean, the standard deviation as the spread, and the median.
 
-    `noise` is the median distance from the median, which a single odd step does not change.
+    `noise` is the median distance from the median. What is said and shown is the median and the noise.
     """
 
     mean: float
@@ -61,8 +82,16 @@ class Seconds(msgspec.Struct, frozen=True):
         return cls(statistics.fmean(values), statistics.pstdev(values), median, noise)
 
     def __str__(self) -> str:
-        spread = f" ± {format_seconds(self.spread)}" if self.spread > 0.001 * self.mean > 0 else ""
-        return f"{format_seconds(self.mean)}{spread}"
+        noise = f" ± {format_seconds(self.noise)}" if self.noise > 0.001 * self.median > 0 else ""
+        return f"{format_seconds(self.median)}{noise}"
+
+
+class KindSeconds(msgspec.Struct, frozen=True):
+    """How long an iteration transfers with one kind of collective, and how long nothing is computed meanwhile."""
+
+    kind: str
+    communication_s: Seconds
+    exposed_s: Seconds
 
 
 class RankTimes(msgspec.Struct, frozen=True):
@@ -71,7 +100,8 @@ class RankTimes(msgspec.Struct, frozen=True):
     An iteration is computing, exposed communication, waiting for late ranks and
     waiting for the host. `communication_s` includes what is hidden behind
     computing. `late_s` is None where the collectives of several ranks could not be
-    compared, for example with the trace of one rank alone.
+    compared, for example with the trace of one rank alone. `kinds` has communication
+    by kinds of collectives, which may overlap.
     """
 
     rank: int
@@ -82,6 +112,7 @@ class RankTimes(msgspec.Struct, frozen=True):
     exposed_s: Seconds
     late_s: Seconds | None
     host_s: Seconds
+    kinds: tuple[KindSeconds, ...] = ()
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -100,7 +131,8 @@ class Advice(msgspec.Struct, frozen=True):
     prediction is 10% longer; None for another network). `predictions` begin with
     the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
     are empty or None if `lacking` says why nothing can be predicted. `code` is
-    the line to try.
+    the line to try. `missing` and `assumed` are what the traces lack, and what is
+    assumed instead.
     """
 
     name: str
@@ -117,6 +149,8 @@ class Advice(msgspec.Struct, frozen=True):
     gap: float | None = None
     plans: tuple[Plan, ...] = ()
     timelines: tuple[Timeline, ...] = ()
+    missing: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 def times_of(steps: Iterable[RankMeasure]) -> tuple[RankTimes, ...]:
@@ -141,6 +175,21 @@ def _times(rank: int, steps: Sequence[RankMeasure]) -> RankTimes:
         over(lambda s: s.exposed_comm_s),
         over(lambda s: s.exposed_waiting_s) if known else None,
         over(lambda s: s.idle_s),
+        _by_kind(steps),
+    )
+
+
+def _by_kind(steps: Sequence[RankMeasure]) -> tuple[KindSeconds, ...]:
+    found = [{times.kind: times for times in step.kinds} for step in steps]
+    kinds = sorted({kind for times in found for kind in times})
+    none = KindTimes("", 0.0, 0.0)
+    return tuple(
+        KindSeconds(
+            kind,
+            Seconds.of([times.get(kind, none).communication_s for times in found]),
+            Seconds.of([times.get(kind, none).exposed_s for times in found]),
+        )
+        for kind in kinds
     )
 
 
@@ -163,27 +212,36 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     `workers` workers. If the traces lack what a plan needs, the verdict tells
     where the time goes and what is missing.
     """
+    found = _advised(imported, cluster, workers)
+    notes = imported.notes
+    return msgspec.structs.replace(found, missing=tuple(notes.missing), assumed=tuple(notes.assumed))
+
+
+def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -> Advice:
     ranks = times_of(imported.steps)
     name = imported.timeline.name if imported.timeline is not None else "trace"
-    known = Advice(name, ranks, imported.workers, ())
-    lacking, traced = imported.lacking or _sharded(imported), None
-    if lacking:
-        cluster = None
+    known = Advice(name, ranks, imported.workers, tuple(_bottleneck(ranks, imported.on_device)))
+    lacking, traced = _not_planned(imported, cluster) or imported.lacking, None
     if cluster is None and not lacking:
         try:
             traced = cluster_of(imported, workers)
+            lacking = f"{why}; --bandwidth and --latency replace it" if (why := doubt(traced)) else ""
             cluster = with_workers(traced, workers or traced.workers, imported.notes)
         except InputError as error:
             lacking = f"the trace does not tell what the network costs: {error}; or give --workers and --bandwidth"
-    if imported.workload is None or cluster is None:
-        return msgspec.structs.replace(known, verdict=tuple(_bottleneck(ranks)), lacking=lacking)
+    if lacking or imported.workload is None or cluster is None:
+        return msgspec.structs.replace(known, lacking=lacking)
     return _predicted(known, imported, imported.workload, cluster, as_traced=cluster is traced)
 
 
-def _sharded(imported: Imported) -> str:
+def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
     """Why plans of all-reduces say nothing about this job, or ""."""
     kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
-    return f"the job sends gradients by {' and '.join(sorted(kinds))} (FSDP?)" if kinds - {"all_reduce"} else ""
+    if kinds - {"all_reduce"}:
+        return f"the job sends gradients by {' and '.join(sorted(kinds))} (FSDP?)"
+    if imported.transfers and not kinds and cluster is None:
+        return "none of the job's collectives carries gradients (tensor or pipeline parallelism, or inference?)"
+    return ""
 
 
 def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: Cluster, *, as_traced: bool) -> Advice:
@@ -201,7 +259,7 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     as_traced = as_traced and imported.plan is not None
     error = base / measured_s - 1 if as_traced and measured_s > 0 else None
     bound_s = lower_bound(workload, cluster).seconds
-    verdict, code = _verdict(known.ranks, predictions, error, code)
+    verdict, code = _verdict(known.verdict, predictions, error, code)
     measured: tuple[Timeline, ...] = () if imported.timeline is None else (imported.timeline,)
     if as_traced:  # what was predicted and what was measured belong together
         measured = tuple(msgspec.structs.replace(line, name=traced.scheduler) for line in measured)
@@ -235,65 +293,196 @@ def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[P
 
 
 def _verdict(
-    ranks: Sequence[RankTimes], predictions: Sequence[Prediction], error: float | None, stock_code: str
+    lines: Sequence[str], predictions: Sequence[Prediction], error: float | None, stock_code: str
 ) -> tuple[list[str], str]:
-    """Sentences, the most important first, and the line of code to try."""
+    """Sentences, the most important first, and the line of code to try; `lines` say what else iterations wait for."""
     _, stock, ours = predictions
-    lines = _bottleneck(ranks)
+    off = abs(error or 0.0)
+    hint = f" Take it as a hint: the prediction of the traced plan is itself off by {percent(off)}."
     if max(stock.win, ours.win) < _WORTH:
-        return [*lines, f"Nothing to gain: no plan of transfers is predicted to win {_WORTH:.0%} of an iteration."], ""
+        told = f"no plan of transfers is predicted to win {percent(_WORTH, 0)} of an iteration."
+        return [*lines, f"No plan wins: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], ""
     use_stock = stock.win >= ours.win - _WORTH / 2
     best = stock if use_stock else ours
-    told = f"Predicted to win {best.win:.1%} of an iteration: "
+    told = f"Predicted to win {percent(best.win)} of an iteration: "
     told += "DDP with other buckets." if use_stock else "legato."
     if not use_stock and stock.win >= _WORTH:
-        told += f" DDP with its best buckets wins {stock.win:.1%} ({stock_code})."
-    if error is not None and abs(error) > best.win:
-        told += f" Take it as a hint: the prediction of the traced plan is itself off by {error:+.1%}."
+        told += f" DDP with its best buckets wins {percent(stock.win)} ({stock_code})."
+    if off > best.win:
+        told += hint
     return [told, *lines], stock_code if use_stock else "model, optimizer = legato.distribute(model, optimizer)"
 
 
-def _bottleneck(ranks: Sequence[RankTimes]) -> list[str]:
-    """What else the iterations wait for, as means over the ranks."""
-    iteration_s = _mean(ranks, "iteration_s")
-    shares = {cause: _mean(ranks, cause) / iteration_s if iteration_s > 0 else 0.0 for cause in _CAUSES}
+def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]:
+    """What iterations wait for: medians over the steps, as means over the ranks."""
+    iteration_s = _over_ranks(ranks, "iteration_s")
+    shares = {cause: _over_ranks(ranks, cause) / iteration_s if iteration_s > 0 else 0.0 for cause in _CAUSES}
     lines = []
     if shares["host_s"] >= _MUCH:
+        which = "the" if shares["host_s"] == max(shares.values()) else "a"
+        idle = "the device waits for it" if on_device else "no operator runs"
+        cure = (
+            "larger batches, fewer and larger kernels, torch.compile or CUDA graphs do"
+            if on_device
+            else ("larger batches or torch.compile do")
+        )
         lines.append(
-            f"The host is {'the' if shares['host_s'] == max(shares.values()) else 'a'} bottleneck: the device waits "
-            f"for it {shares['host_s']:.0%} of the time, which no plan of transfers changes (larger batches, fewer "
-            "and larger kernels, torch.compile or CUDA graphs do)."
+            f"The host is {which} bottleneck: {idle} {percent(shares['host_s'], 0)} of the time, which no plan of "
+            f"transfers changes ({cure})."
         )
     if shares["late_s"] >= _MUCH:
-        late = min(ranks, key=lambda rank: rank.late_s.mean if rank.late_s else math.inf)
+        late = min(ranks, key=lambda rank: rank.late_s.median if rank.late_s else math.inf)
         lines.append(
-            f"Late ranks cost {shares['late_s']:.0%} of the time, which no plan of transfers changes. Rank "
+            f"Late ranks cost {percent(shares['late_s'], 0)} of the time, which no plan of transfers changes. Rank "
             f"{late.rank} waits least: the others wait for it."
         )
-    if _mean(ranks, "communication_s") > 0 and shares["exposed_s"] < _WORTH:
-        lines.append(f"Communication is hidden: {shares['exposed_s']:.1%} of the time is exposed.")
+    if shares["exposed_s"] >= _MUCH:
+        by_kind = {kind: exposed / iteration_s for kind, (_, exposed) in _kinds_over_ranks(ranks).items()}
+        most = [f"{_named_kind(kind)} {percent(share, 0)}" for kind, share in by_kind.items() if share >= _WORTH]
+        lines.append(f"Exposed communication takes {percent(shares['exposed_s'], 0)} of the time: {', '.join(most)}.")
+    if _over_ranks(ranks, "communication_s") > 0 and shares["exposed_s"] < _WORTH:
+        lines.append(f"Little communication is exposed: it takes {percent(shares['exposed_s'])} of the time.")
     return lines
 
 
-def _mean(ranks: Sequence[RankTimes], cause: str, of: str = "mean") -> float:
+def _over_ranks(ranks: Sequence[RankTimes], cause: str) -> float:
+    """The mean over the ranks of their medians over the steps."""
     found = [getattr(rank, cause) for rank in ranks]
-    return statistics.fmean(0.0 if value is None else getattr(value, of) for value in found)
+    return statistics.fmean(0.0 if value is None else value.median for value in found)
+
+
+def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, ...]:
+    """All that a verdict says, in the order in which it is read: tables, and lines of text.
+
+    `changed` are the `changes` from the job before.
+    """
+    kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
+    found: list[TextTable | str] = [_times_table(advice)]
+    found += [table for table in (kinds, plans) if table is not None]
+    if plans is not None:
+        found.append(
+            f"legato's plan is {percent(advice.gap or 0.0)} above the bound. Predictions count as computation what no "
+            f"plan of gradients changes: {COUNTED}."
+        )
+    if advice.error is not None and advice.measured_s is not None:
+        known = any(rank.late_s is not None for rank in advice.ranks)
+        found.append(
+            f"The prediction of the traced plan is off by {percent(advice.error, signed=True)}: "
+            f"{format_seconds(advice.predictions[0].iteration_s)} predicted, {format_seconds(advice.measured_s)} "
+            f"measured{', without what late ranks delayed' if known else ''}."
+        )
+    found += advice.verdict
+    if advice.lacking:
+        found.append(f"No plan: {advice.lacking}.")
+    if advice.code:
+        found.append(f"Try: {advice.code}")
+    return (*found, *changed)
+
+
+def asides(advice: Advice) -> tuple[str, ...]:
+    """What the traces lack, what is assumed instead, and what the tables leave out."""
+    few = f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all"
+    return (
+        *([few] if len(advice.ranks) > _MOST_ROWS else []),
+        *(f"missing: {line}" for line in advice.missing),
+        *(f"assumed: {line}" for line in advice.assumed),
+    )
+
+
+def _times_table(advice: Advice) -> TextTable:
+    number = len(advice.ranks)
+    of = count(number, "rank") if advice.workers is None else f"{number} of {count(advice.workers, 'rank')}"
+    steps = max(rank.steps for rank in advice.ranks)
+    how = "measured" if steps == 1 else "measured: medians ± the median distance from them"
+    return TextTable(
+        f"{advice.name}: {of}, {count(steps, 'step')}, {how}",
+        ("rank", "iteration", "computing", "communicating", "exposed", "late ranks", "host"),
+        tuple(
+            (
+                str(r.rank),
+                *map(str, (r.iteration_s, r.computation_s, r.communication_s, r.exposed_s)),
+                "?" if r.late_s is None else str(r.late_s),
+                str(r.host_s),
+            )
+            for r in _shown(advice.ranks)
+        ),
+    )
+
+
+def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
+    if len(ranks) <= _MOST_ROWS:
+        return list(ranks)
+    by_wait = sorted(ranks, key=lambda r: 0.0 if r.late_s is None else r.late_s.median)
+    some = [*by_wait[: _MOST_ROWS // 2], *by_wait[-_MOST_ROWS // 2 :]]
+    return sorted(some, key=lambda r: r.rank)
+
+
+def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, float]]:
+    """(communication, exposed) of each kind of collective, the most exposed first: means over the ranks of medians."""
+    totals: dict[str, tuple[float, float]] = {}
+    for rank in ranks:
+        for times in rank.kinds:
+            n, exposed = totals.get(times.kind, (0.0, 0.0))
+            totals[times.kind] = n + times.communication_s.median, exposed + times.exposed_s.median
+    means = {kind: (n / len(ranks), exposed / len(ranks)) for kind, (n, exposed) in totals.items()}
+    return dict(sorted(means.items(), key=lambda item: (-item[1][1], -item[1][0], item[0])))
+
+
+def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
+    """Communication by kinds of collectives: of one rank, or as means over the ranks."""
+    found = _kinds_over_ranks(ranks)
+    if not found:
+        return None
+    alone = {times.kind: times for times in ranks[0].kinds} if len(ranks) == 1 else {}
+    known = all(rank.late_s is not None for rank in ranks)
+    waits = "without waiting for late ranks" if known else "which may wait for late ranks"
+    return TextTable(
+        f"Collectives of an iteration{'' if alone else ', means over the ranks'}, {waits}",
+        ("kind", "communicating", "exposed"),
+        tuple(
+            (
+                _named_kind(kind),
+                str(alone[kind].communication_s) if alone else format_seconds(n),
+                str(alone[kind].exposed_s) if alone else format_seconds(exposed),
+            )
+            for kind, (n, exposed) in found.items()
+        ),
+    )
+
+
+def _named_kind(kind: str) -> str:
+    return _KINDS.get(kind, kind.replace("_", "-"))
+
+
+def _plans_table(advice: Advice) -> TextTable | None:
+    if not advice.predictions or advice.cluster is None or advice.lower_bound_s is None:
+        return None
+    rows = [
+        (p.plan, format_seconds(p.iteration_s), percent(p.win) if abs(p.win) >= 5e-4 else "")
+        for p in advice.predictions
+    ]
+    rows.append(("lower bound of any plan", format_seconds(advice.lower_bound_s), ""))
+    return TextTable(
+        f"Plans for {count(advice.cluster.workers, 'worker')}; an all-reduce takes {advice.cluster.cost()}",
+        ("plan", "predicted", "wins"),
+        tuple(rows),
+    )
 
 
 def changes(before: Advice, after: Advice) -> list[str]:
     """What changed from one job to another, as sentences: by the median steps, as means over the ranks."""
-    old, new = (_mean(job.ranks, "iteration_s", "median") for job in (before, after))
+    old, new = (_over_ranks(job.ranks, "iteration_s") for job in (before, after))
     noise = max(r.iteration_s.noise for job in (before, after) for r in job.ranks)
     ratio = new / old - 1 if old > 0 else 0.0
     if abs(new - old) <= noise:
         first = f"No change beyond the spread of the steps: {format_seconds(old)} before, {format_seconds(new)} after."
     else:
         how = "longer" if new > old else "shorter"
-        first = f"An iteration is {abs(ratio):.1%} {how}: {format_seconds(old)} before, {format_seconds(new)} after."
+        first = (
+            f"An iteration is {percent(abs(ratio))} {how}: {format_seconds(old)} before, {format_seconds(new)} after."
+        )
     parts = {"computation_s": "computing", **_CAUSES}
-    moved = {
-        what: _mean(after.ranks, key, "median") - _mean(before.ranks, key, "median") for key, what in parts.items()
-    }
+    moved = {what: _over_ranks(after.ranks, key) - _over_ranks(before.ranks, key) for key, what in parts.items()}
     told = ", ".join(
         f"{what} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
         for what, seconds in sorted(moved.items(), key=lambda item: -abs(item[1]))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from legato.cli.import_ import show_notes
 from legato.cli.options import (
     BANDWIDTH_HELP,
     LATENCY,
@@ -20,21 +19,18 @@ from legato.cli.options import (
     quantity,
     refuse_beside_cluster,
 )
-from legato.cli.output import describe_cost, note, print_json, print_table, progress
+from legato.cli.output import note, print_json, print_table, progress, say
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.text import percent
-from legato.core.units import format_seconds, parse_bandwidth, parse_seconds
+from legato.core.units import parse_bandwidth, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from legato.advice import Advice, RankTimes
+    from legato.advice import Advice
     from legato.ingest.traced import Imported
-
-#: Of a job with more ranks, the table has those that wait least and most for late ranks.
-_MOST_ROWS = 8
+    from legato.report.model import TextTable
 
 
 def advise(
@@ -43,7 +39,8 @@ def advise(
         typer.Argument(
             metavar="TRACES...",
             help="Traces of torch.profiler, one per rank of a job, possibly with their execution traces, possibly "
-            "compressed (.gz). A second trace of the same rank is of the job after a change.",
+            "compressed (.gz). A second trace of a rank, or a trace with another number of ranks, is of the job after "
+            "a change.",
         ),
     ],
     cluster: ClusterFile = None,
@@ -72,7 +69,7 @@ def advise(
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
     from legato.advice import advise as judge
-    from legato.advice import changes
+    from legato.advice import asides, changes, told
     from legato.ingest.jobs import import_jobs
 
     if output is not None and output.suffix != ".html":
@@ -82,17 +79,17 @@ def advise(
     with progress("reading") as advance:
         jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
     found = [judge(job, _network(job, cluster, workers, bandwidth, latency), workers) for job in jobs]
-    told = changes(*found) if len(found) == 2 else []
+    changed = changes(*found) if len(found) == 2 else []
     if output is not None:
-        _write(output, jobs, found)
+        _write(output, jobs, found, changed)
     if json:
-        print_json({"jobs": [_summary(job, advice) for job, advice in zip(jobs, found, strict=True)], "changes": told})
+        print_json({"jobs": [_summary(advice) for advice in found], "changes": changed})
         return
-    for job, advice in zip(jobs, found, strict=True):
-        _show(advice)
-        show_notes(job.notes)
-    for line in told:
-        print(line)
+    for number, advice in enumerate(found, 1):
+        for part in told(advice, changed if number == len(found) else ()):
+            say(part) if isinstance(part, str) else _print_table(part)
+        for line in asides(advice):
+            note(line)
     if output is not None:
         note(f"-> {output}")
 
@@ -118,71 +115,35 @@ def _network(
     return None
 
 
-def _show(advice: Advice) -> None:
-    _table(advice)
-    if advice.predictions and advice.cluster is not None:
-        _network_line(advice)
-        for prediction in advice.predictions:
-            win = f", wins {prediction.win:.1%}" if abs(prediction.win) >= 5e-4 else ""
-            print(f"  {prediction.plan:<18} {format_seconds(prediction.iteration_s):>9} predicted{win}")
-        assert advice.lower_bound_s is not None and advice.gap is not None
-        bound = f"{format_seconds(advice.lower_bound_s):>9}"
-        print(f"  {'lower bound':<18} {bound} for any plan; legato's is {percent(advice.gap)} above it")
-    if advice.error is not None and advice.measured_s is not None:
-        print(
-            f"The traced plan is predicted {advice.error:+.1%} off what was measured "
-            f"({format_seconds(advice.measured_s)}, without what late ranks delayed)."
-        )
-    for line in advice.verdict:
-        print(line)
-    if advice.lacking:
-        print(f"No plan: {advice.lacking}.")
-    if advice.code:
-        print(f"Try: {advice.code}")
-
-
-def _network_line(advice: Advice) -> None:
-    assert advice.cluster is not None
-    cost = describe_cost(advice.cluster.cost())
-    print(f"Plans for {advice.cluster.workers} workers; an all-reduce takes {cost}:")
-
-
-def _table(advice: Advice) -> None:
-    workers = "" if advice.workers is None else f" of {advice.workers}"
-    steps = advice.ranks[0].steps
-    title = f"{advice.name}: {len(advice.ranks)}{workers} ranks, {steps} step{'s' if steps > 1 else ''}, measured"
-    table = Table(title=title, header_style="dim")
-    for heading in ("rank", "iteration", "computing", "communicating", "exposed", "late ranks", "host"):
-        table.add_column(heading, justify="right")
-    for r in _shown(advice.ranks):
-        late = "?" if r.late_s is None else str(r.late_s)
-        times = (r.iteration_s, r.computation_s, r.communication_s, r.exposed_s)
-        table.add_row(str(r.rank), *map(str, times), late, str(r.host_s))
+def _print_table(shown: TextTable) -> None:
+    table = Table(title=shown.title, header_style="dim")
+    for heading in shown.heads:
+        table.add_column(heading, justify="left" if heading == shown.heads[0] else "right")
+    for row in shown.rows:
+        table.add_row(*row)
     print_table(table)
-    if len(advice.ranks) > _MOST_ROWS:
-        note(f"only the {_MOST_ROWS} ranks that wait least and most for late ranks are shown; --json has all")
 
 
-def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
-    if len(ranks) <= _MOST_ROWS:
-        return list(ranks)
-    by_wait = sorted(ranks, key=lambda r: 0.0 if r.late_s is None else r.late_s.mean)
-    some = [*by_wait[: _MOST_ROWS // 2], *by_wait[-_MOST_ROWS // 2 :]]
-    return sorted(some, key=lambda r: r.rank)
+def _summary(advice: Advice) -> dict[str, Any]:
+    return {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in ("plans", "timelines")}
 
 
-def _summary(job: Imported, advice: Advice) -> dict[str, Any]:
-    fields = {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in ("plans", "timelines")}
-    return fields | {"missing": job.notes.missing, "assumed": job.notes.assumed}
-
-
-def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice]) -> None:
+def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:
+    from legato.advice import COUNTED, asides, told
     from legato.report.html import write_report
     from legato.report.model import ModelReport, Report
 
-    sections = []
-    for job, advice in zip(jobs, found, strict=True):
-        timelines = advice.timelines or tuple(t for t in [job.timeline] if t is not None)
-        text = " ".join([*advice.verdict, *([f"Try: {advice.code}"] if advice.code else [])])
-        sections.append(ModelReport(advice.name, job.workload, advice.cluster, (), timelines, text, advice.plans))
+    sections = [
+        ModelReport(
+            advice.name,
+            job.workload,
+            advice.cluster,
+            timelines=advice.timelines or tuple(t for t in [job.timeline] if t is not None),
+            plans=advice.plans,
+            told=told(advice, changed if advice is found[-1] else ()),
+            asides=asides(advice),
+            computation=COUNTED,
+        )
+        for job, advice in zip(jobs, found, strict=True)
+    ]
     write_report(output, Report(tuple(sections)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from legato.ingest.traced import Imported, Notes
 
 __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 
-#: No network within a data center takes longer for one step of a ring, or carries less.
-_SLOWEST_STEP_S = 250e-6
+#: No network within a data center takes longer for one step of a tree, or of a ring (of many workers), or carries less.
+_SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
 _RANK = re.compile(r"#\s+Rank\s+\d+\s")
@@ -51,10 +52,11 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
 def doubt(cluster: Cluster) -> str:
     """Why a cost that was fitted to a trace is not that of a network; "" if it can be.
 
-    A ring of n workers takes 2(n-1) steps, in which each worker sends 2(n-1)/n of the bytes.
+    A tree of n workers takes 2 log(n) steps, and a ring 2(n-1), in which each worker sends 2(n-1)/n of the bytes.
     """
     cost, steps = cluster.cost(), 2 * (cluster.workers - 1)
-    if steps and cost.startup_s > steps * _SLOWEST_STEP_S:
+    longest_s = max(2 * math.ceil(math.log2(cluster.workers)) * _SLOWEST_STEP_S, steps * _SLOWEST_OF_MANY_S)
+    if steps and cost.startup_s > longest_s:
         what = f"{format_seconds(cost.startup_s)} however small it is"
     elif steps and cost.beta_s_per_byte > steps / cluster.workers * 8 / _LEAST_BITS_PER_S:
         what = f"{format_seconds(cost.beta_s_per_byte * 2**20)} per MiB"
@@ -70,7 +72,7 @@ def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes:
     cost = LinearCost.fit(points) if len(points) > 1 else None
     if cost is None or not cost.beta_s_per_byte > 0:
         notes.lacks(
-            "all-reduces of sizes that differ enough to tell latency from bandwidth",
+            "all-reduces of sizes that differ enough, with times that grow with them, to tell latency from bandwidth",
             "an all-reduce takes time in proportion to its bytes, as the largest one does",
         )
         nbytes, seconds = points[-1]

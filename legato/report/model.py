@@ -104,7 +104,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     measured one is one iteration of many: `measured` has the times to compare.
     `advice` is one plain sentence. `told` is what a command has said, in tables and
     lines, and `asides` what it said beside; the page then says nothing of its own
-    about which plan is best. `plans` say which tensors are in the messages
+    about which plan is best. `computation` says what the times of the workload's ops
+    include besides computation. `plans` say which tensors are in the messages
     of the timeline that has the plan's scheduler as its name.
     """
 
@@ -118,6 +119,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     measured: Measurement | None = None
     told: tuple[TextTable | str, ...] = ()
     asides: tuple[str, ...] = ()
+    computation: str = ""
 
     def __post_init__(self) -> None:
         if not (self.workload or self.rows or self.timelines or self.measured or self.told):

@@ -27,6 +27,8 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     """The values that the template needs for one workload; adds its figures to `figures` by id."""
     table = entries(model)
     single = _single(model.timelines, table)
+    # Of what a measured iteration waits for, a command has said more than its timeline tells.
+    waiting = [t for t in model.timelines if not (model.told and t.source == "measured")]
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
@@ -36,13 +38,14 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "advice": model.advice,
         "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
         "asides": model.asides,
+        "computation": model.computation,
         "doubts": model.measured.doubts if model.measured else (),
         "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
         "worker_note": "",
-        "waits": _waits(model.timelines, model.plans, single),
+        "waits": _waits(waiting, model.plans, single),
         "single": any(timeline.source == "measured" for timeline in model.timelines),
-        "workload": _workload(model.workload, model.cluster, number, figures) if model.workload else None,
+        "workload": _workload(model.workload, model, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
     }
     if model.timelines:
@@ -122,8 +125,8 @@ def _tile(name: str, value: str, note: str = "") -> dict[str, str]:
     return {"name": name, "value": value, "note": note}
 
 
-def _workload(workload: Workload, cluster: Cluster | None, number: int, figures: dict[str, Any]) -> dict[str, Any]:
-    phases = []
+def _workload(workload: Workload, model: ModelReport, number: int, figures: dict[str, Any]) -> dict[str, Any]:
+    cluster, phases = model.cluster, []
     for phase in ("backward", "optimizer", "forward"):
         ids = workload.phase_ops(phase)
         seconds = sum(workload.ops[i].duration_s for i in ids)
@@ -137,10 +140,9 @@ def _workload(workload: Workload, cluster: Cluster | None, number: int, figures:
                 }
             )
     largest = max(workload.tensors, key=lambda t: t.nbytes)
+    of = f"with {model.computation}" if model.computation else f"batch of {workload.batch_size:,} on {workload.device}"
     tiles = [
-        _tile(
-            "computation", format_seconds(workload.compute_s), f"batch of {workload.batch_size:,} on {workload.device}"
-        ),
+        _tile("computation", format_seconds(workload.compute_s), of),
         _tile("gradients", format_bytes(workload.nbytes), count(len(workload.tensors), "tensor")),
         _tile(
             "largest tensor",

@@ -97,6 +97,7 @@ def import_kineto(
         workers=traces[chosen].workers,
         plan=None if workload is None else _plan(mine, sent),
         rank=chosen,
+        on_device=mine.on_device,
     )
 
 
