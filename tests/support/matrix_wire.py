@@ -1,5 +1,7 @@
 """Gradients that travel in another format. Everything here runs on the ranks."""
 
+import itertools
+
 import msgspec
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import legato
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
+from legato.pytorch.network.rounds import ROUNDS
 from support.automatic import DECIDED, short_tournaments
 from support.matrix_rows import STEPS, Dense, adam
 from support.training import MODELS, distance, random_plan, train
@@ -102,6 +105,46 @@ def lost(error_feedback, steps=50):
         optimizer.step()
     missing = (model.weight.detach() + steps * x).abs()
     return (missing[:400].max() / 2**-8).item(), (missing[400:].max() / 2**-8).item()
+
+
+#: The largest error of rounding: of a number of ordinary size, relative to it, and of a tiny one.
+ROUNDING = {"bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25)}
+
+
+def missing(wire):
+    """What sums of averaged gradients lack at most with feedback, over what they may lack (`docs/wire.md`), by way."""
+    ways = itertools.product(["all_reduce", "halves"], [(None, 1), *zip(ROUNDS, itertools.cycle([1, 3]))])
+    return {(kind, *how): _missing(wire, kind, *how, seed) for seed, (kind, how) in enumerate(ways)}
+
+
+def _missing(wire, kind, collective, depth, seed, steps=40):
+    """The same in one way; each element has magnitudes of its own, and one gradient, or another in each step."""
+    ranks, elements = dist.get_world_size(), 400
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** (torch.rand(ranks, elements, generator=generator) * 5 - 4)
+    steady = torch.randn(ranks, elements, generator=generator) * scale
+    steady[0, 0], steady[1:, 0] = 1.0, 1e-3
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(elements))
+    model.forward = lambda x: (model.weight * x).sum()
+    cut = Slice("weight", 0, 1000), Slice("weight", 1000, model.weight.nbytes)
+    kinds = ("reduce_scatter", "all_gather") if kind == "halves" else (kind,)
+    messages = tuple(Message((piece,), k, collective, depth, wire=wire) for k in kinds for piece in cut)
+    wrapped, _ = attach(model, None, Plan("rounded", messages), error_feedback=True)
+    total, found, largest = (torch.zeros(elements, dtype=torch.float64) for _ in range(3))
+    for _ in range(steps):
+        changing = torch.randn(ranks, elements, generator=generator) * scale
+        gradients = torch.cat([steady[:, :200], changing[:, 200:]], 1)
+        model.weight.grad = None
+        wrapped(gradients[dist.get_rank()]).backward()
+        found += model.weight.grad
+        total += gradients.double().mean(0)
+        largest = torch.maximum(largest, gradients.double().abs().mean(0))
+    relative, tiny = ROUNDING[wire]
+    all_but_one = (1 + relative) ** ranks - 1
+    float32 = steps * ranks * 2.0**-23 * largest  # which gradients have in any case
+    allowed = (all_but_one * largest + ranks * tiny * (1 + relative) ** (ranks - 1)) / (1 - all_but_one) + float32
+    return ((total - found).abs() / allowed).max().item()
 
 
 def distributed(wire, given):

@@ -139,9 +139,9 @@ def packed_and_sent():
         happened.append(f"packed {bucket.index}")
         pack(bucket)
 
-    def sending(buffer, message):
+    def sending(buffer, message, residual):
         happened.append(f"sent {messages.index(message)}")
-        return channel(buffer, message)
+        return channel(buffer, message, residual)
 
     reducer._pack, reducer._channel = packing, sending
     wrapped(torch.ones(1, 4)).sum().backward()

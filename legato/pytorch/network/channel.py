@@ -17,6 +17,10 @@ all-reduces never starts the thread. The thread ends with the channel. A process
 that ends waits for it, unless a message has failed: a send to a rank that is
 gone can take the whole timeout to fail.
 
+[Note: residuals] Error feedback has to know what the additions of a collective round
+off. gloo's own all-reduce does not tell, and so a ring of sends and receives takes its
+place. Other backends do not tell either, and there the roundings of the sum are lost.
+
 [Note: halves] gloo's own reduce-scatter is an all-reduce that discards most of
 its result. A reduce_scatter or all_gather over gloo is therefore made of sends
 and receives, by default those of a ring.
@@ -47,16 +51,19 @@ from legato.pytorch.network.threads import batch_policy_threads
 
 __all__ = ["Channel", "channel_for", "check_message"]
 
-#: The collective of reduce_scatter and all_gather over gloo if the plan names none.
-_OWN_HALVES = "ring"
+#: The collective over gloo of what gloo's own all-reduce cannot do, if the plan names none.
+_OWN = "ring"
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Channel(Protocol):
     """Carries messages out in the order in which they are launched."""
 
-    def __call__(self, buffer: Tensor, message: Message) -> Any:
-        """Launch a message on a flat buffer, in place, and return the work to wait for."""
+    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
+        """Launch a message on a flat buffer, in place, and return the work to wait for.
+
+        What this rank's additions round off is added to `residual`, of float32, as far as it is known.
+        """
 
     def give_up(self) -> None:
         """Note that a message has failed: the process can end without waiting for messages in flight."""
@@ -94,7 +101,7 @@ class _BackendChannel:
     def give_up(self) -> None:
         """Do nothing: only the backend has messages in flight."""
 
-    def __call__(self, buffer: Tensor, message: Message) -> Any:
+    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         group = self._group
         if message.kind == "all_reduce":
             return dist.all_reduce(buffer, group=group, async_op=True)
@@ -117,14 +124,14 @@ class _GlooChannel:
         self._thread: threading.Thread | None = None
         self._last: Any = None  # the message launched last
 
-    def __call__(self, buffer: Tensor, message: Message) -> Any:
+    def __call__(self, buffer: Tensor, message: Message, residual: Tensor | None = None) -> Any:
         busy = isinstance(self._last, _QueuedWork) and not self._last.is_completed()
-        if _steps_of(message) is None and not busy and not self._failed.is_set():
+        if _steps_of(message) is None and residual is None and not busy and not self._failed.is_set():
             self._last = self._gloo.allreduce([buffer])
         else:
             written = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
             before = None if busy else self._last
-            self._last = self._queue(lambda: self._carry_out(before, written, buffer, message))
+            self._last = self._queue(lambda: self._carry_out(before, written, buffer, message, residual))
         return self._last
 
     def give_up(self) -> None:
@@ -139,7 +146,7 @@ class _GlooChannel:
         self._jobs.put((future, do))
         return _QueuedWork(future)
 
-    def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message) -> None:
+    def _carry_out(self, before: Any, written: Any, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
         """Carry out a message, on the thread, after all messages launched before it."""
         if self._failed.is_set():
             raise RuntimeError("not sent, because a message before it has failed")
@@ -148,29 +155,31 @@ class _GlooChannel:
                 before.wait()
             if written is not None:
                 written.synchronize()
-            self._do(buffer, message)
+            self._do(buffer, message, residual)
         except RuntimeError:
             self._failed.set()
             raise
 
-    def _do(self, buffer: Tensor, message: Message) -> None:
-        steps = _steps_of(message)
+    def _do(self, buffer: Tensor, message: Message, residual: Tensor | None) -> None:
+        steps = _steps_of(message) or (None if residual is None else _OWN)
         if steps is None:
             self._gloo.allreduce([buffer]).wait()
-        elif buffer.is_cuda:
-            host = buffer.cpu()
-            self._steps.carry_out(host, message.kind, steps, message.depth)
+            return
+        # On a GPU, what is sent is a copy on the host.
+        host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
+        self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
+        if buffer.is_cuda:
             buffer.copy_(host)
+            if residual is not None and host_residual is not None:
+                residual.copy_(host_residual)
             torch.cuda.current_stream(buffer.device).synchronize()
-        else:
-            self._steps.carry_out(buffer, message.kind, steps, message.depth)
 
 
 def _steps_of(message: Message) -> str | None:
     """The name of the collective made of steps that a message needs; None for gloo's own all-reduce."""
     if message.collective in ROUNDS:
         return message.collective
-    return None if message.kind == "all_reduce" else _OWN_HALVES
+    return None if message.kind == "all_reduce" else _OWN
 
 
 class _QueuedWork:

@@ -45,21 +45,28 @@ class Collectives:
         self._next_tag = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def carry_out(self, tensor: Tensor, kind: Kind, collective: str, depth: int) -> None:
+    def carry_out(
+        self, tensor: Tensor, kind: Kind, collective: str, depth: int, residual: Tensor | None = None
+    ) -> None:
         """Sum a flat tensor over all ranks, in place, or carry out one half of that.
 
         `kind` is `all_reduce`, `reduce_scatter` or `all_gather`; `depth` is the
         number of chunks. After a reduce_scatter, each rank holds the sum of its
         own parts; an all_gather of the same collective, depth and wire format
-        completes it.
+        completes it. What the additions of this rank round off is added to
+        `residual`, in float32: the sum over all ranks is what the result lacks.
         Returns when this rank is done. Raises `RuntimeError` if a peer is gone,
         or does not respond within the process group's timeout.
         """
         rounds = ROUNDS[collective](self._gloo.rank(), self._gloo.size())
         reduce = rounds.reduce if kind != "all_gather" else ()
         distribute = rounds.distribute if kind != "reduce_scatter" else ()
-        chunks = [_part(tensor, c, c + 1, depth) for c in range(depth)]
-        run = _MessageRun(self._gloo, chunks, rounds.parts, self._next_tag, time.monotonic() + self._timeout_s)
+        chunks, residuals = (
+            [] if whole is None else [_part(whole, c, c + 1, depth) for c in range(depth)]
+            for whole in (tensor, residual)
+        )
+        deadline = time.monotonic() + self._timeout_s
+        run = _MessageRun(self._gloo, chunks, residuals, rounds.parts, self._next_tag, deadline)
         self._next_tag = (self._next_tag + depth * (len(reduce) + len(distribute))) % _TAGS
         run.run(reduce, distribute, self._scratch_for(tensor, reduce, chunks, rounds.parts))
 
@@ -78,12 +85,14 @@ class Collectives:
 class _MessageRun:
     """The transfers of one message; a turn is one round (r) of one chunk (c)."""
 
-    def __init__(self, gloo: Any, chunks: list[Tensor], parts: int, first_tag: int, deadline: float) -> None:
-        self._gloo, self._chunks, self._parts = gloo, chunks, parts
+    def __init__(
+        self, gloo: Any, chunks: list[Tensor], residuals: list[Tensor], parts: int, first_tag: int, deadline: float
+    ) -> None:
+        self._gloo, self._chunks, self._residuals, self._parts = gloo, chunks, residuals, parts
         self._first_tag, self._deadline = first_tag, deadline
         self._rounds: list[Round] = []
         self._sends: dict[tuple[int, int], list[Any]] = {}  # by round and chunk
-        self._receives: dict[tuple[int, int], list[tuple[Any, Tensor, Tensor | None]]] = {}
+        self._receives: dict[tuple[int, int], list[tuple[Any, Transfer, Tensor | None]]] = {}
 
     def run(self, reduce: Sequence[Round], distribute: Sequence[Round], scratch: Tensor) -> None:
         self._rounds = [*reduce, *distribute]
@@ -111,7 +120,7 @@ class _MessageRun:
             if scratch is not None:
                 into, left = left[: place.numel()], left[place.numel() :]
             work = self._gloo.recv([place if into is None else into], taken.peer, self._tag(r, c))
-            posted.append((work, place, into))
+            posted.append((work, taken, into))
         return left
 
     def _send(self, r: int, c: int) -> None:
@@ -125,10 +134,21 @@ class _MessageRun:
         """Wait for the receives of a turn, and add them up."""
         if self._rounds[r].overwrites:
             self._wait_all(self._sends.pop((r, c)))
-        for work, place, into in self._receives.pop((r, c)):
+        for work, taken, into in self._receives.pop((r, c)):
             self._wait_all([work])
-            if into is not None:
-                place.add_(into)
+            if into is not None and not self._residuals:
+                self._place(c, taken).add_(into)
+            elif into is not None:
+                place = self._place(c, taken)
+                exact = place.float().add_(into)
+                place.copy_(exact)
+                rounded_off = exact.sub_(place).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
+                residual = _part(self._residuals[c], taken.start, taken.stop, self._parts)
+                residual.add_(rounded_off, alpha=1 / self._alike(r))
+
+    def _alike(self, r: int) -> int:
+        """The number of ranks that make the same additions as this one in round r: a swap doubles it."""
+        return 1 << sum(step.overwrites for step in self._rounds[: r + 1])
 
     def _wait_all(self, works: list[Any]) -> None:
         for work in works:

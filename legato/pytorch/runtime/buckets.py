@@ -191,6 +191,7 @@ class Bucket:
     missing: int = 0  # number of parameters whose gradients have not arrived yet
     arrived: list[Slot] = field(default_factory=list)  # those whose gradients have arrived and are not packed yet
     waiting_bytes: int = 0  # of these
+    residual: Tensor | None = None  # what this rank's roundings to its format have taken, of all elements of the buffer
     writable: bool = False  # in this backward pass its buffer can be written
     work: Any = None  # the collective in flight
 
@@ -207,7 +208,7 @@ class Bucket:
 
     def release(self) -> None:
         """Let go of the memory for good."""
-        self.buffer, self.flags, self.marks = self.buffer.new_empty(0), None, None
+        self.buffer, self.flags, self.marks, self.residual = self.buffer.new_empty(0), None, None, None
         self.slices, self.last_of, self.arrived = [], [], []
         self.scattered = self.gathered = self.work = None
 

@@ -82,8 +82,8 @@ class Reducer:
     A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
     (see `legato.pytorch.runtime.attach`). `current(name)` says of a parameter that its update may never wait.
     `optimizers` are those whose steps a sharded plan divides among the ranks.
-    With `error_feedback`, what rounding to a wire format takes from a gradient is
-    added to the next one (Seide et al., Interspeech 2014).
+    With `error_feedback`, what rounding to a wire format takes from gradients and from their
+    sum is added to the next ones (Seide et al., Interspeech 2014).
     Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
@@ -131,7 +131,9 @@ class Reducer:
         self._replaces_functions = False  # while updates wait
         self.tracer: Tracer | None = None
         self._scale = 1.0 / group.size()
-        self._residuals: dict[BucketSlice, Tensor] | None = {} if error_feedback else None
+        for bucket in self.buckets:
+            if error_feedback and bucket.message.wire and bucket.scattered is None:
+                bucket.residual = torch.zeros_like(bucket.buffer, dtype=torch.float32)
         self.forwards = 0  # forward passes whose gradients will be sent
         self.passes = 0  # backward passes that sent, including the current one
         self.armed = False  # the next backward pass sends
@@ -390,14 +392,15 @@ class Reducer:
 
     def _round(self, part: BucketSlice, grad: Tensor) -> None:
         """Pack a gradient in the bucket's format: as torch's hooks do, or with what was rounded off before."""
-        if self._residuals is None:
+        residual = part.bucket.residual
+        if residual is None:
             part.view.copy_(part.of(grad)).div_(self.group.size())
             return
-        exact = part.of(grad) * self._scale
-        if part in self._residuals:
-            exact += self._residuals[part]
-        part.view.copy_(exact)
-        self._residuals[part] = exact.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
+        at = part.view.storage_offset() - part.bucket.buffer.storage_offset()
+        residual = residual.as_strided(part.view.shape, part.view.stride(), int(at))
+        residual.add_(part.of(grad), alpha=self._scale)
+        part.view.copy_(residual)
+        residual.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for
 
     def _advance(self) -> None:
         """Launch buckets in the plan's order, up to the first one that lacks a gradient."""
@@ -410,7 +413,7 @@ class Reducer:
         with gate.invisible():
             if self._checks:
                 self._checks.check(bucket, self.passes, self.forwards, self.watchdog)
-            bucket.work = self._channel(bucket.buffer, bucket.message)
+            bucket.work = self._channel(bucket.buffer, bucket.message, bucket.residual)
         if self.tracer:
             self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
         if self.shards is not None:

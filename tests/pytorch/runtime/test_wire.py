@@ -34,6 +34,13 @@ def test_error_feedback_loses_no_more_than_one_rounding(two_ranks):
         assert rounded <= 1.1 and exact < 0.1
 
 
+@pytest.mark.parametrize("wire", sorted(matrix_wire.ROUNDING))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_with_error_feedback_sums_lack_no_more_than_a_bound(two_ranks, three_ranks, four_ranks, ranks, wire):
+    found = {2: two_ranks, 3: three_ranks, 4: four_ranks}[ranks].run(matrix_wire.missing, wire)
+    assert all(0 < lacking <= 1 for ways in found for lacking in ways.values()), found
+
+
 def test_distribute_takes_a_wire_format(two_ranks):
     assert two_ranks.run(matrix_wire.distributed, "all-fp16", ("bf16",)) == [["fp16"]] * 2
     assert two_ranks.run(matrix_wire.distributed, "bf16", ("bf16",)) == [["bf16"]] * 2
