@@ -237,9 +237,10 @@ def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -
 def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
     """Why plans of all-reduces say nothing about this job, or ""."""
     kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
+    others = {transfer.kind for transfer in imported.transfers} - {"barrier"}
     if kinds - {"all_reduce"}:
         return f"the job sends gradients by {' and '.join(sorted(kinds))} (FSDP?)"
-    if imported.transfers and not kinds and cluster is None:
+    if others and not kinds and cluster is None and imported.workers != 1:
         return "none of the job's collectives carries gradients (tensor or pipeline parallelism, or inference?)"
     return ""
 

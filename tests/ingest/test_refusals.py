@@ -31,16 +31,6 @@ def test_options_that_a_trace_does_not_have(trace, capsys, command, option):
     refused(capsys, trace, *command, trace, *option)
 
 
-def test_values_that_no_timeline_can_hold(tmp_path, capsys):
-    r = samples.ahead()
-    for event in r.events:
-        event["ts"] *= 1e12
-    path = tmp_path / "late.json"
-    path.write_text(r.text())
-    for command in (["advise"], ["import", "kineto", "-o", "w.json"]):
-        refused(capsys, path, *command, path)
-
-
 def test_traces_of_jobs_of_other_sizes(tmp_path, trace, capsys):
     other = tmp_path / "four.json"
     other.write_text(samples.ahead(rank=1, workers=4).text())

@@ -212,10 +212,11 @@ def _listed(marked: list[HostInterval]) -> str:
 def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: Notes) -> bool:
     """Split each collective into waiting and transfer, since the last rank to join does not wait.
 
-    Returns whether waiting is known; it is not with the trace of one rank.
+    Returns whether waiting is known; it is not with the trace of one rank of several.
     """
     kinds = [[t.kind for t in s.transfers] for s in steps.values()]
-    if not any(kinds):
+    workers = max(t.workers or len(steps) for t in traces.values())
+    if not any(kinds) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
         return True
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
@@ -223,7 +224,7 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
     if any(kind != kinds[0] for kind in kinds):
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
-    if len(steps) != max(t.workers or len(steps) for t in traces.values()):
+    if len(steps) != workers:
         notes.assume("one of the given ranks is the last to join each collective")
     matched = zip(*(s.transfers for s in steps.values()), strict=True)
     shortest = [min(t.end_s - t.start_s for t in same) for same in matched]

@@ -103,6 +103,8 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     phases = find_phases(trace, interval, computation, notes)
     ops = tuple(TracedOp(a.name, phases.at(a.host_s), a.start_s, a.end_s, a.end_s - a.start_s) for a in computation)
     issued = sorted(collectives(trace, interval.start_s, interval.end_s), key=lambda a: a.host_s)
+    if any(a.name.startswith("nccl:") for a in issued):
+        notes.assume("a collective of NCCL takes as long as its host takes to issue it")
     described = [describe(trace, a) for a in issued]
     can_carry = _of_gradients(trace, interval, issued, described, phases)
     sending = _sending(phases, [a.host_s for a, can in zip(issued, can_carry, strict=True) if can], notes)

@@ -124,3 +124,17 @@ def test_an_operator_inside_a_collective_of_no_length_for_late_ranks(tmp_path):
         (tmp_path / f"{rank}.json").write_text(r.text())
     found = import_kineto(sorted(tmp_path.glob("*.json")))
     assert max(r.waiting_s for r in found.ranks) == pytest.approx((70.3 - 4.7) * 1e-6)
+
+
+def test_a_job_of_one_rank_waits_for_no_other(tmp_path):
+    found = imported(tmp_path, reduced(), workers=1)
+    assert found.ranks[0].waiting_s == 0 and "the other ranks" not in found.notes.missing
+
+
+def test_without_a_device_nccl_shows_when_its_host_issues(tmp_path):
+    r = samples.record()
+    r.events = [e for e in r.events if e["cat"] != "kernel"]
+    path = tmp_path / "t.json"
+    path.write_text(r.text())
+    found = import_kineto([path])
+    assert "a collective of NCCL takes as long as its host takes to issue it" in found.notes.assumed
