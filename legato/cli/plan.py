@@ -133,7 +133,7 @@ def plan(
     setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
     setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
     if timeline is not None:
-        files.write(timeline, replace(_beside_baseline(chosen, found, again), job=job.name, network=setting))
+        files.write(timeline, _beside_baseline(chosen, found, again, {"job": job.name, "network": setting}))
     rows = [candidate.row() | ({"bound_checked": True} if check_bound else {}) for candidate in found]
     if json:
         print_json(rows)
@@ -162,20 +162,23 @@ def plan(
 
 
 def _beside_baseline(
-    chosen: Candidate, found: list[Candidate], plan_others: Callable[[list[str]], list[Candidate]]
+    chosen: Candidate,
+    found: list[Candidate],
+    plan_others: Callable[[list[str]], list[Candidate]],
+    where: dict[str, str],
 ) -> Timeline:
     """The chosen plan's timeline with that of DDP, which is planned now if it was not among the schedulers.
 
-    With parameter servers, the random order takes DDP's place.
+    With parameter servers, the random order takes DDP's place. Both timelines say `where`.
     """
     name = "random" if chosen.plan.messages[0].kind in ("push", "pull") else "ddp"
     if chosen.plan.scheduler == name:
-        return chosen.timeline
+        return replace(chosen.timeline, **where)
     base = next((candidate for candidate in found if candidate.plan.scheduler == name), None)
     if base is None:
         (base,) = plan_others([name])
         note(f"{name} was planned too, to be drawn beside {chosen.plan.scheduler}")
-    return replace(chosen.timeline, baseline=base.timeline)
+    return replace(chosen.timeline, baseline=replace(base.timeline, **where), **where)
 
 
 def _note_stock_ddp(

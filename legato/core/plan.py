@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
 from legato.core.errors import InputError, PlanError, TooLargeError, unknown_name
-from legato.core.text import count, shorten, table
+from legato.core.text import count, html_table, percent, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
@@ -28,6 +29,7 @@ MOST_CHUNKS = 1_000_000
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
 #: Kinds that only aggregate, and the kind that distributes the result.
 _DISTRIBUTE = {"reduce_scatter": "all_gather", "push": "pull"}
+_MOST_ROWS = 30  # that a notebook shows
 _SHARDED: dict[Shard, str] = {
     "optimizer": "optimizer sharded: reduce_scatter, update of the shard, all_gather of parameters",
     "gradients": "optimizer and gradients sharded: reduce_scatter, update of the shard, all_gather of parameters",
@@ -174,6 +176,14 @@ class Plan(
         """The schedule, one line per message."""
         return "\n".join([self._title(), *table(["#", "size", "kind", "tensors"], self._rows(), right=2)])
 
+    def _repr_html_(self) -> str:
+        """The schedule as a table for notebooks: the first messages, if there are many."""
+        rows = self._rows()[:_MOST_ROWS]
+        rest = len(self.messages) - len(rows)
+        more = f"<p>and {count(rest, 'more message')}; print() shows all of them</p>" if rest else ""
+        heading = html.escape(self._title())
+        return f"<p>{heading}</p>{html_table(['#', 'size', 'kind', 'tensors'], rows, right=2)}{more}"
+
     def describe(self, workload: Workload) -> str:
         """The schedule, one line per message, with the op after which it is sent and the first that waits for it.
 
@@ -221,7 +231,7 @@ class Plan(
         nbytes = sum(message.nbytes for message in self.messages if message.kind in _AGGREGATE)
         size = f"{count(len(self.messages), 'message')}, {format_bytes(nbytes)} of gradients"
         formats = sorted({message.wire for message in self.messages if message.wire is not None})
-        size += f" ({self.rounded:.1%} of them in {' and '.join(formats)})" if formats else ""
+        size += f" ({percent(self.rounded)} of them in {' and '.join(formats)})" if formats else ""
         overlap = "with forward overlap" if self.forward_overlap else "forward ops wait for the last message"
         title = f"{shorten(self.scheduler)}: {size}, {overlap}{', ops reordered' if self.op_order else ''}"
         return title if self.shard == "none" else f"{title}, {_SHARDED[self.shard]}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 
-__all__ = ["count", "one_line", "percent", "shorten", "table", "with_article"]
+__all__ = ["count", "html_table", "one_line", "percent", "shorten", "table", "with_article"]
 
 
 def one_line(text: str) -> str:
@@ -51,3 +52,16 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) ->
         ).rstrip()
         for row in (headings, *rows)
     ]
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> str:
+    """The same table as an HTML element for notebooks, which colour it."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        style = [f"padding: 2px 8px; text-align: {'right' if k < right else 'left'}" for k in range(len(cells))]
+        inside = (f'<{tag} style="{s}">{html.escape(one_line(c))}</{tag}>' for s, c in zip(style, cells, strict=True))
+        return f"<tr>{''.join(inside)}</tr>"
+
+    return (
+        f"<table><thead>{line(headings, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+    )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from legato.core.errors import InputError
-from legato.core.text import one_line, shorten
+from legato.core.text import count, one_line, shorten
 from legato.core.units import Int64, format_bytes, format_seconds
 
-__all__ = ["Span", "SpanKind", "Timeline"]
+__all__ = ["Bar", "Span", "SpanKind", "Timeline", "coalesce", "draw", "stack"]
 
 #: Seconds; larger values could overflow in later arithmetic.
 _LATEST_S = 1e18
@@ -60,6 +61,8 @@ class Timeline(
     itself included) for those that stand for others. `job` and `network` say in
     words what was trained where, if that is known, and `baseline` is the timeline
     of the plan with which this one is compared: that of DDP, on the same network.
+    A timeline with the name of its job is one of several jobs on one network, all
+    drawn from the same moment on.
     """
 
     name: str
@@ -80,15 +83,20 @@ class Timeline(
         """One line: the time of the iteration, and the metrics."""
         bound = "" if self.lower_bound_s is None else f", lower bound {format_seconds(self.lower_bound_s)}"
         return (
-            f"{shorten(self.name)} ({self.source}): iteration {format_seconds(self.iteration_s)}{bound}, "
+            f"{shorten(self.name)} ({self.source_in_words}): {format_seconds(self.iteration_s)}{bound}, "
             f"computation {format_seconds(self.computation_s)}, "
             f"communication {format_seconds(self.communication_s)} ({format_seconds(self.exposed_comm_s)} exposed), "
             f"overlap {self.overlap:.2f}, utilization {self.utilization:.2f}"
         )
 
     def _repr_html_(self) -> str:
-        """A picture for notebooks: the lanes of each worker, coloured by kind."""
-        return _draw(self)
+        """A picture for notebooks: the lanes of each worker, below those of the baseline."""
+        return draw([self] if self.baseline is None else [self.baseline, self])
+
+    @property
+    def source_in_words(self) -> str:
+        """`predicted`, or `one measured iteration`: others took more or less time."""
+        return "one measured iteration" if self.source == "measured" else self.source
 
     def _covered(self, communication: bool) -> list[tuple[float, float]]:
         first = min((s.worker for s in self.spans), default=0)
@@ -145,67 +153,160 @@ def _length(intervals: list[tuple[float, float]]) -> float:
     return math.fsum(end - start for start, end in intervals)
 
 
-_COLOURS: dict[str, str] = {"forward": "#2f6db5", "backward": "#e08a1e", "optimizer": "#9a4f96", "message": "#1b8a77"}
-_LEFT, _WIDTH, _TOP, _ROW = 150, 800, 48, 24  # pixels: of the lanes' names, of the time axis, of the title, of a lane
-_MOST_LANES = 64
+def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """(row, span) in order of start; no two spans of a row overlap, and the number of rows is minimal.
+
+    Each span takes the lowest free row (first fit in order of start, which for
+    intervals needs no more rows than spans overlap at once). Times that round to
+    the same nanosecond count as equal.
+    """
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    placed = []
+    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
+        start = round(span.start_s * 1e9)
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        row = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (max(round(span.end_s * 1e9), start), row))
+        placed.append((row, span))
+    return placed
 
 
-def _draw(timeline: Timeline) -> str:
-    """Draw the timeline as one SVG element, without scripts or external files."""
-    lanes: dict[tuple[int, str], list[Span]] = {}
-    for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
-        lanes.setdefault((span.worker, span.lane), []).append(span)
-    drawn = list(lanes.items())[:_MOST_LANES]
-    begin = min((span.start_s for span in timeline.spans), default=0.0)
-    ends = [timeline.iteration_s, timeline.lower_bound_s or 0.0, *(span.end_s for span in timeline.spans)]
-    second = _WIDTH / ((max(ends) - min(begin, 0.0)) or 1.0)  # its pixels
-    bottom = _TOP + _ROW * len(drawn)
+class Bar(msgspec.Struct):
+    """One bar for `count` spans of a row; times in seconds."""
 
-    def x(seconds: float) -> float:
-        return _LEFT + (seconds - min(begin, 0.0)) * second
+    start_s: float
+    end_s: float
+    name: str
+    kind: str
+    nbytes: int = 0
+    count: int = 1
 
-    def text(at: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
-        style = f'text-anchor="{anchor}" font-weight="{weight}" fill="currentColor"'
-        return f'<text x="{at:.1f}" y="{y:.1f}" {style}>{html.escape(one_line(content))}</text>'
 
-    def line(seconds: float, dash: str) -> str:
-        at = f'x1="{x(seconds):.1f}" x2="{x(seconds):.1f}" y1="{_TOP - 4}" y2="{bottom + 4}"'
-        return f'<line {at} stroke="currentColor" stroke-dasharray="{dash}"/>'
+def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
+    """The bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share one.
 
-    parts = [text(_LEFT, 16, f"{shorten(timeline.name)} ({timeline.source})", weight="bold")]
-    parts.append(text(_LEFT + _WIDTH, 16, f"{format_seconds(timeline.iteration_s)} per iteration", "end", "bold"))
+    Spans keep their places: they are joined only where less than `finest_s`
+    separates them. Spans of different kinds are joined until the bar is
+    `finest_s` long; the kind that takes most of its time determines its colour.
+    """
+    bars: list[Bar] = []
+    busy: dict[str, float] = {}  # seconds by kind in the last bar while it can grow
+    for span in spans:
+        seconds = span.end_s - span.start_s
+        last = bars[-1] if busy and seconds < finest_s else None
+        if (
+            last
+            and span.start_s - last.end_s < finest_s
+            and (last.end_s - last.start_s < finest_s or busy.keys() == {span.kind})
+        ):
+            busy[span.kind] = busy.get(span.kind, 0.0) + seconds
+            last.end_s, last.count = max(last.end_s, span.end_s), last.count + 1
+            last.nbytes += span.nbytes or 0
+            last.kind = max(busy, key=lambda kind: busy[kind])
+        else:
+            bars.append(Bar(span.start_s, span.end_s, span.name, span.kind, span.nbytes or 0))
+            busy = {span.kind: seconds} if seconds < finest_s else {}
+    return bars
+
+
+#: Of the pictures in notebooks, which must be legible on light and on dark paper.
+_COLOURS: dict[str, str] = {"backward": "#e08a1e", "forward": "#2f6db5", "optimizer": "#9a4f96", "message": "#1b8a77"}
+_LEFT, _WIDTH, _LANE = 150, 800, 24  # pixels: of the lanes' names, of the time axis, of a lane
+_MOST_LANES, _MOST_ROWS = 16, 10
+_FINE_ROWS = 20  # more rows than that have bars longer than a pixel, so that a picture has 16,000 bars at most
+
+
+def draw(timelines: Sequence[Timeline], title: str = "") -> str:
+    """The timelines as one SVG element, below each other on one time axis, without scripts or external files.
+
+    `title` stands above each of them instead of its name. Of a timeline of many lanes the first are drawn, and a line
+    says how many are not.
+    """
+    first = min([0.0, *(span.start_s for timeline in timelines for span in timeline.spans)])
+    ends = [end for t in timelines for end in (t.iteration_s, t.lower_bound_s or 0.0, *(s.end_s for s in t.spans))]
+    second = _WIDTH / ((max(ends) - first) or 1.0)  # its pixels
+    parts = []
     for k, (kind, colour) in enumerate(_COLOURS.items()):
-        parts.append(f'<rect x="{_LEFT + 90 * k}" y="26" width="10" height="10" fill="{colour}"/>')
-        parts.append(text(_LEFT + 90 * k + 14, 35, kind))
-    for k, ((worker, lane), spans) in enumerate(drawn):
-        top = _TOP + _ROW * k
-        parts.append(text(_LEFT - 8, top + 16, f"worker {worker} {shorten(lane, 12)}", "end"))
-        for first, last, count in _bars(spans, 0.5 / second):
-            size = "" if first.nbytes is None else f", {format_bytes(first.nbytes)}"
-            what = f"{shorten(first.name)}{size}" if count == 1 else f"{shorten(first.name)} and {count - 1} more"
-            label = html.escape(f"{what}, {format_seconds(last.end_s - first.start_s)}")
-            width = max((last.end_s - first.start_s) * second - 0.4, 0.3)
-            place = f'x="{x(first.start_s):.1f}" y="{top + 2}" width="{width:.1f}" height="{_ROW - 4}"'
-            parts.append(f'<rect {place} fill="{_COLOURS[first.kind]}" opacity=".85"><title>{label}</title></rect>')
-    parts.append(line(timeline.iteration_s, "none"))
-    parts.append(text(x(0.0), bottom + 20, "0", "middle"))
-    if timeline.lower_bound_s is not None:
-        bound = f"lower bound {format_seconds(timeline.lower_bound_s)}"
-        parts += [line(timeline.lower_bound_s, "4 3"), text(x(timeline.lower_bound_s), bottom + 20, bound, "end")]
-    if len(lanes) > len(drawn):
-        parts.append(text(_LEFT, bottom + 36, f"and {len(lanes) - len(drawn)} more lanes"))
-    box = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {bottom + 44}" style="max-width: {_LEFT + _WIDTH + 20}px"'
+        parts.append(f'<rect x="{_LEFT + 90 * k}" y="6" width="10" height="10" fill="{colour}"/>')
+        parts.append(_text(_LEFT + 90 * k + 14, 15, kind))
+    top = 40.0
+    for timeline in timelines:
+        drawn, height = _draw_lanes(timeline, title or _title(timeline), top, first, second)
+        parts += drawn
+        top += height
+    box = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {top:.0f}" style="max-width: {_LEFT + _WIDTH + 20}px"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
     )
 
 
-def _bars(spans: Iterable[Span], narrow_s: float) -> list[tuple[Span, Span, int]]:
-    """(first span, last span, how many): neighbours of one kind are one bar while it is narrower than `narrow_s`."""
-    bars: list[tuple[Span, Span, int]] = []
-    for span in spans:
-        if bars and (first := bars[-1][0]).kind == span.kind and span.end_s - first.start_s < narrow_s:
-            bars[-1] = (first, span, bars[-1][2] + 1)
-        else:
-            bars.append((span, span, 1))
-    return bars
+def _title(timeline: Timeline) -> str:
+    network = f" on {timeline.network}" if timeline.network else ""
+    job = f": {timeline.job}{network}" if timeline.job and timeline.job != timeline.name else network
+    return f"{shorten(timeline.name)} ({timeline.source_in_words}){shorten(job, 90)}"
+
+
+def _lanes(timeline: Timeline) -> list[tuple[str, list[list[Span]]]]:
+    """The name of each lane, and its spans in rows, so that those that overlap are below each other."""
+    lanes: dict[tuple[int, str], list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.worker, span.kind == "message", span.start_s)):
+        lanes.setdefault((span.worker, span.lane), []).append(span)
+    found = []
+    for (worker, lane), spans in lanes.items():
+        rows: dict[int, list[Span]] = {}
+        for row, span in stack(spans):
+            rows.setdefault(min(row, _MOST_ROWS - 1), []).append(span)
+        found.append((f"worker {worker} {shorten(lane, 12)}", [rows[row] for row in sorted(rows)]))
+    return found
+
+
+def _draw_lanes(timeline: Timeline, title: str, top: float, first: float, second: float) -> tuple[list[str], float]:
+    """One timeline from `top` down, and its height in pixels; `first` is at the left end, in seconds."""
+    lanes = _lanes(timeline)
+    finest_s = max(1.0, sum(len(rows) for _, rows in lanes[:_MOST_LANES]) / _FINE_ROWS) / second
+    parts = [_text(_LEFT, top, title, weight="bold")]
+    parts.append(_text(_LEFT + _WIDTH, top, format_seconds(timeline.iteration_s), "end", "bold"))
+    bottom = top + 8
+    for name, rows in lanes[:_MOST_LANES]:
+        parts.append(_text(_LEFT - 8, bottom + 16, name, "end"))
+        height = (_LANE - 4) / len(rows)
+        for k, row in enumerate(rows):
+            parts += _bars(row, bottom + 2 + k * height, height, finest_s, first, second)
+        bottom += _LANE
+    marks = [(timeline.iteration_s, "none")]
+    marks += [] if timeline.lower_bound_s is None else [(timeline.lower_bound_s, "4 3")]
+    for seconds, dash in marks:
+        x = f"{_LEFT + (seconds - first) * second:.1f}"
+        at = f'x1="{x}" x2="{x}" y1="{top + 4:.0f}" y2="{bottom + 4:.0f}"'
+        parts.append(f'<line {at} stroke="currentColor" stroke-dasharray="{dash}"/>')
+    if timeline.lower_bound_s is not None:
+        bound = f"lower bound {format_seconds(timeline.lower_bound_s)}"
+        parts.append(_text(_LEFT + (timeline.lower_bound_s - first) * second, bottom + 18, bound, "end"))
+    if len(lanes) > _MOST_LANES:
+        parts.append(_text(_LEFT, bottom + 18, f"and {count(len(lanes) - _MOST_LANES, 'more lane')}"))
+    return parts, bottom + 44 - top
+
+
+def _bars(
+    row: Sequence[Span], top: float, height: float, finest_s: float, first: float, second: float
+) -> Iterator[str]:
+    for k, bar in enumerate(coalesce(row, finest_s)):
+        size = f", {format_bytes(bar.nbytes)}" if bar.nbytes else ""
+        more = f" and {bar.count - 1} more" if bar.count > 1 else ""
+        title = f"{shorten(bar.name)}{more}{size}, {format_seconds(bar.end_s - bar.start_s)}"
+        place = f'x="{_LEFT + (bar.start_s - first) * second:.1f}" y="{top:.1f}"'
+        width = max((bar.end_s - bar.start_s) * second, 0.4)
+        shape = f'width="{width:.1f}" height="{height:.1f}" fill="{_COLOURS[bar.kind]}"'
+        shade = f'opacity="{0.75 if k % 2 else 1}"'  # without two shades, neighbours would look like one bar
+        yield f"<rect {place} {shape} {shade}><title>{_escape(title)}</title></rect>"
+
+
+def _text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
+    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="currentColor"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{_escape(content)}</text>'
+
+
+def _escape(content: str) -> str:
+    return html.escape(one_line(content))

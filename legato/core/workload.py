@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from typing import Any, Literal
@@ -9,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from legato.core.errors import InputError
-from legato.core.text import count, shorten
+from legato.core.text import count, html_table, percent, shorten
+from legato.core.timeline import Span, Timeline, draw
 from legato.core.units import Int64, format_bytes, format_seconds
 
 __all__ = ["Op", "Phase", "Tensor", "Workload"]
@@ -18,6 +21,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
 #: Seconds; larger values could overflow in later arithmetic.
 _LONGEST_S = 1e15
+_MOST_ROWS = 10  # that a notebook shows
 
 
 class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -140,6 +144,33 @@ class Workload(
             f"{count(len(self.ops), 'op')}, {count(len(self.tensors), 'tensor')} of {format_bytes(self.nbytes)}, "
             f"{', '.join(times)}"
         )
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks: the ops of an iteration that never waits, and the largest tensors."""
+        order = self.iteration_order()
+        ends = list(itertools.accumulate(self.ops[i].duration_s for i in order))
+        ops = [
+            Span(0, "compute", self.ops[i].name, max(end - self.ops[i].duration_s, 0.0), end, self.ops[i].phase)
+            for i, end in zip(order, ends, strict=True)
+        ]
+        title = f"{shorten(self.name)}: an iteration that waits for nothing"
+        lane = draw([Timeline(self.name, "predicted", ends[-1], tuple(ops))], title)
+        largest = sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:_MOST_ROWS]
+        forward = len(self.phase_ops("forward"))
+        rows = [
+            [
+                format_bytes(tensor.nbytes),
+                percent(tensor.nbytes / self.nbytes),
+                shorten(tensor.name),
+                shorten(self.ops[tensor.ready_after].name),
+                shorten(self.ops[first].name) if (first := min(tensor.readers, default=forward)) < forward else "",
+            ]
+            for tensor in largest
+        ]
+        shown = f"the {len(rows)} largest of " if len(rows) < len(self.tensors) else ""
+        heads = ["size", "share", "tensor", "gradient from", "read by"]
+        summary = f"<p>{html.escape(str(self))}; {shown}{count(len(self.tensors), 'tensor')}:</p>"
+        return f"{lane}{summary}{html_table(heads, rows, right=2)}"
 
     @property
     def compute_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "save"]
+__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "are_jobs", "save"]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -130,6 +131,11 @@ class ModelReport(msgspec.Struct, frozen=True):
         """The network in words, as it was when something was measured or predicted; "" if unknown."""
         said = [timeline.network for timeline in self.timelines if timeline.network]
         return self.measured.network if self.measured else said[0] if said else ""
+
+
+def are_jobs(timelines: Sequence[Timeline]) -> bool:
+    """Whether the timelines are of several jobs on one network, not of plans of one job."""
+    return bool(timelines) and all(timeline.name == timeline.job for timeline in timelines)
 
 
 def save(model: ModelReport, folder: Path) -> None:

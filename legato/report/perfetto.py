@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from legato.core.files import write_text
-from legato.core.timeline import Span, Timeline
+from legato.core.timeline import Span, Timeline, stack
 from legato.core.workload import Workload
 from legato.report.idle import idle_causes
-from legato.report.timelines import source_in_words, stack
 
 __all__ = ["flows", "to_perfetto", "write_perfetto"]
 
@@ -51,7 +50,7 @@ def write_perfetto(
 
 
 def _process(pid: int, timeline: Timeline, workload: Workload | None) -> Iterator[dict[str, Any]]:
-    yield _metadata(pid, 0, "process_name", name=f"{timeline.name} ({source_in_words(timeline)})")
+    yield _metadata(pid, 0, "process_name", name=f"{timeline.name} ({timeline.source_in_words})")
     yield _metadata(pid, 0, "process_sort_index", sort_index=pid)
     marks = {"end of iteration": timeline.iteration_s, "lower bound": timeline.lower_bound_s}
     for name, at_s in marks.items():

@@ -12,10 +12,10 @@ from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
 from legato.report.idle import drawn_worker, idle_costs, idle_sentence
-from legato.report.model import ModelReport
+from legato.report.model import ModelReport, are_jobs
 from legato.report.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
 from legato.report.tables import bar_percent, heads, table_cell
-from legato.report.timelines import draw_timelines, source_in_words
+from legato.report.timelines import draw_timelines
 from legato.report.workloads import draw_op_times, draw_readiness, draw_tensor_sizes
 
 __all__ = ["section"]
@@ -39,6 +39,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
         "asides": model.asides,
         "computation": model.computation,
+        "jobs": are_jobs(model.timelines),
         "doubts": model.measured.doubts if model.measured else (),
         "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
@@ -109,7 +110,7 @@ def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collect
         parts.append(
             {
                 "name": timeline.name,
-                "source": source_in_words(timeline),
+                "source": timeline.source_in_words,
                 "summary": summary if every else "never idle",
                 "sentence": idle_sentence(every, tensors),
                 "lines": lines,

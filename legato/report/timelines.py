@@ -1,4 +1,4 @@
-"""The figure of timelines, one below the other on one time axis; and spans laid out in rows.
+"""The figure of timelines, one below the other on one time axis.
 
 [Note: few traces, few bars] A plotly figure becomes slow with many traces and
 many bars. All timelines therefore share one figure, with one trace per kind of
@@ -8,20 +8,18 @@ the number of bars depends on the pixels of a lane and not on the number of ops.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from legato.core.text import percent
-from legato.core.timeline import Span, Timeline
+from legato.core.timeline import Bar, Span, Timeline, coalesce, stack
 from legato.core.units import format_bytes, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
 from legato.report.idle import drawn_worker, idle_causes, idle_gaps
+from legato.report.model import are_jobs
 from legato.report.tables import time_unit
 
-__all__ = ["Bar", "coalesce", "draw_timelines", "source_in_words", "stack"]
+__all__ = ["draw_timelines"]
 
 #: The shortest bar as a share of the time axis: a third of a pixel, or a whole one with many timelines.
 _FINEST, _COARSEST, _MANY = 1 / 3000, 1 / 1000, 12
@@ -31,64 +29,6 @@ _HEIGHT = 118  # pixels per timeline
 _ROWS = {"compute": 1.62, "network": 2.62}  # from the upper edge of a timeline to the centre of a lane
 _PITCH = 3.4  # height of a timeline in the same unit
 _LANE = 0.88
-
-
-def stack(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """(row, span) in order of start; no two spans of a row overlap, and the number of rows is minimal.
-
-    Each span takes the lowest free row (first fit in order of start, which for
-    intervals needs no more rows than spans overlap at once). Times that round to
-    the same nanosecond count as equal.
-    """
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []
-    placed = []
-    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
-        start = round(span.start_s * 1e9)
-        while busy and busy[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        row = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (max(round(span.end_s * 1e9), start), row))
-        placed.append((row, span))
-    return placed
-
-
-class Bar(msgspec.Struct):
-    """One bar for `count` spans of a row; times in seconds."""
-
-    start_s: float
-    end_s: float
-    name: str
-    kind: str
-    nbytes: int = 0
-    count: int = 1
-
-
-def coalesce(spans: Iterable[Span], finest_s: float) -> list[Bar]:
-    """The bars for the spans of one row, in order of start; neighbours shorter than `finest_s` share one.
-
-    Spans keep their places: they are joined only where less than `finest_s`
-    separates them. Spans of different kinds are joined until the bar is
-    `finest_s` long; the kind that takes most of its time determines its colour.
-    """
-    bars: list[Bar] = []
-    busy: dict[str, float] = {}  # seconds by kind in the last bar while it can grow
-    for span in spans:
-        seconds = span.end_s - span.start_s
-        last = bars[-1] if busy and seconds < finest_s else None
-        if (
-            last
-            and span.start_s - last.end_s < finest_s
-            and (last.end_s - last.start_s < finest_s or busy.keys() == {span.kind})
-        ):
-            busy[span.kind] = busy.get(span.kind, 0.0) + seconds
-            last.end_s, last.count = max(last.end_s, span.end_s), last.count + 1
-            last.nbytes += span.nbytes or 0
-            last.kind = max(busy, key=lambda kind: busy[kind])
-        else:
-            bars.append(Bar(span.start_s, span.end_s, span.name, span.kind, span.nbytes or 0))
-            busy = {span.kind: seconds} if seconds < finest_s else {}
-    return bars
 
 
 def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) -> dict[str, Any]:
@@ -219,14 +159,9 @@ def _add_line(trace: dict[str, Any], at_s: float, i: int, scale: float) -> None:
     trace["y"] += [top, -i * _PITCH - _ROWS["network"] - 0.6, None]
 
 
-def source_in_words(timeline: Timeline) -> str:
-    """`predicted`, or `one measured iteration`, which is what a measured timeline is."""
-    return "one measured iteration" if timeline.source == "measured" else timeline.source
-
-
 def _facts(timeline: Timeline, end: str) -> list[str]:
     """What stands behind a timeline's name; `end` is the time of the iteration, or empty."""
-    facts = [f"{source_in_words(timeline)} <b>{end}</b>" if end else source_in_words(timeline)]
+    facts = [f"{timeline.source_in_words} <b>{end}</b>" if end else timeline.source_in_words]
     if timeline.lower_bound_s and timeline.source == "predicted":
         facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
     idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
@@ -246,6 +181,7 @@ def _layout(
         text = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{facts}</span>"
         notes.append(_note(text, 0, "left", -i * _PITCH - 0.62, 15, "@ink"))
     margin = (longest - first) * 0.012 or 1
+    since = "" if are_jobs(timelines) else " since the start of the backward pass"
     return layout(
         barmode="overlay",
         bargap=0,
@@ -255,7 +191,7 @@ def _layout(
         annotations=notes,
         uniformtext={"mode": "hide", "minsize": 10},
         xaxis=axis(
-            f"time since the start of the backward pass [{unit}]",
+            f"time{since} [{unit}]",
             range=[first - margin * (first < 0), longest + margin],
             showspikes=True,
             spikemode="across",

@@ -1,6 +1,7 @@
 """Plans: what they refuse, and whether they carry out a workload."""
 
 import itertools
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given
@@ -295,3 +296,19 @@ def test_a_plan_of_all_reduces_sharded():
         found.sharded("optimizer", {})
     with pytest.raises(InputError, match="unknown shard 'optimiser'; did you mean 'optimizer'"):
         found.sharded("optimiser", {})
+
+
+def test_a_notebook_shows_a_plan_by_its_first_messages():
+    evil = "<script>alert(1)</script>"
+    sent = Plan(evil, tuple(Message((Slice(f"{evil}{i}", 0, 4),)) for i in range(1000)))
+    shown = sent._repr_html_()
+    assert "1,000 messages, 3.91 KiB of gradients" in shown and "and 970 more messages" in shown
+    assert shown.count("<tr>") == 31 and "<script" not in shown and len(shown) < 20_000
+    assert "more" not in Plan("one", sent.messages[:1])._repr_html_()
+
+
+@given(st.data(), workloads(), clusters())
+def test_every_plan_can_be_shown(data, workload, cluster):
+    drawn = data.draw(plans(workload, cluster))
+    shown = ElementTree.fromstring(f"<div>{drawn._repr_html_()}</div>")
+    assert len(list(shown.iter("td"))) == 4 * len(drawn.messages)

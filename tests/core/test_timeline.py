@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from legato.core.errors import InputError
 from legato.core.timeline import Span, Timeline, merge_intervals
@@ -98,7 +99,7 @@ def test_an_iteration_needs_finite_seconds(seconds):
 def test_a_timeline_as_text():
     t = Timeline("ddp", "measured", 0.005, (Span(0, "compute", "op", 0, 0.003, "backward"),), 0.004)
     assert str(t) == (
-        "ddp (measured): iteration 5 ms, lower bound 4 ms, computation 3 ms, "
+        "ddp (one measured iteration): 5 ms, lower bound 4 ms, computation 3 ms, "
         "communication 0 s (0 s exposed), overlap 0.00, utilization 0.60"
     )
 
@@ -117,13 +118,29 @@ def test_a_notebook_shows_a_timeline_to_scale():
     one, two = (float(bar.get("width")) for bar in bars.values())
     assert two == pytest.approx(2 * one, abs=1) and one == pytest.approx(200, abs=1)
     assert bars["op0, 1 s"].get("fill") != bars["m0, 2 s"].get("fill")
-    assert {"t (predicted)", "4 s per iteration", "worker 0 compute", "worker 0 network"} <= set(texts)
+    assert {"t (predicted)", "4 s", "worker 0 compute", "worker 0 network"} <= set(texts)
+    assert "t (one measured iteration)" in picture(replace(timeline(4.0, [(0, 1)], []), source="measured"))[1]
+
+
+def test_a_notebook_shows_a_baseline_on_the_same_axis_and_what_was_trained_where():
+    base = replace(timeline(4.0, [(0, 2)], []), name="ddp")
+    best = replace(timeline(2.0, [(0, 1)], [(1, 2)]), job="net", network="2 workers", baseline=base)
+    bars, texts = picture(best)
+    assert {"ddp (predicted)", "t (predicted): net on 2 workers", "4 s", "2 s"} <= set(texts)
+    assert [float(bar.get("width")) for bar in bars.values()] == pytest.approx([400, 200, 200], abs=1)
+
+
+def test_messages_in_flight_at_once_are_below_each_other():
+    bars, _ = picture(timeline(4.0, [], [(0, 3), (1, 4)]))
+    one, two = (float(bar.get("y")) for bar in bars.values())
+    assert two == pytest.approx(one + float(bars["m0, 3 s"].get("height")))
 
 
 @pytest.mark.parametrize(
     "t",
     [
         Timeline("<script>&\n\x00", "predicted", 1.0, (Span(0, "</svg>", "<b>\x07", 0.0, 1.0, "message", 7),), 0.5),
+        Timeline("job", "predicted", 1.0, (), job="<script>\x00", network="</svg>"),
         Timeline("empty", "predicted", 0.0, ()),
         Timeline("earlier", "measured", 1.0, (Span(3, "compute", "x", -2.0, -1.0, "forward"),)),
         Timeline("no length", "measured", 0.0, (Span(0, "compute", "x", 0.0, 0.0, "forward"),)),
@@ -141,4 +158,6 @@ def test_a_picture_of_many_spans_and_workers_stays_small():
     assert len(Timeline("many", "predicted", 10.0, tuple(spans))._repr_html_()) < 1_000_000
     workers = [Span(w, "compute", "x", 0, 1, "forward") for w in range(1000)]
     _, texts = picture(Timeline("workers", "predicted", 1.0, tuple(workers)))
-    assert "and 936 more lanes" in texts
+    assert "and 984 more lanes" in texts
+    at_once = [Span(w, "network", "x", i / 1000, 9 + i / 1000, "message") for w in range(20) for i in range(2000)]
+    assert len(Timeline("at once", "predicted", 11.0, tuple(at_once))._repr_html_()) < 4_000_000

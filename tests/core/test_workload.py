@@ -1,6 +1,7 @@
 """Workloads: what they refuse, and the order of one iteration."""
 
 import math
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given
@@ -86,3 +87,30 @@ def test_a_workload_as_text():
     assert str(Workload("net", (F, B, U), (W,), batch_size=8)) == (
         "net: 8 samples on cpu, 3 ops, 1 tensor of 4 B, forward 1 s, backward 2 s, optimizer 500 ms"
     )
+
+
+def parsed(noun):
+    """What a notebook shows, as XML."""
+    return ElementTree.fromstring(f"<div>{noun._repr_html_()}</div>")
+
+
+def test_a_notebook_shows_a_workload():
+    shown = parsed(Workload("net", (F, B, U), (W,), 2))
+    text = "".join(shown.itertext())
+    assert "net: 2 samples on cpu, 3 ops, 1 tensor of 4 B" in text
+    assert [cell.text for cell in shown.iter("td")] == ["4 B", "100%", "w", "b", "f"]
+    assert all(op in text for op in ("b, 2 s", "u, 500 ms", "f, 1 s"))  # the bars of the lane
+
+
+@given(workloads())
+def test_every_workload_can_be_shown(work):
+    assert not {element.tag for element in parsed(work).iter()} & {"script", "style", "link", "img"}
+
+
+def test_a_workload_of_many_ops_and_of_hostile_names_is_shown_small_and_as_text():
+    n, evil = 20_000, "<script>alert(1)</script>\n" * 9
+    ops = [Op(evil, "forward", 1e-3), *(Op(evil, "backward", 1e-3) for _ in range(n))]
+    work = Workload(evil, tuple(ops), tuple(Tensor(f"{evil}{i}", 4 + i, 1 + i, (0,)) for i in range(n)), device=evil)
+    shown = work._repr_html_()
+    assert len(shown) < 1_000_000 and "<script" not in shown and "the 10 largest of 20,000 tensors" in shown
+    assert next(parsed(work).iter("td")).text == "19.5 KiB"

@@ -3,9 +3,9 @@
 import pytest
 from support.report_samples import CLUSTER, EVIL, cnn, timelines
 
-from legato.core.timeline import Span, Timeline
+from legato.core.timeline import Span, Timeline, coalesce
 from legato.report.figures import label
-from legato.report.timelines import coalesce, draw_timelines
+from legato.report.timelines import draw_timelines
 from legato.report.workloads import drained, draw_readiness, draw_tensor_sizes, readiness
 
 
