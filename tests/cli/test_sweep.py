@@ -79,19 +79,24 @@ def test_the_title_says_what_no_column_does(capsys, workload):
         assert status == 0, err
         return out.splitlines()[0]
 
-    assert title() == "1 cell, toy, 8 workers, 10 Gbit/s, latency 30 us, ring"
+    usual = ", 5 us a send, 1 message in flight"
+    assert title() == f"1 cell, toy, 8 workers, 10 Gbit/s, latency 30 us, ring{usual}"
     hosts = ("--gpus-per-host", 4, "--gpus-per-card", 2, "--local-bandwidth", "1Tbit", "--reduce", "50us")
     racks = ("--racks", 2, "--spines", 2, "--oversubscription", 2, "--balance", "spray", "--scheduler", "ddp")
     assert title("--bandwidth", "1,10Gbit", *hosts, *racks) == (
         "2 cells, toy, 8 workers, latency 30 us, 4 GPUs per host, 2 racks, 2 spines, oversubscription 2:1, ring, ddp, "
-        "2 GPUs per card, 1 Tbit/s inside hosts, spray, reduction 50 us per MiB"
+        "5 us a send, 2 GPUs per card, 1 Tbit/s inside hosts, spray, reduction 50 us per MiB, 1 message in flight"
     )
     slow = ("--slow", "2", "--slow-link", "1.5", "--jitter", "0.1", "--disturb", "link:0:2:0", "--sharing", "fair")
     assert title(*slow) == (
         "1 cell, toy, 8 workers, 10 Gbit/s, latency 30 us, slow 2x, slow link 1.5x, jitter 0.1, "
-        "disturbed link:0:2:0, ring, fair sharing"
+        "disturbed link:0:2:0, ring, 5 us a send, fair sharing, 1 message in flight"
     )
-    assert title("--slow", "1,2", "--fidelity", "flow", "--in-flight", 1).endswith("ring, in flight 1")
+    assert title("--in-flight", "any").endswith("ring, 5 us a send, any number of messages in flight")
+    assert title("--in-flight", 2, "--send", "2us").endswith("ring, 2 us a send, 2 messages in flight")
+    assert title("--latency", "1us,1ms").endswith("ring, 5 us a send, or the latency, 1 message in flight")
+    assert title("--latency", 0, "--fabric", "multicast").endswith("latency 0 s, multicast")
+    assert title("--fidelity", "collective").endswith("ring, 5 us a send, collective fidelity")
 
 
 def test_what_failed_is_said(capsys, workload):
@@ -179,8 +184,9 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
         time.sleep(0.05)
     _, err = sweep.communicate(timeout=PATIENCE_S)
     lines = kept.read_bytes().splitlines()
-    assert sweep.returncode == 130 and len(err.splitlines()) == 1
-    assert "finished cells are kept in s.csv.cells.jsonl" in err
+    *progress, said = err.splitlines()
+    assert sweep.returncode == 130 and all(line.startswith("sweeping: ") for line in progress)
+    assert "finished cells are kept in s.csv.cells.jsonl" in said
     assert finished < len(lines) < 2 * len(workers) and not (tmp_path / "s.csv").exists()
     assert all(json.loads(line) for line in lines)
     deadline = time.monotonic() + PATIENCE_S  # joblib's resource tracker ends a moment after its parent
