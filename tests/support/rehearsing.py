@@ -9,7 +9,8 @@ import pytest
 
 from legato.core.workload import Op, Tensor, Workload
 from legato.testbed.hosts import why_unavailable
-from support import PATIENCE_S, environment
+from support import PATIENCE_S
+from support.command import environment, without_progress
 
 WHY_NOT = why_unavailable()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
@@ -37,7 +38,9 @@ def run(arguments, **options):
 
 
 def legato(*arguments, user=()):
-    return run([*user, sys.executable, "-m", "legato", *map(str, arguments)])
+    done = run([*user, sys.executable, "-m", "legato", *map(str, arguments)])
+    done.stderr = without_progress(done.stderr)
+    return done
 
 
 def processes_with(word):
