@@ -9,8 +9,8 @@ import pytest
 
 from legato.core.workload import Op, Tensor, Workload
 from legato.testbed.hosts import why_unavailable
-from support import PATIENCE_S
-from support.command import environment, without_progress
+from support import PATIENCE_S, environment
+from support.command import without_progress
 
 WHY_NOT = why_unavailable()
 needs_hosts = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
