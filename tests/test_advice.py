@@ -294,7 +294,7 @@ def test_traces_of_other_numbers_of_ranks_are_of_another_job(tmp_path, capsys):
     assert status == 0 and "two: 1 of 2 ranks" in out and "four: 1 of 4 ranks" in out and "longer" in out
     eight = written(tmp_path, "eight.json", rank=2, workers=8)
     status, _, err = run(capsys, "advise", two, four, eight)
-    assert status == 2 and "traces of 3 jobs, which have 2, 4, 8 ranks" in err and str(two) in err
+    assert status == 2 and "traces of 3 jobs, of 2, 4, 8 ranks" in err and str(two) in err
 
 
 def test_names_in_traces_control_no_terminal(tmp_path, capsys):

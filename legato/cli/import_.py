@@ -121,7 +121,8 @@ def import_(
     else:
         show_measures(found.ranks)
         show_notes(found.notes)
-        note(f"{_described(found.workload)} -> {output}")
+        waits = idle == "keep" and any(measure.idle_s > 0 for measure in found.ranks)
+        note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
 
 
 def _refuse(format: str, options: dict[str, Any]) -> None:

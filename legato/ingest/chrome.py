@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from legato.core.errors import FileError
+from legato.core.text import count
 from legato.ingest.source import BLOCK_BYTES, Progress, one_line, read_blocks
 
 __all__ = ["Header", "events"]
@@ -150,7 +151,9 @@ class _Reader(Generic[Event]):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error).removeprefix("JSON is malformed: ")
             hint = "; cut off?" if "truncated" in reason else ""
-            raise FileError(f"{self._path}: not JSON after {self._done} events: {one_line(reason)}{hint}") from None
+            raise FileError(
+                f"{self._path}: not JSON after {count(self._done, 'event')}: {one_line(reason)}{hint}"
+            ) from None
 
     def _wrong(self, error: Exception) -> FileError:
         """msgspec's message with the index of the event in the whole file."""

@@ -53,7 +53,7 @@ def import_jobs(
         job.files[trace.rank or 0] = [path] if graph is None else [graph, path]
     if len(jobs) > _MOST_JOBS:
         sizes = [str(job.workers) for job in jobs if job.workers is not None]
-        why = f"traces of {len(jobs)} jobs, which have {', '.join(sizes)} ranks" if len(set(sizes)) > 1 else ""
+        why = f"traces of {len(jobs)} jobs, of {', '.join(sizes)} ranks" if len(set(sizes)) > 1 else ""
         raise InputError(
             f"{why or f'{len(jobs)} traces of one rank'} (expected at most two: before a change, and after it)"
         )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from legato.core.errors import FileError, InputError
+from legato.core.text import count
 from legato.core.workload import Op, Tensor, Workload
 from legato.ingest.source import Progress, one_line, read_all, refusals_name_files
 from legato.ingest.traced import Imported, Notes
@@ -176,7 +177,9 @@ def _distribution(sends: list[Send], gradients: list[Send], notes: Notes) -> lis
     order = [parameter for parameter in seen if parameter in set(wanted)]
     rest = [parameter for parameter in wanted[::-1] if parameter not in set(order)]
     if rest:
-        notes.lacks(f"{len(rest)} parameters of the distribution trace", "the forward pass reads these parameters last")
+        notes.lacks(
+            f"{count(len(rest), 'parameter')} of the distribution trace", "the forward pass reads these parameters last"
+        )
     return order + rest
 
 
@@ -202,7 +205,7 @@ def export_send_trace(workload: Workload, workers: int, servers: int) -> str:
     order of their first use, and are distributed in that order at time 0.
     """
     if workers < 1 or servers < 1:
-        raise InputError(f"{workers} workers and {servers} servers (expected at least 1 of each)")
+        raise InputError(f"{count(workers, 'worker')} and {count(servers, 'server')} (expected at least 1 of each)")
     ready, clock = dict[int, float](), 0.0
     for i in workload.phase_ops("backward"):
         clock += workload.ops[i].duration_s

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from legato.core.errors import FileError
+from legato.core.text import count
 from legato.ingest.chakra.schema import GlobalMetadata, Node
 from legato.ingest.source import MOST_BYTES, Progress, one_line, read_blocks
 
@@ -55,7 +56,7 @@ def read_nodes(path: Path, progress: Progress | None = None) -> list[TraceNode]:
         except (DecodeError, ValueError, RecursionError):
             what = "Node" if number else "GlobalMetadata"
             raise FileError(
-                f"{path}: message {number}: {len(data)} bytes (expected a {what} of a Chakra trace)"
+                f"{path}: message {number}: {count(len(data), 'byte')} (expected a {what} of a Chakra trace)"
             ) from None
         if not number:
             continue
@@ -80,7 +81,9 @@ def _messages(path: Path, data: Iterable[bytes]) -> Iterator[bytes]:
             yield rest[found[1] : found[1] + found[0]]
             at = found[0] + found[1]
     if at < len(rest):
-        raise FileError(f"{path}: cut off: {len(rest) - at} bytes of an incomplete message (expected a Chakra trace)")
+        raise FileError(
+            f"{path}: cut off: {count(len(rest) - at, 'byte')} of an incomplete message (expected a Chakra trace)"
+        )
 
 
 def _length(path: Path, data: bytes, at: int) -> tuple[int, int] | None:

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from legato.core.errors import FileError, InputError
+from legato.core.text import count
+from legato.core.units import format_seconds
 from legato.core.workload import Phase
 from legato.ingest.assemble import assemble
 from legato.ingest.chakra.file import TraceNode, read_nodes
@@ -115,14 +117,14 @@ class _Graph:
         self.device = "gpu" if on_device else "cpu"
         self._kept = [n for n in self._order if self._computes(n, on_device)]
         if not self._kept:
-            raise FileError(f"{path}: no computation in {len(nodes)} nodes (expected nodes of type {COMPUTE})")
+            raise FileError(f"{path}: no computation in {count(len(nodes), 'node')} (expected nodes of type {COMPUTE})")
         host = [n for n in nodes if n.type == COMPUTE and n.attributes.get("is_cpu_op") is not False]
         self._streamed = on_device and bool(host)
         if self._streamed:
             seconds = math.fsum(n.micros for n in host) * 1e-6
             notes.lacks(
                 "how long the device waited for its host",
-                f"the host's {len(host)} operators ({seconds:.3g} s) take no time",
+                f"the host's {count(len(host), 'operator')} ({format_seconds(seconds)}) take no time",
             )
             notes.lacks("data dependencies between kernels", "each kernel and each transfer needs the kernel before it")
         self._phases = self._phased()
@@ -147,7 +149,7 @@ class _Graph:
         """All nodes in topological order. Raises `FileError` if the data dependencies have a cycle."""
         unknown = sum(d not in self._nodes for n in nodes for d in n.data_deps)
         if unknown:
-            self._notes.lacks(f"{unknown} nodes that others depend on", "missing nodes are done at the start")
+            self._notes.lacks(f"{count(unknown, 'node')} that others depend on", "missing nodes are done at the start")
         if all(d in self._nodes for n in nodes for d in n.ctrl_deps):
             order = self._topological({n.id: {*n.data_deps, *n.ctrl_deps} for n in nodes})
             if len(order) == len(nodes):

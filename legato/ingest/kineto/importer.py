@@ -167,7 +167,7 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     found: dict[int, Marks] = {}
     for number, trace in enumerate(traces):
         if not trace.has_work:
-            raise FileError(f"{trace.path}: no operators and no kernels in {trace.events} events (expected a trace "
+            raise FileError(f"{trace.path}: no operators and no kernels in {count(trace.events, 'event')} (expected a trace "
                             "of torch.profiler)")  # fmt: skip
         if trace.rank is None and len(traces) > 1:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
