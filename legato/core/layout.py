@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from legato.core.plan import Message, Slice
 
-__all__ = ["BufferLayout", "buffer_layout", "chains", "scattered_tensors", "sharded_layout"]
+__all__ = ["BufferLayout", "buffer_layout", "chains", "realigned", "scattered_tensors", "sharded_layout"]
 
 
 #: A tensor is cut at multiples of so many elements, so that vectorized updates of its parts and of the whole compute
@@ -78,6 +78,16 @@ def _place_flags(slices: Sequence[Slice], flags: dict[Slice, int], at: int) -> i
             flags[piece] = at
             at += 1
     return at
+
+
+def realigned(piece: Slice, size: int, element_size: int) -> Slice | None:
+    """The slice with its cuts where a sharded plan may cut a tensor of `size` bytes; None if nothing is left of it.
+
+    A cut moves towards the beginning of the tensor by less than 64 elements, on both of its sides.
+    """
+    unit = _ALIGNED_ELEMENTS * element_size
+    start, stop = (byte if byte == size else byte - byte % unit for byte in (piece.start, piece.stop))
+    return Slice(piece.tensor, start, stop) if start < stop else None
 
 
 def sharded_layout(message: Message, element_size: int, ranks: int) -> tuple[BufferLayout, int]:

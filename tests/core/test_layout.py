@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.layout import buffer_layout, chains, scattered_tensors, sharded_layout
+from legato.core.layout import buffer_layout, chains, realigned, scattered_tensors, sharded_layout
 from legato.core.plan import Message, Slice
 
 SIZES = {"a": 40, "b": 4, "c": 24}
@@ -99,6 +99,19 @@ def test_apart_is_what_has_a_gap_somewhere(messages, ranks):
         at = place(layouts, buffers, tensor)
         together = all(where - first == at[0] for first, where in at.items())
         assert (tensor in found) == (not together)
+
+
+@given(st.integers(1, 1000), st.sets(st.integers(1, 999)), st.sampled_from([2, 4, 8]))
+def test_realigned_slices_have_everything_once_and_are_cut_at_multiples(elements, cuts, element_size):
+    places = [0, *sorted(cut for cut in cuts if cut < elements), elements]
+    pieces = [Slice("t", a * element_size, b * element_size) for a, b in itertools.pairwise(places)]
+    found = [realigned(piece, elements * element_size, element_size) for piece in pieces]
+    kept = [piece for piece in found if piece is not None]
+    ends = [0, *(piece.stop for piece in kept)]
+    assert [piece.start for piece in kept] == ends[:-1] and ends[-1] == elements * element_size
+    assert all(end % (64 * element_size) == 0 for end in ends[:-1])
+    moves = [before.start - after.start for before, after in zip(pieces, found, strict=True) if after is not None]
+    assert all(0 <= move < 64 * element_size for move in moves)
 
 
 @given(cut_up(), st.sampled_from([1, 2, 3, 64]))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.errors import PlanError, RankError
-from legato.core.layout import BufferLayout, buffer_layout, chains, sharded_layout
+from legato.core.layout import BufferLayout, buffer_layout, chains, realigned, sharded_layout
 from legato.core.plan import Message, Plan, Slice, check_messages
 from legato.pytorch._private import version_of, without_overrides
 from legato.pytorch.runtime.update import Update, zeroing
@@ -234,7 +234,7 @@ def make_buckets(
     check_messages(plan, sizes)
     sharded = plan.shard != "none"
     slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
-    parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of)]
+    parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of, sharded)]
     own = [part for _, part in parts if part.kind != "all_gather"]
     made = iter(_sharded(own, parameters, ranks, slots) if sharded else _placed(own, parameters, sizes, ranks, slots))
     buckets: list[Bucket] = []
@@ -268,15 +268,24 @@ def check_plan(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -
 
 
 def _uniform(
-    message: Message, i: int, parameters: Mapping[str, nn.Parameter], owner_of: Callable[[nn.Parameter], int]
+    message: Message,
+    i: int,
+    parameters: Mapping[str, nn.Parameter],
+    owner_of: Callable[[nn.Parameter], int],
+    sharded: bool,
 ) -> list[Message]:
-    """Message i of the plan, split by dtype, device and owner; what is not float32 travels as it is."""
+    """Message i of the plan, split by dtype, device and owner; what is not float32 travels as it is.
+
+    In a sharded plan, tensors are cut only where updates of the parts compute what updates of the whole do.
+    """
     groups: dict[tuple[torch.dtype, torch.device, int], list[Slice]] = {}
     for piece in message.slices:
         p = parameters[piece.tensor]
         if piece.start % p.element_size() or piece.stop % p.element_size():
             raise PlanError(f"messages[{i}]: {piece.tensor!r} is split inside an element of {p.element_size()} bytes")
-        groups.setdefault((p.dtype, p.device, owner_of(p)), []).append(piece)
+        kept = realigned(piece, p.nbytes, p.element_size()) if sharded else piece
+        if kept is not None:
+            groups.setdefault((p.dtype, p.device, owner_of(p)), []).append(kept)
     return [
         msgspec.structs.replace(message, slices=tuple(group), wire=message.wire if dtype == torch.float32 else None)
         for (dtype, _, _), group in groups.items()

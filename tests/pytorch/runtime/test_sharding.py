@@ -13,7 +13,7 @@ SHARDS = pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 
 
 @SHARDS
-@pytest.mark.parametrize("optimizer", sorted(set(training.OPTIMIZERS) - {"adam-fused"}))
+@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
 @pytest.mark.parametrize("model", sorted(training.MODELS))
 def test_models_and_optimizers(two_ranks, model, optimizer, shard):
     found = two_ranks.run(training.sharded, shard, cases.equality, model, optimizer, 0, model == "Partial")
