@@ -18,12 +18,13 @@ from legato.core.errors import FileError, InputError
 from legato.core.files import AnyNoun
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
-from legato.core.text import count
+from legato.core.text import count, shorten
 from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.report.model import ModelReport
+    from legato.report.model import ModelReport, TextTable
 
 Inputs = Annotated[
     list[Path] | None,
@@ -64,6 +65,7 @@ def report(
         timelines=_paired(timelines),
         plans=tuple(found.of(Plan)),
         measured=measured,
+        told=_jobs(timelines),
     )
     if workload is not None and cluster is not None and not timelines and measured is None:
         model = _planned(model, workload, cluster)
@@ -95,9 +97,29 @@ class _Files(NamedTuple):
         found = [(path, line) for path, value in given for line in (value.baseline, value) if line is not None]
         times = Counter((value.name, value.source) for _, value in found)
         return tuple(
-            replace(value, name=f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
+            _renamed(value, f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
             for path, value in found
         )
+
+
+def _renamed(timeline: Timeline, name: str) -> Timeline:
+    return replace(timeline, name=name, job=name if timeline.job == timeline.name else timeline.job)
+
+
+def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
+    """The table of jobs on one network; none where the timelines are of plans of one job."""
+    from legato.report.model import TextTable, are_jobs
+
+    rows = [
+        (
+            shorten(t.name, 60),
+            *map(format_seconds, (t.iteration_s, t.computation_s, t.communication_s, t.exposed_comm_s)),
+        )
+        for t in timelines
+    ]
+    title = f"{count(len(rows), 'job')} on one network, predicted"
+    heads = ("job", "iteration", "computing", "communicating", "exposed")
+    return (TextTable(title, heads, tuple(rows)),) if are_jobs(timelines) else ()
 
 
 def _read(paths: Sequence[Path], output: Path) -> _Files:

@@ -218,7 +218,7 @@ class SharedTimes:
                     times = max(start, from_s) - from_s, min(end, until_s) - from_s
                     spans.append(Span(rank, lane, label, *times, *rest))
         spans.sort(key=lambda span: (span.worker, span.start_s, span.end_s))
-        return Timeline(self.jobs[i].name, "predicted", iteration_s, tuple(spans))
+        return Timeline(self.jobs[i].name, "predicted", iteration_s, tuple(spans), job=self.jobs[i].name)
 
 
 class _Alone(NamedTuple):
