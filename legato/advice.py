@@ -225,7 +225,7 @@ def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -
     if cluster is None and not lacking:
         try:
             traced = cluster_of(imported, workers)
-            lacking = f"{why}; --bandwidth and --latency replace it" if (why := doubt(traced)) else ""
+            lacking = f"{why} (--bandwidth and --latency give a network)" if (why := doubt(traced)) else ""
             cluster = with_workers(traced, workers or traced.workers, imported.notes)
         except InputError as error:
             lacking = f"the trace does not tell what the network costs: {error}; or give --workers and --bandwidth"
@@ -238,8 +238,8 @@ def _not_planned(imported: Imported, cluster: Cluster | None) -> str:
     """Why plans of all-reduces say nothing about this job, or ""."""
     kinds = {transfer.kind for transfer in imported.transfers if transfer.carries_gradients}
     others = {transfer.kind for transfer in imported.transfers} - {"barrier"}
-    if kinds - {"all_reduce"}:
-        return f"the job sends gradients by {' and '.join(sorted(kinds))} (FSDP?)"
+    if kinds - {"all_reduce"} or (imported.fsdp and kinds):
+        return f"the job sends gradients by {' and '.join(sorted(kinds))} ({'FSDP' if imported.fsdp else 'FSDP?'})"
     if others and not kinds and cluster is None and imported.workers != 1:
         return "none of the job's collectives carries gradients (tensor or pipeline parallelism, or inference?)"
     return ""

@@ -234,7 +234,7 @@ def test_a_wait_is_not_taken_for_a_network(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(late.text())
     found = advise(import_kineto([path]))
-    assert "which no network takes: it waits for late ranks or for the host" in found.lacking
+    assert "more than on any network: it waits for late ranks or for the host" in found.lacking
     assert found.predictions == () and found.code == "" and "win" not in " ".join(found.verdict)
     given = advise(import_kineto([path]), Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
     assert given.predictions and not given.lacking

@@ -63,8 +63,8 @@ def doubt(cluster: Cluster) -> str:
     else:
         return ""
     return (
-        f"an all-reduce between {count(cluster.workers, 'worker')} takes {what}, which no network takes: it waits for "
-        "late ranks or for the host"
+        f"an all-reduce between {count(cluster.workers, 'worker')} takes {what}, more than on any network: it waits "
+        "for late ranks or for the host"
     )
 
 

@@ -147,7 +147,8 @@ class Imported:
     the workload and the timeline show, `steps` those of all steps that were read.
     `transfers` are the collectives of these steps on that rank. `workers` is the
     number of the job's workers, and `plan` what the step sent; both are None if
-    the trace does not tell. Without `on_device` the host computes itself.
+    the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
+    shards the job.
     """
 
     workload: Workload | None
@@ -161,3 +162,4 @@ class Imported:
     plan: Plan | None = None
     rank: int = 0
     on_device: bool = True
+    fsdp: bool = False

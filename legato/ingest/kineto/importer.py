@@ -18,6 +18,7 @@ from legato.core.workload import Workload
 from legato.ingest.assemble import assemble
 from legato.ingest.kineto.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.kineto.gradients import gradients, why_none
+from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
@@ -26,6 +27,8 @@ __all__ = ["Graph", "import_kineto"]
 
 #: Of a long trace, as many steps from its middle are read as have about this many events.
 _MOST_EVENTS = 400_000
+#: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
+_ROUNDING_S = 1e-12
 
 
 class Graph(Protocol):
@@ -98,6 +101,7 @@ def import_kineto(
         plan=None if workload is None else _plan(mine, sent),
         rank=chosen,
         on_device=mine.on_device,
+        fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
     )
 
 
@@ -167,8 +171,8 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     found: dict[int, Marks] = {}
     for number, trace in enumerate(traces):
         if not trace.has_work:
-            raise FileError(f"{trace.path}: no operators and no kernels in {count(trace.events, 'event')} (expected a trace "
-                            "of torch.profiler)")  # fmt: skip
+            of = count(trace.events, "event")
+            raise FileError(f"{trace.path}: no operators and no kernels in {of} (expected a trace of torch.profiler)")
         if trace.rank is None and len(traces) > 1:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank
@@ -251,12 +255,13 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     union = _length(merge_intervals(computing + carrying))
     with_late = _length(merge_intervals(computing + carrying + late))
     busy = _length(merge_intervals(computing + carrying + late + waiting))
-    n = _length(carrying) + busy - with_late
+    waited = _beyond(busy, with_late)
+    n = _length(carrying) + waited
     host = math.fsum(o.duration_s + o.gap_s for o in ops)
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
     kinds = [_of_kind(kind, _within(step, spans), computing) for kind, spans in sorted(by_kind.items())]
-    if busy > with_late:
-        kinds.append(KindTimes("wait", busy - with_late, busy - with_late))
+    if waited:
+        kinds.append(KindTimes("wait", waited, waited))
     return RankMeasure(
         rank=rank,
         step=step.interval.name,
@@ -264,10 +269,10 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
         computation_s=c,
         communication_s=n,
         waiting_s=math.fsum(x.waited_s for x in step.transfers) if waits_known else None,
-        exposed_waiting_s=with_late - union,
-        idle_s=max(t - busy, 0.0),
+        exposed_waiting_s=_beyond(with_late, union),
+        idle_s=_beyond(t, busy),
         undelayed_s=t - math.fsum(o.late_s for o in step.ops),
-        exposed_comm_s=union - c + busy - with_late,
+        exposed_comm_s=_beyond(union, c) + waited,
         rho=n / c if c > 0 else 0.0,
         overlap=overlap_coefficient(n, c, t),
         utilization=c / t if t > 0 else 1.0,
@@ -277,7 +282,12 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
 
 
 def _of_kind(kind: str, spans: list[tuple[float, float]], computing: list[tuple[float, float]]) -> KindTimes:
-    return KindTimes(kind, _length(spans), _length(merge_intervals(computing + spans)) - _length(computing))
+    return KindTimes(kind, _length(spans), _beyond(_length(merge_intervals(computing + spans)), _length(computing)))
+
+
+def _beyond(whole_s: float, part_s: float) -> float:
+    """What is left of a time; 0 if that is a rounding error."""
+    return whole_s - part_s if whole_s - part_s > _ROUNDING_S else 0.0
 
 
 def _computing(step: TracedStep) -> list[TracedOp]:

@@ -23,11 +23,11 @@ from legato.ingest.kineto.columns import EventColumns
 from legato.ingest.kineto.events import HostInterval, Trace
 from legato.ingest.traced import Notes
 
-__all__ = ["BackwardPass", "Nodes", "Phases", "find_phases"]
+__all__ = ["FSDP", "BackwardPass", "Nodes", "Phases", "find_phases"]
 
 _ENGINE = "autograd::engine::evaluate_function"
-#: Annotations within which a node of autograd sends gradients, not those of its own inputs.
-_OF_GRADIENTS = ("FSDP::", "FullyShardedDataParallel.")
+#: FSDP's annotations: what it sends within a node of autograd is gradients, not what the node computes from.
+FSDP = ("FSDP::", "FullyShardedDataParallel.")
 #: Nodes that run hooks of parameters, and those that run whole graphs, in which gradients may be sent as well.
 _SENDERS = re.compile(r"AccumulateGrad$|Compiled\w*Backward$|CompiledFunction")
 
@@ -64,7 +64,7 @@ class Nodes:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._nodes = _by_thread(trace, trace.operator, lambda name: name.startswith(_ENGINE))
-        self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(_OF_GRADIENTS))
+        self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(FSDP))
 
     def own(self, activity: Activity) -> bool:
         """Whether a node of autograd issued a collective for its own computation."""

@@ -3,6 +3,7 @@
 import pytest
 from support import kineto_samples as samples
 
+from legato.advice import advise
 from legato.ingest.kineto.importer import import_kineto
 
 NODE = ("cpu_op", "autograd::engine::evaluate_function: _ToTorchTensorBackward", 480, 60)
@@ -32,6 +33,12 @@ def test_a_reduce_scatter_that_gloo_carries_out_as_an_all_reduce_is_one(tmp_path
     gather = {"op": "_allgather_base_", "mark": "all_gather", "at": 120, "begins": 125, "takes": 50}
     found = imported(tmp_path, gather, reduced(op="_reduce_scatter_base_", inside=(NODE, SHARDS)))
     assert [(t.kind, t.carries_gradients) for t in found.transfers] == [("all_gather", False), ("reduce_scatter", True)]
+    assert found.fsdp and advise(found).lacking == "the job sends gradients by reduce_scatter (FSDP)"
+
+
+def test_a_job_of_fsdp_gets_no_plan_for_ddp_even_if_it_shards_nothing(tmp_path):
+    found = imported(tmp_path, reduced(inside=(NODE, SHARDS)))
+    assert found.plan is not None and advise(found).lacking == "the job sends gradients by all_reduce (FSDP)"
 
 
 def test_marks_and_operators_of_one_kind_are_joined_by_size(tmp_path):
