@@ -11,7 +11,7 @@ import typer
 from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed, quantity
 from legato.cli.output import describe_cost, describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
-from legato.core.text import count
+from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
 
 #: On such links communication takes about as long as the computation of the models.
@@ -118,7 +118,8 @@ def _on_servers(
             shown.append({"model": name, **msgspec.structs.asdict(row), "weights_equal": equal})
             note(
                 f"{row.order:14}{format_seconds(row.iteration_s):>10} per iteration (measured), "
-                f"{format_seconds(row.waited_s):>9} of it waiting for parameters, {row.out_of_order:.1%} out of order; "
+                f"{format_seconds(row.waited_s):>9} of it waiting for parameters, "
+                f"{percent(row.out_of_order)} out of order; "
                 + (
                     "weights equal DDP's"
                     if equal
@@ -152,7 +153,7 @@ def _show(result: object) -> None:
     )
     note(
         f"calibrated {cluster.default_collective}: {describe_cost(cost)}; the fit is off by "
-        f"{result.fit_error:.0%} (median), {result.worst_fit_error:.0%} (worst)"
+        f"{percent(result.fit_error, 0)} (median), {percent(result.worst_fit_error, 0)} (worst)"
     )
     bound = format_seconds(result.best["lower_bound_s"])
     rows = job.rows(result)

@@ -291,9 +291,9 @@ def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is
     from legato.schedule.compare import SAME, better_buckets
 
     if ddp is not None and ddp.gap <= SAME:
-        note(f"stay with DDP: with its default buckets it is predicted to be within {SAME:.1%} of the bound")
+        note(f"stay with DDP: with its default buckets it is predicted to be within {percent(SAME)} of the bound")
     elif ddp is not None and is_chosen:
-        note(f"stay with DDP: no plan is predicted to be more than {SAME:.1%} faster than its default buckets")
+        note(f"stay with DDP: no plan is predicted to be more than {percent(SAME)} faster than its default buckets")
     elif stock is not None:
         merged, merged_s = stock
         caps = better_buckets(ddp.iteration_s if ddp else math.inf, merged_s, merged)
@@ -301,4 +301,5 @@ def _note_buckets(ddp: Candidate | None, stock: tuple[Plan, float] | None, *, is
             text = ", ".join(map(repr, caps))
             note(f"merge-optimal with stock DDP: DistributedDataParallel(model, bucket_cap_mb_list=[{text}])")
         else:
-            note(f"stock DDP: no other buckets are predicted to be more than {SAME:.1%} faster than the default ones")
+            least = percent(SAME)
+            note(f"stock DDP: no other buckets are predicted to be more than {least} faster than the default ones")

@@ -18,7 +18,7 @@ from legato.core.errors import FileError, InputError
 from legato.core.files import AnyNoun
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
-from legato.core.text import count, shorten
+from legato.core.text import count, percent, shorten
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
@@ -154,7 +154,7 @@ def _planned(model: ModelReport, workload: Workload, cluster: Cluster) -> ModelR
     ddp, merged, ours = found = compare(workload, cluster, ["ddp", "merge-optimal", "legato"])
     chosen = best(found)
     if chosen is ddp:
-        advice = f"Stay with DDP: no plan is predicted to be more than {SAME:.1%} faster."
+        advice = f"Stay with DDP: no plan is predicted to be more than {percent(SAME)} faster."
     else:
         buckets, stock_s = stock_buckets(merged, workload, cluster)
         caps = ", ".join(map(repr, better_buckets(ddp.iteration_s, stock_s, buckets)))

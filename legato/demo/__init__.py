@@ -114,7 +114,8 @@ def verdict(result: ModelResult) -> list[str]:
     return [
         won,
         f"  The prediction was {format_seconds(predicted_s)} ({off}).",
-        f"  No plan can take less than {format_seconds(bound_s)}, so at most {spare:.0%} of the step is left to win.",
+        f"  No plan can take less than {format_seconds(bound_s)}, so at most {percent(spare, 0)} of the step is "
+        "left to win.",
     ]
 
 
@@ -145,7 +146,7 @@ def advice(result: ModelResult) -> str:
 def _compared(name: str, seconds: float, ddp_s: float) -> str:
     """Two times of the same kind, both measured or both predicted."""
     if name == "ddp":
-        return f"{format_seconds(ddp_s)} per iteration with DDP, and no plan is more than {SAME:.1%} faster"
+        return f"{format_seconds(ddp_s)} per iteration with DDP, and no plan is more than {percent(SAME)} faster"
     return (
         f"{format_seconds(seconds)} per iteration with {name}, {format_seconds(ddp_s)} with DDP: {ddp_s / seconds:.2f}x"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from legato.core.text import percent
+
 __all__ = ["doubts", "spread"]
 
 #: A measured time that is below a lower bound by more than this share contradicts it. Predictions for quiet machines
@@ -32,13 +34,15 @@ def doubts(measured: Mapping[str, Sequence[float]], bounds: Mapping[str, float])
     if below:
         found.append(
             f"the calibration cannot be right, because measured iterations ({', '.join(below)}) are up to "
-            f"{max(below.values()):.0%} below the lower bound: the machine was busy while calibrating; run it again"
+            f"{percent(max(below.values()), 0)} below the lower bound: the machine was busy while calibrating; run it "
+            "again"
         )
     spreads = {name: spread(seconds) for name, seconds in measured.items()}
     wide = max(spreads, key=lambda name: spreads[name], default="")
     if wide and spreads[wide] > _SPREAD:
         found.append(
             f"the machine was busy while measuring: the quartiles of the iterations of {wide} are "
-            f"{spreads[wide]:.0%} of their median apart (at most {_SPREAD:.0%} on a quiet machine); run it again"
+            f"{percent(spreads[wide], 0)} of their median apart (at most {percent(_SPREAD, 0)} on a quiet machine); "
+            "run it again"
         )
     return found

@@ -176,7 +176,7 @@ def headline(table: Sequence[Entry], job: str = "") -> list[tuple[str, bool]]:
     if best is not None and (now.seconds(kind) or 0.0) > (best.seconds(kind) or 0.0) * (1 + _SAME):
         words += [("; ", False), (best.scheduler, True), (" is ", False), (f"{_times(now, best, kind)} as fast", True)]
     elif base is not None and len(seen) > 1:
-        words += [("; ", False), (f"no other plan is more than {_SAME:.1%} faster", True)]
+        words += [("; ", False), (f"no other plan is more than {percent(_SAME)} faster", True)]
     return [*words, (".", False)]
 
 

@@ -31,6 +31,13 @@ _AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "jitter": ("jitter", lambda value: f"{value:g}"),
     "disturb": ("disturbed:", str),
 }
+#: The axes whose values are numbers of something: what, and the words behind it.
+_COUNTED = {
+    "workers": ("worker", ""),
+    "gpus_per_host": ("GPU", " per host"),
+    "racks": ("rack", ""),
+    "spines": ("spine", ""),
+}
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
 _SAME = 1.0005  # iteration times whose ratio is smaller count as equal
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -67,7 +74,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
                 "facts": _facts(mine),
                 "figures": drawn,
                 "table": _table(mine),
-                "left_out": max(0, len(mine) - _MOST_ROWS),
+                "left_out": count(len(mine) - _MOST_ROWS, "more row") if len(mine) > _MOST_ROWS else "",
             }
         )
     return parts
@@ -293,11 +300,10 @@ def _described(name: str, value: Any) -> str:
     text = _AXES[name][1](value)
     if name == "bandwidth_bps":
         return text
-    return (
-        f"{text} {_AXES[name][0]}"
-        if name in ("workers", "gpus_per_host", "racks", "spines")
-        else f"{_AXES[name][0]} {text}"
-    )
+    if name in _COUNTED:
+        noun, rest = _COUNTED[name]
+        return f"{count(value, noun)}{rest}"
+    return f"{_AXES[name][0]} {text}"
 
 
 def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:

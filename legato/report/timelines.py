@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from legato.core.text import percent
+from legato.core.text import count, percent
 from legato.core.timeline import Bar, Span, Timeline, coalesce, stack
 from legato.core.units import format_bytes, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
@@ -125,7 +125,7 @@ def _places(timeline: Timeline, i: int, lane: str) -> Iterator[tuple[float, floa
 
 
 def _hover(bar: Bar) -> list[str]:
-    name = label(bar.name) if bar.count == 1 else f"{bar.count} short spans, the first is {label(bar.name)}"
+    name = label(bar.name) if bar.count == 1 else f"{count(bar.count, 'short span')}, the first is {label(bar.name)}"
     size = f" · {format_bytes(bar.nbytes)}" if bar.nbytes else ""
     return [name, f"starts at {format_seconds(bar.start_s)} · takes {format_seconds(bar.end_s - bar.start_s)}{size}"]
 
@@ -163,7 +163,8 @@ def _facts(timeline: Timeline, end: str) -> list[str]:
     """What stands behind a timeline's name; `end` is the time of the iteration, or empty."""
     facts = [f"{timeline.source_in_words} <b>{end}</b>" if end else timeline.source_in_words]
     if timeline.lower_bound_s and timeline.source == "predicted":
-        facts.append(f"{percent(timeline.iteration_s / timeline.lower_bound_s - 1)} above the bound")
+        gap = percent(timeline.iteration_s / timeline.lower_bound_s - 1)
+        facts.append("at the bound" if gap == percent(0.0) else f"{gap} above the bound")
     idle_s = sum(end - start for start, end in idle_gaps(timeline, drawn_worker(timeline)))
     if timeline.iteration_s:
         facts.append(f"computing {percent(1 - idle_s / timeline.iteration_s)}")

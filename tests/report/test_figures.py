@@ -92,3 +92,10 @@ def test_tensors_are_drawn_in_forward_order():
 def test_a_timeline_of_nothing_can_be_drawn():
     figure = draw_timelines([Timeline("empty", "predicted", 0.0, ())])
     assert [trace["name"] for trace in figure["data"]] == ["end of iteration"]
+
+
+@pytest.mark.parametrize(("above", "said"), [(1.0, "at the bound"), (1.0004, "at the bound"), (1.031, "3.1% above")])
+def test_a_prediction_at_the_bound_is_not_nothing_above_it(above, said):
+    line = Timeline("legato", "predicted", above, (Span(0, "compute", "op", 0.0, 1.0, "backward"),), 1.0)
+    (note,) = draw_timelines([line])["layout"]["annotations"]
+    assert said in note["text"]

@@ -77,3 +77,15 @@ def test_what_is_as_fast_as_the_fastest_counts():
     """`ring` takes as long as `tree` on half of the machines, and less on the others."""
     found = sweep_rows(fabrics=("tree", "ring"), workers=(1, 4))
     assert sweep_headline(found)[:2] == [("ring", True), (" is the fastest everywhere", False)]
+
+
+def test_one_is_singular_on_pages():
+    """Panels, hover texts and what a long table leaves out."""
+    rows = sweep_rows(workers=(1, 4), links=(1e9, 2e9))
+    panels = [note["text"] for note in draw_sweep(rows, "bandwidth_bps", "iteration_s")["layout"]["annotations"]]
+    assert any("1 worker" in text for text in panels) and not any("1 workers" in text for text in panels)
+    hover = [text for trace in draw_sweep(rows, "workers", "speedup")["data"] for text in trace["customdata"]]
+    assert any("1 worker ·" in str(text) for text in hover)
+    left_out = [sweep_sections(rows[:1] * n, {})[0]["left_out"] for n in (1, 2000, 2001, 5000)]
+    assert left_out == ["", "", "1 more row", "3,000 more rows"]
+    assert sweep_sections(rows[:1], {})[0]["facts"].startswith("1 cell ·")
