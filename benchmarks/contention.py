@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from legato.core.cluster import Contention
+from legato.core.text import percent
 from legato.core.units import format_seconds, parse_bandwidth
 from legato.testbed.launch import run_workers
 
@@ -70,13 +71,13 @@ def show(run: dict[str, Any]) -> None:
     contention = msgspec.convert(run["cluster"]["contention"], Contention)
     print(f"{run['model']}, {run['link']}; {contention}")
     alone = format_seconds(run["alone_s"])
-    print(f"  computation alone {alone}, {run['pace'] - 1:+.1%} against that of calibration")
+    print(f"  computation alone {alone}, {percent(run['pace'] - 1, signed=True)} against that of calibration")
     for row in sorted(run["rows"], key=lambda row: row["measured_s"]):
         line = f"  {row['scheduler']:14} {format_seconds(row['measured_s']):>9}"
         if "error" in row:
             line += (
                 f", {row['messages']:3} messages, predicted {format_seconds(row['predicted_s']):>9} "
-                f"({row['error']:+.1%}; before {row['before']:+.1%})"
+                f"({percent(row['error'], signed=True)}; before {percent(row['before'], signed=True)})"
             )
         print(line)
     sys.stdout.flush()

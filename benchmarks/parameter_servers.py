@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from legato.core.text import percent
 from legato.core.timeline import overlap_coefficient
 from legato.core.units import format_seconds, parse_bandwidth
 from legato.core.workload import Op, Tensor, Workload
@@ -116,7 +117,7 @@ def show(cell: dict[str, Any]) -> None:
         measured, predicted, waited = (format_seconds(row[key]) for key in ("measured_s", "predicted_s", "waited_s"))
         agent = "" if row["agent_s"] is None else f"  agent {format_seconds(row['agent_s'])}"
         print(
-            f"  {row['scheduler']:13} {measured:>8}  predicted {predicted:>8} ({row['error']:+.1%})"
+            f"  {row['scheduler']:13} {measured:>8}  predicted {predicted:>8} ({percent(row['error'], signed=True)})"
             f"  {row['speedup_over_random']:.2f}x of random  {row['iterations_per_s']:.2f} per s  waited {waited:>8}"
             f"  overlap {row['overlap']:.2f}  straggler {row['straggler']:.1%}  variation {row['variation']:.1%}"
             f"  out of order {row['out_of_order']:.2%}{agent}  of {row['iterations']}",

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from rehearsal_picture import draw
 
 from legato.core.cluster import Cluster
+from legato.core.text import percent
 from legato.core.units import format_seconds, parse_bandwidth
 from legato.testbed.rehearsal import Task, rehearse, select
 from legato.zoo import workload
@@ -132,8 +133,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         where = " | ".join(map(str, of(run)))
         lines += [
             f"| {where} | {row['scheduler']} | {format_seconds(row['measured_s'])} "
-            f"| {format_seconds(row['predicted_s'])} ({row['error']:+.1%}) | {row['speedup_over_ddp']:.2f}x "
-            f"| {row['measured_s'] / row['lower_bound_s'] - 1:.1%} | {row['num_messages']} |"
+            f"| {format_seconds(row['predicted_s'])} ({percent(row['error'], signed=True)}) "
+            f"| {row['speedup_over_ddp']:.2f}x | {percent(row['measured_s'] / row['lower_bound_s'] - 1)} | {row['num_messages']} |"
             for row in sorted(run["rows"], key=lambda row: row["measured_s"])
         ]
     return "\n".join(lines) + "\n"
@@ -144,8 +145,8 @@ def show(run: dict[str, Any]) -> None:
     for row in sorted(run["rows"], key=lambda row: row["measured_s"]):
         print(
             f"  {row['scheduler']:20} measured {format_seconds(row['measured_s']):>8}  predicted "
-            f"{format_seconds(row['predicted_s']):>8} ({row['error']:+.1%})  {row['speedup_over_ddp']:.2f}x of ddp  "
-            f"{row['measured_s'] / row['lower_bound_s'] - 1:+.1%} above the bound  {row['num_messages']} messages",
+            f"{format_seconds(row['predicted_s']):>8} ({percent(row['error'], signed=True)})  "
+            f"{row['speedup_over_ddp']:.2f}x of ddp  {percent(row['measured_s'] / row['lower_bound_s'] - 1)} above the bound  {row['num_messages']} messages",
             flush=True,
         )
 
