@@ -38,7 +38,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "advice": model.advice,
         "told": [("", part) if isinstance(part, str) else (part.title, part) for part in model.told],
         "asides": model.asides,
-        "computation": model.computation,
+        "computation": model.computation if waiting else "",
         "jobs": are_jobs(model.timelines),
         "doubts": model.measured.doubts if model.measured else (),
         "table": scheduler_table(table) if table and not model.told else None,

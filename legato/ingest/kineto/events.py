@@ -66,6 +66,7 @@ class Marks:
     path: Path
     rank: int | None = None
     workers: int | None = None
+    has_groups: bool = False  # of fewer ranks than the job has
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
@@ -128,11 +129,14 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             marks.origin_us, began = _number(path, index, "ts", event.ts), True
         if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
             start, end = _seconds(marks, index, event)
-            (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(name, start, end))
+            (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(one_line(name), start, end))
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.rank = _positive(header.distributed.get("rank"))
     marks.workers = _positive(header.distributed.get("world_size"))
+    groups = header.distributed.get("pg_config")
+    sizes = [_positive(g.get("pg_size")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    marks.has_groups = any(size is not None and 1 < size < (marks.workers or 0) for size in sizes)
     return marks
 
 

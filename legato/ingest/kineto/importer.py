@@ -228,6 +228,8 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
     if any(kind != kinds[0] for kind in kinds):
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
+    if any(t.has_groups for t in traces.values()):
+        notes.assume("the ranks of all groups take part in every collective, where waiting for late ranks is computed")
     if len(steps) != workers:
         notes.assume("one of the given ranks is the last to join each collective")
     matched = zip(*(s.transfers for s in steps.values()), strict=True)

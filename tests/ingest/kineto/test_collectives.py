@@ -145,3 +145,22 @@ def test_without_a_device_nccl_shows_when_its_host_issues(tmp_path):
     path.write_text(r.text())
     found = import_kineto([path])
     assert "a collective of NCCL takes as long as its host takes to issue it" in found.notes.assumed
+
+
+def test_a_job_with_groups_of_ranks_says_what_its_waits_assume(tmp_path):
+    said = []
+    for sizes in ([2], [4, 2, 2]):
+        for rank in range(2):
+            r = samples.on_host(reduced(), rank=rank, workers=max(sizes))
+            r.header["distributedInfo"]["pg_config"] = [{"pg_name": str(n), "pg_size": n} for n in sizes]
+            (tmp_path / f"{rank}.json").write_text(r.text())
+        said.append(any("groups" in line for line in import_kineto(sorted(tmp_path.glob("*.json"))).notes.assumed))
+    assert said == [False, True]
+
+
+def test_names_of_steps_are_one_line(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(
+        samples.on_host(reduced()).text().replace("ProfilerStep#3", "ProfilerStep#3\\nNo plan: of 3.\\u001b[1m")
+    )
+    assert import_kineto([path]).ranks[0].step == "ProfilerStep#3?No plan: of 3.?[1m"
