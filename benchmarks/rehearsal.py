@@ -134,7 +134,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         lines += [
             f"| {where} | {row['scheduler']} | {format_seconds(row['measured_s'])} "
             f"| {format_seconds(row['predicted_s'])} ({percent(row['error'], signed=True)}) "
-            f"| {row['speedup_over_ddp']:.2f}x | {percent(row['measured_s'] / row['lower_bound_s'] - 1)} | {row['num_messages']} |"
+            f"| {row['speedup_over_ddp']:.2f}x "
+            f"| {percent(row['measured_s'] / row['lower_bound_s'] - 1)} | {row['num_messages']} |"
             for row in sorted(run["rows"], key=lambda row: row["measured_s"])
         ]
     return "\n".join(lines) + "\n"
@@ -146,7 +147,8 @@ def show(run: dict[str, Any]) -> None:
         print(
             f"  {row['scheduler']:20} measured {format_seconds(row['measured_s']):>8}  predicted "
             f"{format_seconds(row['predicted_s']):>8} ({percent(row['error'], signed=True)})  "
-            f"{row['speedup_over_ddp']:.2f}x of ddp  {percent(row['measured_s'] / row['lower_bound_s'] - 1)} above the bound  {row['num_messages']} messages",
+            f"{row['speedup_over_ddp']:.2f}x of ddp  "
+            f"{percent(row['measured_s'] / row['lower_bound_s'] - 1)} above the bound  {row['num_messages']} messages",
             flush=True,
         )
 
