@@ -62,7 +62,7 @@ def report(
         ", ".join(dict.fromkeys(jobs)) or timelines[0].name,
         workload,
         cluster,
-        timelines=_paired(timelines),
+        timelines=_paired(timelines, [plan.scheduler for plan in measured.plans] if measured else ()),
         plans=tuple(found.of(Plan)),
         measured=measured,
         told=_jobs(timelines),
@@ -140,9 +140,9 @@ def _read(paths: Sequence[Path], output: Path) -> _Files:
     return _Files(found)
 
 
-def _paired(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """The timelines, those of one name together, predicted before measured."""
-    names = list(dict.fromkeys(timeline.name for timeline in timelines))
+def _paired(timelines: Sequence[Timeline], first: Sequence[str] = ()) -> tuple[Timeline, ...]:
+    """The timelines, those of one name together, predicted before measured, and those with `first` names first."""
+    names = list(dict.fromkeys([*first, *(timeline.name for timeline in timelines)]))
     return tuple(sorted(timelines, key=lambda timeline: (names.index(timeline.name), timeline.source == "measured")))
 
 
