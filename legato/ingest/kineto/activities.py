@@ -100,12 +100,20 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """The collectives that the host issued in that time (see the note above).
 
-    They are the kernels of NCCL or RCCL; without a device the marks of gloo, MPI and so on, on the host.
+    They are the kernels of NCCL or RCCL, or the marks of gloo, MPI and so on, on the host.
     """
-    if len(trace.device):
-        found = _device_activities(trace, start_s, end_s)
-        return [a for a in found if _NCCL.search(a.name) and not a.name.startswith("Mem")]
+    if not _on_host(trace):
+        return [a for a in _device_activities(trace, start_s, end_s) if _sends(a)]
     return [a for a in _marked(trace) if start_s <= a.host_s < end_s]
+
+
+def _on_host(trace: Trace) -> bool:
+    """Whether the host carries out the collectives, also those of a device that computes."""
+    if not len(trace.device):
+        return True
+    sends = np.array([_NCCL.search(name) is not None for name in trace.names], dtype=bool)
+    marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
+    return not sends[trace.device.name].any() and any(not _NCCL.match(name) for name in marks)
 
 
 def _marks(trace: Trace) -> list[int]:
@@ -171,20 +179,22 @@ def foreign(
 
     Without those that the host launched from `start_s` to `end_s`. The times of computations are those of a device.
     """
-    on_device = len(trace.device) > 0
-    every = _device_activities(trace, -np.inf, np.inf) if on_device else _marked(trace)
-    others = [
-        a for a in every if not start_s <= a.host_s < end_s and a.end_s > begin_s and a.start_s < until_s
-    ]  # fmt: skip
-    sends = [on_device and not _NCCL.search(a.name) for a in others]
+
+    def of_others(activity: Activity) -> bool:
+        launched = start_s <= activity.host_s < end_s
+        return not launched and activity.end_s > begin_s and activity.start_s < until_s
+
+    every = [a for a in _device_activities(trace, -np.inf, np.inf) if of_others(a)] if len(trace.device) else []
+    sends = [a for a in _marked(trace) if of_others(a)] if _on_host(trace) else [a for a in every if _sends(a)]
     return (
-        tuple((a.start_s, a.end_s) for a, computes in zip(others, sends, strict=True) if computes),
-        tuple(
-            (describe(trace, a).kind, a.start_s, a.end_s)
-            for a, computes in zip(others, sends, strict=True)
-            if not computes
-        ),
+        tuple((a.start_s, a.end_s) for a in every if not _NCCL.search(a.name)),
+        tuple((describe(trace, a).kind, a.start_s, a.end_s) for a in sends),
     )
+
+
+def _sends(activity: Activity) -> bool:
+    """Whether an event of a device is a collective: a copy or a fill is none, whatever its name."""
+    return _NCCL.search(activity.name) is not None and not activity.name.startswith("Mem")
 
 
 def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:

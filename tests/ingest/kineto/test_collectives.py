@@ -164,3 +164,22 @@ def test_names_of_steps_are_one_line(tmp_path):
         samples.on_host(reduced()).text().replace("ProfilerStep#3", "ProfilerStep#3\\nNo plan: of 3.\\u001b[1m")
     )
     assert import_kineto([path]).ranks[0].step == "ProfilerStep#3?No plan: of 3.?[1m"
+
+
+def test_collectives_of_the_host_beside_a_device_that_computes(tmp_path):
+    """Two buckets of DDP on a GPU under gloo: no kernel sends, and the marks on the host are the transfers."""
+    r = samples.record()
+    kernels = {e["args"]["correlation"] for e in r.events if e["name"].startswith("ncclDevKernel")}
+    r.events = [e for e in r.events if e["args"].get("correlation") not in kernels and "nccl" not in e["name"]]
+    for at, begins, elements in ((360, 430, 3000), (510, 580, 1000)):
+        samples.issued(r, "allreduce_", "all_reduce", at, begins, 40, elements)
+    path = tmp_path / "t.json"
+    path.write_text(r.text())
+    found = import_kineto([path])
+    (rank,) = found.ranks
+    assert [(t.kind, t.nbytes, t.carries_gradients) for t in found.transfers] == [
+        ("all_reduce", 12000, True),
+        ("all_reduce", 4000, True),
+    ]
+    assert (rank.computation_s, rank.communication_s, rank.exposed_comm_s) == pytest.approx((490e-6, 80e-6, 65e-6))
+    assert [t.nbytes for t in found.workload.tensors] == [12000, 4000]
