@@ -143,8 +143,10 @@ def _with_speedups(row: dict[str, Any], ddp: dict[str, Any]) -> dict[str, Any]:
 def _show(result: object) -> None:
     from legato import demo as job
     from legato.demo.result import ModelResult
+    from legato.report.schedulers import best_of, entries
 
     assert isinstance(result, ModelResult)
+    best = best_of(entries(job.report_of(result, "")))
     workload, cluster, cost = result.workload, result.cluster, result.cluster.cost()
     note(
         f"captured   {describe_size(workload)}, "
@@ -162,6 +164,7 @@ def _show(result: object) -> None:
         f"{workload.name} on {count(cluster.workers, 'worker')}, calibrated {cluster.default_collective}; "
         f"no plan is predicted to be faster than {bound}",
         [_with_speedups(row, ddp) for row in rows],
+        best=best.scheduler if best is not None else None,
     )
     equal = (
         "equal, bit for bit"

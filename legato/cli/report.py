@@ -135,7 +135,7 @@ def _read(paths: Sequence[Path], output: Path) -> _Files:
             except FileError as error:
                 if not given.is_dir() or "format: " not in str(error):
                     raise
-                note(f"left out: {error}")
+                note(f"left out: {path} (no file of legato)")
     keep_apart((path for path, _ in found), output=output)
     return _Files(found)
 
