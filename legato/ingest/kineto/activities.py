@@ -28,7 +28,7 @@ __all__ = ["Activity", "Described", "collectives", "computations", "describe", "
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
 #: The operators that issue collectives or wait for them: nothing below them computes.
-_OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::")
+_OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::|{WAIT.pattern}")
 _WAITS = re.compile(rf"_?c10d\w*::(\w*wait|monitored_barrier)|{WAIT.pattern}")
 #: How many of the collectives issued next are tried for the size of a mark.
 _TRIES = 8
@@ -57,24 +57,36 @@ class Described(NamedTuple):
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """The kernels, copies and fills that the host launched in that time; without a device its outermost operators.
 
-    What issues collectives, waits for them or carries them out on the host computes nothing.
+    What issues collectives, waits for them or carries them out on the host computes nothing, also inside an operator.
     """
     if len(trace.device):
         return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
-    columns, found, until = trace.operator, [], dict[int, float]()
-    carried_out = _times_by_thread(trace)
+    columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace)
+    until, cut, current = dict[int, float](), dict[int, float](), dict[int, int]()
+    nothing = np.array([_OF_COLLECTIVES.match(name) is not None for name in trace.names], dtype=bool)
     for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
         name, thread, start = trace.named(columns, i), int(columns.thread[i]), float(columns.start[i])
-        if "::" not in name or _WRAPPER.match(name) or start < until.get(thread, -np.inf):
+        inside, end = start < until.get(thread, -np.inf), float(columns.end[i])
+        if start < cut.get(thread, -np.inf) or not (nothing[columns.name[i]] or (not inside and _computes(name))):
             continue
         starts, ends = carried_out.get(thread, ([], []))
         within = bisect_right(starts, start)
         if within and start < ends[within - 1]:
             continue
-        until[thread] = float(columns.end[i])
-        if not _OF_COLLECTIVES.match(name):
-            found.append(Activity(name, start, thread, start, float(columns.end[i]), columns, i))
+        if not nothing[columns.name[i]]:
+            until[thread], current[thread] = end, len(found)
+            found.append(Activity(name, start, thread, start, end, columns, i))
+            continue
+        cut[thread] = end
+        if inside:  # it cuts the operator around it in two
+            whole, at = found[current[thread]], current[thread]
+            found[at], current[thread] = whole._replace(end_s=start), len(found)
+            found.append(whole._replace(host_s=end, start_s=end, end_s=max(whole.end_s, end)))
     return found
+
+
+def _computes(name: str) -> bool:
+    return "::" in name and _WRAPPER.match(name) is None
 
 
 def _times_by_thread(trace: Trace) -> dict[int, tuple[list[float], list[float]]]:

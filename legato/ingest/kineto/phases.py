@@ -28,8 +28,9 @@ __all__ = ["FSDP", "BackwardPass", "Nodes", "Phases", "find_phases"]
 _ENGINE = "autograd::engine::evaluate_function"
 #: FSDP's annotations: what it sends within a node of autograd is gradients, not what the node computes from.
 FSDP = ("FSDP::", "FullyShardedDataParallel.")
-#: Nodes that run hooks of parameters, and those that run whole graphs, in which gradients may be sent as well.
-_SENDERS = re.compile(r"AccumulateGrad$|Compiled\w*Backward$|CompiledFunction")
+_HOOKS = re.compile(r"AccumulateGrad$")
+#: Nodes that run whole graphs, which may send gradients, and sum what they compute from.
+_GRAPHS = re.compile(r"CompiledFunction")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Phases:
     backward_s: float
     optimizer_s: float
     passes: tuple[BackwardPass, ...]  # empty if the trace has no operators of autograd
+    trains: bool = True  # False if the trace has operators, but neither autograd's nor updates: inference
 
     def at(self, moment_s: float) -> Phase:
         """The phase of an activity that the host launched at that time."""
@@ -66,13 +68,14 @@ class Nodes:
         self._nodes = _by_thread(trace, trace.operator, lambda name: name.startswith(_ENGINE))
         self._sharding = _by_thread(trace, trace.annotation, lambda name: name.startswith(FSDP))
 
-    def own(self, activity: Activity) -> bool:
-        """Whether a node of autograd issued a collective for its own computation."""
+    def own(self, activity: Activity) -> bool | None:
+        """Whether a node of autograd issued a collective for its own computation; None if a whole graph issued it."""
         at = activity.thread, activity.host_s
         node = _innermost(self._nodes, self._trace.operator, *at)
-        if node is None or _SENDERS.search(self._trace.named(self._trace.operator, node)):
+        name = "" if node is None else self._trace.named(self._trace.operator, node)
+        if not name or _HOOKS.search(name) or _innermost(self._sharding, self._trace.annotation, *at) is not None:
             return False
-        return _innermost(self._sharding, self._trace.annotation, *at) is None
+        return None if _GRAPHS.search(name) else True
 
 
 _Rows = dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]
@@ -111,7 +114,9 @@ def find_phases(trace: Trace, step: HostInterval, computation: Sequence[Activity
         optimizer_s = max((p.end_s for p in passes), default=step.end_s)
     if not passes:
         notes.lacks("operators of autograd", "the forward pass takes the first third of the computation")
-        return Phases(_third([a for a in computation if a.host_s < optimizer_s]), optimizer_s, ())
+        first, last = np.searchsorted(trace.operator.start, (step.start_s, step.end_s))
+        forward_s = _third([a for a in computation if a.host_s < optimizer_s])
+        return Phases(forward_s, optimizer_s, (), trains=bool(updates) or first == last)
     between = sum(passes[0].start_s <= moment < lowest for moment in updates)
     if between:
         notes.lacks(

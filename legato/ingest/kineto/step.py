@@ -22,6 +22,7 @@ that no share of the step is larger than the step.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -131,30 +132,38 @@ def _of_gradients(
     """Whether each collective can carry gradients, if it is issued in the backward pass.
 
     Whole numbers are no gradients, nor is what a node of autograd sums for itself, nor less than half of the smallest
-    parameter (half of it: as 16 bits): losses and norms.
+    parameter (half of it: as 16 bits): losses and norms. An all-reduce within a compiled graph carries gradients if
+    its bytes are those of parameters.
     """
-    nodes, least = Nodes(trace), _smallest_parameter(trace, interval)
-    return [
-        what.kind in GRADIENT_KINDS
-        and a.host_s < phases.optimizer_s
-        and not what.integers
-        and not (what.nbytes is not None and 2 * what.nbytes < least)
-        and not nodes.own(a)
-        for a, what in zip(issued, described, strict=True)
-    ]
+    nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
+
+    def can(activity: Activity, what: Described) -> bool:
+        if what.kind not in GRADIENT_KINDS or what.integers or activity.host_s >= phases.optimizer_s:
+            return False
+        if what.nbytes is not None and sizes and 2 * what.nbytes < min(sizes):
+            return False
+        own = nodes.own(activity)
+        if own is None and what.kind == "all_reduce" and what.nbytes is not None and sizes:
+            return _add_up(sizes, what.nbytes) or _add_up(sizes, 2 * what.nbytes)
+        return not own
+
+    return [phases.trains and can(a, what) for a, what in zip(issued, described, strict=True)]
 
 
-def _smallest_parameter(trace: Trace, interval: HostInterval) -> int:
-    """The bytes of the smallest parameter of a step; 0 if the trace does not tell those of all."""
+def _parameter_sizes(trace: Trace, interval: HostInterval) -> list[int]:
+    """The bytes of the parameters of a step, in the order of their gradients; empty if those of some are unknown."""
     columns = trace.operator
     first, last = np.searchsorted(columns.start, (interval.start_s, interval.end_s))
-    sizes = []
-    for row in range(int(first), int(last)):
-        if trace.named(columns, row) == ACCUMULATE:
-            args = columns.detail(row)
-            sizes.append(None if args is None else tensor_bytes(args.dimensions(), args.type_names()))
+    found = [columns.detail(i) for i in range(int(first), int(last)) if trace.named(columns, i) == ACCUMULATE]
+    sizes = [None if args is None else tensor_bytes(args.dimensions(), args.type_names()) for args in found]
     known = [size for size in sizes if size is not None]
-    return min(known) if known and len(known) == len(sizes) else 0
+    return known if len(known) == len(sizes) else []
+
+
+def _add_up(sizes: Sequence[int], wanted: int) -> bool:
+    """Whether the sizes of some successive parameters add up to `wanted`."""
+    sums = set(itertools.accumulate(sizes, initial=0))
+    return any(total - wanted in sums for total in sums)
 
 
 def _sending(phases: Phases, issued: list[float], notes: Notes) -> BackwardPass | None:

@@ -6,6 +6,7 @@ from support import kineto_samples as samples
 from legato.advice import advise
 from legato.ingest.kineto.importer import import_kineto
 
+GRAPH = ("cpu_op", "autograd::engine::evaluate_function: CompiledFunctionBackward", 482, 60)
 NODE = ("cpu_op", "autograd::engine::evaluate_function: _ToTorchTensorBackward", 480, 60)
 SHARDS = ("user_annotation", "FSDP::post_backward_reduce (0)", 485, 40)
 #: torch's name of `work.wait()` in a trace with stacks.
@@ -56,6 +57,7 @@ def test_marks_and_operators_of_one_kind_are_joined_by_size(tmp_path):
     [
         pytest.param(reduced(inside=(NODE,)), id="a node of autograd sums activations"),
         pytest.param(reduced(at=120, begins=130), id="in the forward pass"),
+        pytest.param(reduced(elements=1500, inside=(GRAPH,)), id="a compiled graph sums activations"),
         pytest.param(reduced(elements=1), id="less than any parameter: a norm"),
         pytest.param(reduced(kind="long int"), id="whole numbers"),
         pytest.param(reduced(op="broadcast_", mark="broadcast"), id="not a sum"),
@@ -70,7 +72,7 @@ def test_what_is_no_gradient(tmp_path, collective):
     "inside",
     [
         ("cpu_op", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 482, 60),
-        ("cpu_op", "autograd::engine::evaluate_function: CompiledFunctionBackward", 482, 60),
+        GRAPH,
     ],
 )
 def test_hooks_of_parameters_and_compiled_graphs_send_gradients(tmp_path, inside):
@@ -183,3 +185,23 @@ def test_collectives_of_the_host_beside_a_device_that_computes(tmp_path):
     ]
     assert (rank.computation_s, rank.communication_s, rank.exposed_comm_s) == pytest.approx((490e-6, 80e-6, 65e-6))
     assert [t.nbytes for t in found.workload.tensors] == [12000, 4000]
+
+
+def test_an_operator_that_waits_inside_does_not_compute_meanwhile(tmp_path):
+    """The forward operator, 10 to 110, issues a collective at 20 and waits for it from 25 to 95."""
+    inside = {"at": 20, "begins": 22, "takes": 60, "wait": 95}
+    found = imported(tmp_path, reduced(**inside), reduced())
+    (rank,) = found.ranks
+    assert rank.computation_s == pytest.approx((240 - 4 - 70) * 1e-6)
+    ops = [(round(s.start_s * 1e6), round(s.end_s * 1e6)) for s in found.timeline.spans if s.name == "aten::linear"]
+    assert [end - start for start, end in sorted(ops)] == [10, 1, 15]
+
+
+def test_inference_sends_no_gradients(tmp_path):
+    """Operators, but none of autograd and no update: whatever is summed is none of gradients."""
+    r = samples.on_host(reduced())
+    r.events = [e for e in r.events if "utograd" not in e["name"] and not e["name"].startswith(("Optimizer", "Addmm"))]
+    path = tmp_path / "t.json"
+    path.write_text(r.text())
+    (transfer,) = import_kineto([path]).transfers
+    assert not transfer.carries_gradients
