@@ -202,6 +202,8 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     if report is not None:
         for library in ("plotly", "jinja2"):
             check_installed(library, "report", "--report")
+        if report.suffix != ".html":
+            raise InputError(f"--report {report}: {report.suffix or 'no suffix'} (expected .html)")
         if not report.parent.is_dir():
             raise InputError(f"--report {report}: {report.parent} is not a folder")
 
