@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import sys
 import weakref
@@ -38,7 +39,8 @@ __all__ = [
     "SilentForward",
     "autograd_node_number",
     "backend_name",
-    "checkpoint_name",
+    "begin_state",
+    "begins_with_step",
     "compile_graphs",
     "compiled_by",
     "compiled_module",
@@ -87,6 +89,7 @@ __all__ = [
     "without_dispatch_modes",
     "without_overrides",
     "without_step_hooks",
+    "wrapped_module",
 ]
 
 _log = logging.getLogger("legato")
@@ -364,6 +367,13 @@ def compiled_module(module: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(module, "_orig_mod", module))
 
 
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """The module inside of one that `torch.compile` or DDP has made around it; None for any other."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return cast(nn.Module, module.module)
+    return cast("nn.Module | None", vars(module).get("_modules", {}).get("_orig_mod"))
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether the user's hooks run around the module's `forward`, its own or those of all modules."""
     of_all = nn.modules.module
@@ -632,13 +642,6 @@ def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
-def checkpoint_name(model: nn.Module, name: str) -> str:
-    """The name that `torch.distributed.checkpoint.state_dict` gives a parameter: without those of its wrappers."""
-    from torch.distributed.checkpoint.state_dict import _get_fqns
-
-    return next(iter(_get_fqns(model, name)))
-
-
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
     """A module's own dictionaries of these kinds (`modules`, `parameters`, `buffers`), not those of its children."""
     return [getattr(module, f"_{kind}") for kind in kinds]
@@ -662,6 +665,17 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # not all classes call Optimizer.__init__
     own = any(getattr(optimizer, table, None) for table in tables)
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def begins_with_step(optimizer: Any) -> bool:
+    """Whether a parameter's state is made in its first step and counts steps, as torch's is (but for Adagrad's)."""
+    return hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.Adagrad)
+
+
+def begin_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """Let an optimizer of `begins_with_step` make that state of a group's parameters with gradients, without a step."""
+    names = list(inspect.signature(optimizer._init_group).parameters)
+    optimizer._init_group(group, *([] for _ in names[1:]))
 
 
 def without_step_hooks(attributes: dict[str, Any]) -> dict[str, Any]:

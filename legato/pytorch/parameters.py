@@ -1,4 +1,8 @@
-"""The parameters of a model whose gradients are averaged, and how changes of the model are detected.
+"""The parameters of a model whose gradients are averaged, their names, and how changes of the model are detected.
+
+[Note: names] The same model may be compiled, as a whole or in parts, or wrapped in a
+`DistributedDataParallel`: the modules that do this are left out of names. So plans, workloads
+and checkpoints of all of these fit each other. `named_parameters` makes all names.
 
 [Note: fingerprint] A model may have other parameters for a while
 (`torch.func.functional_call`), or from some moment on; a parameter that is cast or
@@ -9,6 +13,7 @@ and all parameters are compared, which takes some tens of microseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -19,13 +24,52 @@ from legato.pytorch._private import (
     is_compiled_in_place,
     module_tables,
     without_overrides,
+    wrapped_module,
 )
 
 __all__ = [
     "ModuleFingerprint",
+    "named_modules",
+    "named_parameters",
     "sparse_parameters",
     "trained_parameters",
 ]
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model and the modules in it by the names that they have without wrappers; "" is the model.
+
+    A wrapper (`torch.compile`, `DistributedDataParallel`) has the name of what it wraps, and is left out.
+    """
+    return dict(_without_wrappers(model).values())
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model by the names that they have without wrappers; a shared one appears once."""
+    return {name: p for _, name, p in _named(model)}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Torch's name of each parameter, its name without wrappers, and the parameter."""
+    modules = _without_wrappers(model)
+    for full, p in model.named_parameters():
+        parent, _, leaf = full.rpartition(".")
+        yield full, _joined(modules[parent][0], leaf), p
+
+
+def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """The name without wrappers of each module, and the module, by torch's name for it."""
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for full, module in model.named_modules():
+        parent, _, leaf = full.rpartition(".")
+        outer, around = found.get(parent, ("", None)) if full else ("", None)
+        wrapped = around is not None and wrapped_module(around) is module
+        found[full] = outer if wrapped else _joined(outer, leaf), module
+    return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -34,8 +78,12 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Without those that are empty, those that DDP was told to ignore, and those
     of `sparse_parameters`.
     """
-    left_out = {*ignored_parameters(module), *sparse_parameters(module)}
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.numel() and n not in left_out}
+    sparse, ignored = sparse_parameters(module), ignored_parameters(module)
+    return {
+        name: p
+        for full, name, p in _named(module)
+        if p.requires_grad and p.numel() and full not in ignored and name not in sparse
+    }
 
 
 def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -52,9 +100,9 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         return {}
     ignored = ignored_parameters(module)
     return {
-        n: p
-        for n, p in module.named_parameters()
-        if id(p) in weights and id(p) not in others and p.requires_grad and n not in ignored
+        name: p
+        for full, name, p in _named(module)
+        if id(p) in weights and id(p) not in others and p.requires_grad and full not in ignored
     }
 
 
@@ -66,7 +114,7 @@ class ModuleFingerprint:
         tables: list[dict[str, Any]] = [t for m in self._modules for t in module_tables(m, "modules", "parameters")]
         self._tables = [(table, list(table.values())) for table in tables if table]
         self._empty = [table for table in tables if not table]
-        self._kinds = [(name, p, p.dtype, p.device) for name, p in module.named_parameters()]
+        self._kinds = [(name, p, p.dtype, p.device) for name, p in named_parameters(module).items()]
         self._compiled = any(map(is_compiled, self._modules))
 
     def difference(self) -> str:

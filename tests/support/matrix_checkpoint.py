@@ -1,12 +1,14 @@
 """Checkpoints of sharded optimizers, made and read by `torch.distributed.checkpoint`. Everything here runs on ranks."""
 
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +127,56 @@ def resume(path, name, kind="legato", rank=None, partial=False, trains_before=Fa
         train(*training, seed=4, rank=rank)
         ends.append(model.state_dict())
     return distance_of(*ends[-2:])
+
+
+#: Settings with which optimizers keep more.
+SETTINGS = {
+    "SGD": {"momentum": 0.9, "dampening": 0.1},
+    "AdamW": {"amsgrad": True},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adagrad": {"initial_accumulator_value": 0.3},
+}
+
+
+def torch_goes_on(path, name):
+    """What torch alone makes of a sharded state, when a parameter gets its first gradient: the distance from DDP.
+
+    That of `state_dict()`, which is DDP's bit for bit, and that of the sharded checkpoint.
+    """
+    known, ends = {}, []
+    make = functools.partial(getattr(torch.optim, name), lr=0.01, **SETTINGS.get(name, {}))
+
+    def go_on(model, optimizer):
+        generator = torch.Generator().manual_seed(3)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
+        optimizer.step()
+        ends.append(model.state_dict())
+
+    for kind in ("ddp", "legato"):
+        torch.manual_seed(7)
+        model = Various()
+        options = {"find_unused_parameters": True} if kind == "ddp" else {}
+        wrapped, optimizer = wrap(kind, model, make(model.parameters()), **options)
+        train(wrapped, optimizer, StepLR(optimizer, 2, 0.5))
+        known[kind] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if kind == "ddp":
+            go_on(model, optimizer)
+    assert same(known["ddp"][1]["state"], known["legato"][1]["state"])
+    dcp.save({"optimizer": OptimizerState(wrapped, optimizer)}, checkpoint_id=path)
+    for loads in ("state_dict", "checkpoint"):
+        model = Various()
+        model.load_state_dict(known["legato"][0])
+        optimizer = make(model.parameters())
+        if loads == "state_dict":
+            optimizer.load_state_dict(known["legato"][1])
+        else:
+            StepLR(optimizer, 2, 0.5)
+            state = get_optimizer_state_dict(model, optimizer)
+            dcp.load({"optimizer": state}, checkpoint_id=path)
+            set_optimizer_state_dict(model, optimizer, state)
+        go_on(model, optimizer)
+    return [distance_of(ends[0], end) for end in ends[1:]]
 
 
 def several(path):

@@ -4,6 +4,7 @@ import random
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,11 +16,13 @@ from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
 from legato.pytorch.runtime import reducer
+from legato.pytorch.runtime.checkpoint import OptimizerState
 from legato.pytorch.runtime.graph_sender import GraphSender
 from legato.schedule.basics.compose import with_node_order
 from support import runtime_cases
+from support.matrix_checkpoint import same
 from support.matrix_rows import Dense, adam, compared, sgd
-from support.training import OPTIONS, compiled, distance, train, wrap
+from support.training import OPTIONS, compiled, distance, random_plan, train, wrap
 
 STEPS = 8
 
@@ -428,3 +431,34 @@ ROWS = [
 
 #: Those that differ where gradients are views of the messages.
 AS_VIEWS = [broken, two_models, accumulated, hooks_that_come_and_go]
+
+
+def _compiled_in(how):
+    """A model that is not compiled, compiled as a whole, in one of its parts, or in both ways."""
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    model = Layers(3)
+    if how in ("part", "both"):
+        model.layers[1] = torch.compile(model.layers[1], backend="aot_eager")
+    return torch.compile(model, backend="aot_eager") if how in ("whole", "both") else model
+
+
+def made_for_another_way(planned, trained, path):
+    """A plan and a checkpoint of a model that is compiled in one way, for one that is compiled in another.
+
+    The distance from DDP, and whether the optimizer's state is that which was saved.
+    """
+    plan = random_plan(_compiled_in(planned), 3)
+    models = []
+    for kind in ("ddp", "legato"):
+        model = _compiled_in(trained)
+        optimizer = adam(model.parameters())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if kind == "legato":
+            wrapped, optimizer = attach(wrapped, optimizer, plan)
+        models.append(train(wrapped, optimizer, 3))
+    dcp.save({"optimizer": OptimizerState(wrapped, optimizer)}, checkpoint_id=path)
+    model = _compiled_in(planned)
+    wrapped, again = attach(model, adam(model.parameters()), plan)
+    dcp.load({"optimizer": OptimizerState(wrapped, again)}, checkpoint_id=path)
+    return distance(*models), same(optimizer.state_dict(), again.state_dict())

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from legato.pytorch._private import autograd_node_number, current_node_number
 from legato.pytorch.compiled.functions import one_by_one
+from legato.pytorch.parameters import named_modules
 
 __all__ = ["ModulePaths"]
 
@@ -24,7 +25,7 @@ class ModulePaths:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): name for name, module in named_modules(model).items()}
         self._calls: list[str] = []
         self._numbers: list[int] = []
         self._paths: list[str] = []

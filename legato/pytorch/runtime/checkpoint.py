@@ -34,8 +34,9 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError
 from legato.core.text import count
-from legato.pytorch._private import checkpoint_name, tensor_without_memory
+from legato.pytorch._private import begin_state, begins_with_step, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
+from legato.pytorch.parameters import named_parameters
 from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
 from legato.pytorch.runtime.sharding import Shard, Shards
 from legato.pytorch.runtime.update import Update, reducers_of
@@ -72,11 +73,13 @@ class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
     `ranges` are the elements of each shard, in row-major order, and `flats` their
-    values, or None as long as there are none. Of a tensor without values, None is saved.
+    values, or None as long as there are none. Of a tensor without values, `begins` is
+    saved in place of each, or None if that is None.
     """
 
     ranges: list[tuple[int, int]]
     flats: list[Tensor] | None
+    begins: Tensor | None
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: Any, *_: Any) -> LocalShards:
         return cast(LocalShards, tensor_without_memory(cls, shape, dtype, device))
@@ -88,8 +91,9 @@ class LocalShards(Tensor):
         device: Any,
         ranges: Sequence[tuple[int, int]],
         flats: Sequence[Tensor] | None = None,
+        begins: Tensor | None = None,
     ) -> None:
-        self.ranges = list(ranges)
+        self.ranges, self.begins = list(ranges), begins
         self.flats = None if flats is None else list(flats)
 
     def _boxes(self) -> Iterator[tuple[Box, int, int]]:
@@ -101,7 +105,7 @@ class LocalShards(Tensor):
                 at += math.prod(box[1])
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        if self.flats is None:
+        if self.flats is None and self.begins is None:
             return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
         kind = TensorProperties(dtype=self.dtype)
         return [
@@ -123,7 +127,8 @@ class LocalShards(Tensor):
         if index.offset is None:
             return None
         if self.flats is None:
-            self.flats = [torch.empty(b - a, dtype=self.dtype, device=self.device) for a, b in self.ranges]
+            begins = torch.zeros((), dtype=self.dtype, device=self.device) if self.begins is None else self.begins
+            self.flats = [begins.expand(b - a).clone() for a, b in self.ranges]
         for (offsets, sizes), i, at in self._boxes():
             if offsets == index.offset:
                 return self.flats[i][at : at + math.prod(sizes)].view(sizes)
@@ -168,8 +173,10 @@ class OptimizerState:
         if shards is None:
             return get_optimizer_state_dict(self._model, self._optimizer)
         names, state = self._names(), vars(self._optimizer)["state"]
-        first = _first_entries(self._optimizer, shards)
-        found = {names[p]: _entries(held, state, first[p]) for p, held in _held(self._optimizer, shards).items()}
+        first, begun = _first_entries(self._optimizer, shards), _begun_entries(self._optimizer, shards)
+        found = {
+            names[p]: _entries(held, state, first[p], begun[p]) for p, held in _held(self._optimizer, shards).items()
+        }
         for p in names:
             if p not in shards.slots and state.get(p):
                 found[names[p]] = dict(state[p])
@@ -211,7 +218,7 @@ class OptimizerState:
 
     def _names(self) -> dict[nn.Parameter, str]:
         """The names of the optimizer's parameters."""
-        names = {p: checkpoint_name(self._model, name) for name, p in self._model.named_parameters()}
+        names = {p: name for name, p in named_parameters(self._model).items()}
         mine = [p for group in self._optimizer.param_groups for p in group["params"]]
         if any(p not in names for p in mine):
             raise InputError("optimizer: it has parameters that are not the model's, and have no name in a checkpoint")
@@ -242,7 +249,7 @@ class OptimizerState:
                     "it does not: make the optimizer with the settings with which it was saved"
                 )
             loaded = {key for key, value in entries.items() if _has_values(value)}
-            if not loaded:
+            if not loaded or ("step" in loaded and _is_new(self._optimizer, entries)):
                 continue
             if empty := [key for key, value in entries.items() if isinstance(value, LocalShards) and key not in loaded]:
                 raise InputError(f"{names[p]}: the checkpoint has {min(loaded)!r} of its state, and no {empty[0]!r}")
@@ -267,25 +274,41 @@ def _first_entries(
 
     `settings` replace those of its groups.
     """
-    stand_ins = {}
-    for p in _held(optimizer, shards):
-        stand_ins[p] = nn.Parameter(torch.zeros(2, dtype=p.dtype, device=p.device))
-        stand_ins[p].grad = torch.zeros_like(stand_ins[p])
-        stand_ins[p].shard_of = p  # type: ignore[attr-defined]
-    blank = optimizer._with_state({})
+    blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
         blank.param_groups = [{**group, **new} for group, new in zip(optimizer.param_groups, settings, strict=True)]
     Update(blank, optimizer._legato_base).apply_to_shards((stand_in, p) for p, stand_in in stand_ins.items())
     return {p: vars(blank)["state"].get(stand_in, {}) for p, stand_in in stand_ins.items()}
 
 
-def _entries(held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
+def _begun_entries(optimizer: Any, shards: Shards) -> dict[nn.Parameter, dict[str, Any]]:
+    """The entries with which the first step of each parameter begins, of such stand-ins; none where that is unknown."""
+    blank, stand_ins = _blank(optimizer, shards)
+    for group in optimizer.param_groups if begins_with_step(blank) else ():
+        begin_state(blank, {**group, "params": [stand_ins[p] for p in group["params"] if p in stand_ins]})
+    return {p: vars(blank)["state"].get(stand_in, {}) for p, stand_in in stand_ins.items()}
+
+
+def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.Parameter]]:
+    """The optimizer without a state, and a stand-in for each parameter, of two elements, with a gradient of zeros."""
+    stand_ins = {}
+    for p in _held(optimizer, shards):
+        stand_ins[p] = nn.Parameter(torch.zeros(2, dtype=p.dtype, device=p.device))
+        stand_ins[p].grad = torch.zeros_like(stand_ins[p])
+        stand_ins[p].shard_of = p  # type: ignore[attr-defined]
+    return optimizer._with_state({}), stand_ins
+
+
+def _entries(
+    held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any], begun: dict[str, Any]
+) -> dict[str, Any]:
     """The entries of a parameter: those of its shards, or, if they have none yet, such as their first step makes."""
     shape = held[0].piece.slot.parameter.shape
     ranges = [(shard.piece.start, shard.piece.stop) for shard in held]
     mine = state.get(held[0].flat)
     if not mine:
-        return {key: _without_values(value, shape, ranges) for key, value in first.items()}
+        known = begun if begun.keys() == first.keys() else {}
+        return {key: _without_values(value, shape, ranges, known.get(key)) for key, value in first.items()}
     if late := sorted(mine.keys() - first.keys()):
         raise InputError(
             f"{held[0].piece.slot.name}: its state {late[0]!r} is not there after a first step, and could not be "
@@ -303,16 +326,27 @@ def _entries(held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[st
     return found
 
 
-def _without_values(value: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> LocalShards:
-    """An entry of a parameter of this shape, as this one is of a stand-in, into which something can be loaded."""
+def _without_values(value: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int]], begins: Any) -> LocalShards:
+    """An entry of a parameter of this shape, as this one is of a stand-in, into which something can be loaded.
+
+    `begins` is that of a stand-in before its first step, if it is known.
+    """
+    begins = begins.flatten()[0] if isinstance(begins, Tensor) else None
     if isinstance(value, Tensor) and value.dim():
-        return LocalShards(shape, value.dtype, value.device, ranges)
+        return LocalShards(shape, value.dtype, value.device, ranges, None, begins)
     number = value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64)
-    return LocalShards((), number.dtype, number.device, [(0, 1)])
+    return LocalShards((), number.dtype, number.device, [(0, 1)], None, begins)
 
 
 def _has_values(value: Any) -> bool:
     return value.flats is not None if isinstance(value, LocalShards) else value is not None
+
+
+def _is_new(optimizer: Optimizer, entries: dict[str, Any]) -> bool:
+    """Whether the entries of a parameter are those with which its first step begins: it had got no gradient."""
+    step = entries.get("step")
+    step = step.flats[0] if isinstance(step, LocalShards) and step.flats else step
+    return step is not None and begins_with_step(optimizer) and float(step) == 0
 
 
 def _part(value: Any, i: int, like: Any) -> Any:
@@ -325,11 +359,11 @@ def _part(value: Any, i: int, like: Any) -> Any:
 
 
 def _load_whole(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Take a state of whole parameters, without those of which None was saved."""
+    """Take a state of whole parameters, without those that had got no gradient."""
     given = {
         name: entries
         for name, entries in state_dict["state"].items()
-        if any(value is not None for value in entries.values())
+        if any(value is not None for value in entries.values()) and not _is_new(optimizer, entries)
     }
     options = StateDictOptions(strict=False)
     set_optimizer_state_dict(model, optimizer, {**state_dict, "state": given}, options=options)

@@ -63,6 +63,10 @@ def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any],
             if is_elementwise(shard, value):
                 shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
     sum_tensors(parts, shards.group, wait)
+    for slot in shards.slots.values():  # torch's own have the strides of the parameter, and its kernels count on that
+        for key, value in whole.get(slot.parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim() and not slot.parameter.is_contiguous():
+                whole[slot.parameter][key] = torch.empty_like(slot.parameter, dtype=value.dtype).copy_(value)
     return whole
 
 

@@ -24,7 +24,7 @@ from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.agreement import agree, broadcast_tensors, describe_model
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
-from legato.pytorch.parameters import sparse_parameters, trained_parameters
+from legato.pytorch.parameters import named_parameters, sparse_parameters, trained_parameters
 from legato.pytorch.servers.held import HeldState, check_optimizer, describe_state
 from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_optimizer
 from legato.pytorch.servers.protocol import Roles, Transport, join
@@ -175,10 +175,10 @@ def _agree(
     """Check that all ranks have the same model, plan and optimizer, and give them the values of rank 0."""
     roles = transport.roles
     facts = describe_model(plan, dict(parameters))
-    for kind, found in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    for kind, found in (("parameter", named_parameters(model).items()), ("buffer", model.named_buffers())):
         facts |= {f"{kind} {name!r}": f"{tuple(t.shape)} {t.dtype}" for name, t in found if name not in parameters}
     facts["optimizer"] = f"{type(optimizer).__name__} of {count(len(optimizer.param_groups), 'group')}"
-    facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in model.named_parameters()})
+    facts["optimizer's state"] = describe_state(optimizer, {id(p): name for name, p in named_parameters(model).items()})
     facts["roles"] = str(roles)
     try:
         agree(facts, transport.group)

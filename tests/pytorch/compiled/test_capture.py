@@ -37,6 +37,20 @@ def training(backend):
     return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(x).square().mean()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+def test_tensors_have_the_names_of_the_model_that_is_not_compiled(whole, part):
+    model = Branches()
+    expected = dict(model.named_parameters()).keys()
+    if part:
+        model.left = torch.compile(model.left, backend="aot_eager")
+    model = torch.compile(model, backend="aot_eager") if whole else model
+    x = torch.randn(2, 3, 6, 6)
+    workload = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(x).sum(), runs=1, warmup=1)
+    assert {tensor.name for tensor in workload.tensors} == expected
+    assert not any("_orig_mod" in op.name for op in workload.ops)
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """The graphs that were compiled, by the prefix of their ops' names."""

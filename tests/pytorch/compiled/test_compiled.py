@@ -15,6 +15,13 @@ def test_other_backends_are_left_alone(two_ranks):
     assert two_ranks.run(matrix_compiled.compiled_when, "in place", "eager") == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+@pytest.mark.parametrize(("planned", "trained"), [("", "whole"), ("whole", ""), ("", "part"), ("part", "both")])
+def test_plans_and_checkpoints_fit_however_the_model_is_compiled(two_ranks, planned, trained, shard, tmp_path):
+    case = matrix_compiled.made_for_another_way, planned, trained, str(tmp_path / "checkpoint")
+    assert two_ranks.run(*((training.sharded, shard) if shard else ()), *case) == [(0.0, True)] * 2
+
+
 CUT = pytest.mark.parametrize(
     ("kind", "backend"),
     [

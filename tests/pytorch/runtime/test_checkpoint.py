@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import legato
 from legato.pytorch.runtime.checkpoint import LocalShards, boxes
+from legato.pytorch.runtime.sharding import ELEMENTWISE
 
 
 @examples(40)
@@ -106,6 +107,14 @@ def test_torch_loads_it_by_its_own_means(two_ranks, tmp_path):
     set_optimizer_state_dict(model, optimizer, state)
     expected = torch.load(f"{path}.pt")["before"]["optimizer"]
     assert cases.same(optimizer.state_dict(), expected) and expected["state"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", sorted(kind.__name__ for kind in ELEMENTWISE))
+def test_torch_goes_on_with_parameters_that_had_got_no_gradient(two_ranks, name, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    found = two_ranks.run(training.sharded, "optimizer", cases.torch_goes_on, path, name)
+    assert found == [[0.0, 0.0]] * 2
 
 
 @pytest.mark.processes
