@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.cluster import Cluster
-from legato.core.errors import CaptureError, InputError, LegatoError
+from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
 from legato.core.plan import Message, Plan, Shard, Slice
 from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
@@ -53,7 +53,7 @@ from legato.pytorch.runtime.sharding import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from legato.schedule.search.rounding import Rounding
+from legato.schedule.search.rounding import ROUNDINGS, Rounding
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 
@@ -103,7 +103,7 @@ def distribute(
         wire: `"bf16"` or `"fp16"` to let gradients travel in that format, as many as the planner finds necessary;
             `"all-bf16"` or `"all-fp16"` to let all of them, as torch's compression hooks do. See docs/wire.md. A plan
             that has messages in such a format needs no `wire`.
-        error_feedback: whether to add to a gradient what rounding to such a format took from the one before.
+        error_feedback: whether to add to a gradient what rounding to such a format took from those before.
         process_group: the ranks to train on; None stands for all.
         replan: `"auto"` to make a new plan, on all ranks, when computation or communication has slowed down or
             sped up; with None, rank 0 only logs such a change.
@@ -126,13 +126,14 @@ def distribute(
     """
     if replan not in (None, "auto"):
         raise InputError(f"replan: {replan!r} (expected 'auto' or None)")
+    _check_wire(wire, shard)
     ddp = find_ddp(model)
     attached = None if ddp is None else attachment_of(ddp)
     automatic = plan == "auto"
     if automatic and attached is not None:
         _follow(attached, optimizer)
         return model, optimizer
-    if shard != "none":
+    if shard != "none" and optimizer is not None:
         check_shardable(innermost_optimizer(optimizer))
     if automatic:
         plan = default_buckets(model)
@@ -179,21 +180,30 @@ def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
 def in_wire(plan: Plan, wire: Rounding) -> Plan:
     """The plan with what `wire` asks for: `all-...` rounds all messages, another format only what the plan says.
 
-    Raises `InputError` where the plan has no message in that format, or one in another.
+    Raises `InputError` where the plan has no message in that format, or one in another, or is sharded.
     """
     if wire == "none":
         return plan
-    formats = {message.wire for message in plan.messages} - {None}
-    wanted = wire.removeprefix("all-")
-    if wire == wanted and formats != {wire}:
-        raise InputError(f"wire: {wire!r} with a plan that does not use it (expected one of legato plan --wire {wire})")
-    return (
-        plan
-        if wire == wanted
-        else msgspec.structs.replace(
-            plan, messages=tuple(msgspec.structs.replace(message, wire=wanted) for message in plan.messages)
+    _check_wire(wire, plan.shard)
+    formats = {message.wire for message in plan.messages if message.wire is not None}
+    if formats == {wire}:
+        return plan
+    if not wire.startswith("all-"):
+        what = f"has messages in {' and '.join(sorted(formats))}" if formats else "rounds nothing"
+        raise InputError(
+            f"wire: {wire!r} with a plan that {what} (expected 'none' to carry it out as it is, or 'all-{wire}' to "
+            "round all of its messages)"
         )
-    )
+    rounded = (msgspec.structs.replace(message, wire=wire.removeprefix("all-")) for message in plan.messages)
+    return msgspec.structs.replace(plan, messages=tuple(rounded))
+
+
+def _check_wire(wire: str, shard: Shard) -> None:
+    """Raise `InputError` unless gradients can travel as `wire` says."""
+    if wire not in ROUNDINGS:
+        raise unknown_name("wire", str(wire), ROUNDINGS)
+    if wire != "none" and shard != "none":
+        raise InputError(f"wire: {wire!r} with shard {shard!r} (expected one or the other)")
 
 
 def _replan(attached: Attachment, optimizer: Any, wire: Rounding) -> None:

@@ -156,3 +156,12 @@ def distributed(wire, given):
     with short_tournaments():
         train(wrapped, optimizer, DECIDED if plan == "auto" else 2)
     return sorted({message.wire or "" for message in attachment(wrapped).plan.messages})
+
+
+def sharded(plan):
+    """`distribute` with a format and a sharded plan, or one that is to be made."""
+    model = Dense()
+    shard = "optimizer" if plan == "auto" else "none"
+    if plan == "given":
+        plan = random_plan(model, 5).sharded("optimizer", {})
+    legato.distribute(model, adam(model.parameters()), plan, shard=shard, wire="all-bf16")

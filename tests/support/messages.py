@@ -312,6 +312,10 @@ def push_and_pull():
     _refused(lambda m: [msgspec.structs.replace(m, kind=kind) for kind in ("push", "pull")])
 
 
+def push_alone():
+    _refused(lambda m: [msgspec.structs.replace(m, kind="push")])
+
+
 def gathered_before_scattered():
     _refused(lambda m: [msgspec.structs.replace(m, kind=kind) for kind in ("all_gather", "reduce_scatter")])
 

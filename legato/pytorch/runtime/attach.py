@@ -313,9 +313,9 @@ class Attachment:
     def _check(self, plan: Plan) -> None:
         """Raise `PlanError` for a plan that cannot be carried out, and `RankError` if ranks have different ones."""
         agree(describe_model(plan, self._parameters), self._group)
-        check_plan(plan, self._parameters, self._group.size())
         for i, message in enumerate(plan.messages):
             check_message(message, f"messages[{i}]", self._group.name())
+        check_plan(plan, self._parameters, self._group.size())
 
     # ---- whose passes ----------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class Attachment:
                 checks=self._connection.checks,
                 gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
                 readers=self._readers,
-                current=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in self._current),
+                current=lambda name: any(name == it or fnmatch.fnmatchcase(name, it) for it in self._current),
                 is_own=self._is_own,
                 read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
                 optimizers=self._optimizers,

@@ -441,8 +441,8 @@ class Reducer:
             elif slot.stage == SENT and self.shards is not None:
                 raise RankError(
                     f"{slot.name}: the average of its gradient is sharded, and no rank has all of it: clip with "
-                    "clip_grad_norm_() or clip_grad_value_() of the distributed model, scale with legato.GradScaler, "
-                    "and clear with zero_grad() of the optimizer or of the distributed model"
+                    "clip_grad_norm_() or clip_grad_value_() of legato.attachment(model), scale with "
+                    "legato.GradScaler, and clear with zero_grad() of the optimizer or of the model"
                 )
             elif slot.stage == SENT:
                 self.deliver(slot.buckets[-1].last_of)

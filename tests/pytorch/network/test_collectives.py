@@ -129,6 +129,7 @@ def test_gradient_within_the_rounding_bound(three_ranks, seed):
         ),
         (messages.depth_of_the_backends_own, "PlanError: messages[0].depth: 2 (expected 1 with gloo's own all-reduce)"),
         (messages.push_and_pull, "PlanError: messages[0].kind: 'push' (expected 'all_reduce', "),
+        (messages.push_alone, "PlanError: messages[0].kind: 'push' (expected 'all_reduce', "),
         (messages.gathered_before_scattered, "messages[0]: an all_gather whose slices are not those of one reduce_sc"),
         (messages.gathered_in_pieces, "messages[1]: an all_gather whose slices are not those of one reduce_scatter"),
         (messages.gathered_otherwise, "messages[1]: an all_gather by collective, depth and wire ('tree', 1, None)"),

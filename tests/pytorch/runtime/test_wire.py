@@ -48,8 +48,29 @@ def test_distribute_takes_a_wire_format(two_ranks):
     assert two_ranks.run(matrix_wire.distributed, "all-bf16", ()) == [["bf16"]] * 2
     for formats in two_ranks.run(matrix_wire.distributed, "bf16", ()):
         assert set(formats) <= {"", "bf16"}
-    for said in two_ranks.errors(matrix_wire.distributed, "bf16", (None,)):
-        assert (
-            "InputError: wire: 'bf16' with a plan that does not use it (expected one of legato plan --wire bf16)"
-            in said
-        )
+
+
+@pytest.mark.parametrize(
+    ("wire", "given", "line"),
+    [
+        ("fp8", ("bf16",), "unknown wire 'fp8'; did you mean 'fp16'? known: none, bf16, fp16, all-bf16, all-fp16"),
+        ("fp8", (), "unknown wire 'fp8'; did you mean 'fp16'? known: none, bf16, fp16, all-bf16, all-fp16"),
+        (
+            "bf16",
+            (None,),
+            "wire: 'bf16' with a plan that rounds nothing (expected 'none' to carry it out as it is, or ",
+        ),
+        ("bf16", ("fp16",), "wire: 'bf16' with a plan that has messages in fp16 (expected 'none' to carry it out as"),
+    ],
+)
+def test_an_error_about_a_format_names_what_is_valid(two_ranks, wire, given, line):
+    for said in two_ranks.errors(matrix_wire.distributed, wire, given):
+        assert f"InputError: {line}" in said
+    for valid in ("none", "all-bf16") if given else ():
+        assert two_ranks.run(matrix_wire.distributed, valid, given)
+
+
+@pytest.mark.parametrize("plan", ["auto", "given"])
+def test_a_format_and_shards_are_refused_together(two_ranks, plan):
+    for said in two_ranks.errors(matrix_wire.sharded, plan):
+        assert "InputError: wire: 'all-bf16' with shard 'optimizer' (expected one or the other)" in said
