@@ -11,6 +11,7 @@ reduce-scatter as an all-reduce, and calls it that.
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_right
 from collections import deque
@@ -61,7 +62,7 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """
     if len(trace.device):
         return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
-    columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace)
+    columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace, start_s, end_s)
     until, cut, current = dict[int, float](), dict[int, float](), dict[int, int]()
     nothing = np.array([_OF_COLLECTIVES.match(name) is not None for name in trace.names], dtype=bool)
     for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
@@ -89,10 +90,11 @@ def _computes(name: str) -> bool:
     return "::" in name and _WRAPPER.match(name) is None
 
 
-def _times_by_thread(trace: Trace) -> dict[int, tuple[list[float], list[float]]]:
-    """When each thread of the host carries out collectives: the starts and the ends."""
+def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tuple[list[float], list[float]]]:
+    """When each thread of the host carries out collectives in that time: the starts and the ends."""
     columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
-    for i in _marks(trace):
+    rows = np.array(_marks(trace), dtype=np.int64)
+    for i in rows[(columns.end[rows] > start_s) & (columns.start[rows] < end_s)].tolist():
         starts, ends = found.setdefault(int(columns.thread[i]), ([], []))
         starts.append(float(columns.start[i]))
         ends.append(float(columns.end[i]))
@@ -135,7 +137,13 @@ def _marks(trace: Trace) -> list[int]:
 
 
 def _marked(trace: Trace) -> list[Activity]:
-    """The marks of collectives on the host, issued by their operators where the trace has these."""
+    """The marks of collectives on the host, issued by their operators where the trace has these; found once."""
+    if trace.issued is None:
+        trace.issued = _joined(trace)
+    return trace.issued
+
+
+def _joined(trace: Trace) -> list[Activity]:
     columns, operator = trace.annotation, trace.operator
     rows = _marks(trace)
     kinds = [collective_kind(trace.named(columns, i)) for i in rows]
@@ -159,7 +167,7 @@ def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
     """The row of the operator that issued a mark's collective, which is taken from those that are left; or None."""
     began = trace.annotation.start[mark]
     elements = _elements(trace.annotation.detail(mark))
-    before = [i for i in list(issued)[:_TRIES] if trace.operator.start[i] <= began]
+    before = [i for i in itertools.islice(issued, _TRIES) if trace.operator.start[i] <= began]
     same = (i for i in before if elements is not None and _elements(trace.operator.detail(i)) == elements)
     by = next(same, next(iter(before), None))
     if by is not None:
@@ -287,13 +295,7 @@ _COMMUNICATION = re.compile(COMMUNICATION)
 
 def _enclosing(trace: Trace, columns: EventColumns, activity: Activity, pattern: re.Pattern[str]) -> list[int]:
     """The matching events on the launching thread during which `activity` was launched, innermost first."""
-    found = []
     last = int(np.searchsorted(columns.start, activity.host_s, side="right"))
-    for i in range(last - 1, max(last - 1 - 256, -1), -1):
-        if (
-            columns.thread[i] == activity.thread
-            and columns.end[i] >= activity.host_s
-            and pattern.match(trace.named(columns, i))
-        ):
-            found.append(i)
-    return found
+    rows = np.arange(max(last - 256, 0), last)
+    around = (columns.thread[rows] == activity.thread) & (columns.end[rows] >= activity.host_s)
+    return [i for i in rows[around][::-1].tolist() if pattern.match(trace.named(columns, i))]

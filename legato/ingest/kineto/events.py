@@ -89,6 +89,7 @@ class Trace:
     annotation: EventColumns
     names: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
+    issued: list[Any] | None = None  # the collectives of the host, once they are joined to their operators
 
     def without_events(self) -> Trace:
         """The same trace without its events."""
