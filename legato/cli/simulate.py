@@ -278,7 +278,8 @@ def simulate(
     costs_little = fidelity == "collective" or count * len(jobs[0].tensors) <= _MOST_BASELINE
     rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little and _fits_baseline(network))
     if output is not None:
-        files.write(output, timeline)
+        where = machines.describe_link(network)
+        files.write(output, msgspec.structs.replace(timeline, job=jobs[0].name, network=where))
     if json:
         print_json(rows)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -281,6 +282,10 @@ class Cluster(
         heading = f"{count(self.workers, 'worker')}{servers}{speed}{latency}"
         beside = [] if self.contention is None else [f"  {self.contention}"]
         return "\n".join([heading, *table(["  collective", "cost of a message"], rows, right=0), *beside])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
     def default_collective(self) -> str:

@@ -203,3 +203,12 @@ def test_the_chakra_trace_of_a_plan_s_timeline_is_of_that_plan(capsys, folder):
     plan, timeline, job = folder / "p.json", folder / "t.json", folder / "workload.json"
     run(capsys, "plan", job, "--scheduler", "legato", "-o", plan, "--timeline", timeline)
     assert run(capsys, "trace", timeline, plan, job, "-o", folder / "t.et")[0] == 0
+
+
+def test_a_simulated_timeline_says_what_was_trained_where(capsys, folder):
+    network = ("--workers", "4", "--bandwidth", "1Gbit", "--fabric", "ring")
+    assert run(capsys, "simulate", folder / "workload.json", *network, "-o", folder / "t.json")[0] == 0
+    assert run(capsys, "report", folder / "t.json", "-o", folder / "r.html")[0] == 0
+    page = (folder / "r.html").read_text()
+    assert "<h1>chain</h1>" in page and "4 workers, 1 Gbit/s, latency 30 us" in page
+    assert "An iteration takes" in page and "under ring (predicted)" in page

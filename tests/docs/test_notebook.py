@@ -9,6 +9,9 @@ from pathlib import Path
 
 from support import PATIENCE_S
 
+import legato
+from legato.zoo import workload
+
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 NOTEBOOK = TUTORIALS / "researcher.ipynb"
 #: Runs one cell after another, as a notebook does: commands behind `!`, and what stands alone at the end is shown.
@@ -61,3 +64,13 @@ def test_its_cells_run_in_order(tmp_path):
         line.split() for line in done.stdout.splitlines() if line.split()[0] in ("Workload", "Plan", "Timeline")
     )
     assert len(shown) == 3 and all(0 < int(size) < 200_000 for size in shown.values())
+
+
+def test_every_noun_shows_itself_without_a_script():
+    job, cluster = workload("resnet-v1-50"), legato.Cluster.derive(workers=4, bandwidth_bps=1e9, latency_s=1e-5)
+    plan = legato.plan(job, cluster)
+    for noun in (job, cluster, plan, legato.simulate(job, plan, cluster), legato.lower_bound(job, cluster)):
+        shown = noun._repr_html_()
+        assert len(shown) < 200_000 and "<script" not in shown and shown.startswith("<")
+    names = legato.Cluster(2, {"<b>": cluster.cost()})._repr_html_()
+    assert "&lt;b&gt;" in names and "<b>" not in names

@@ -163,6 +163,7 @@ its certificate alone, in exact arithmetic.
 from __future__ import annotations
 
 import heapq
+import html
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -258,6 +259,10 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         return f"no schedule takes less than {format_seconds(self.seconds)} (certificate: {self.certificate.case!r})"
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return f"<p>{html.escape(str(self))}</p>"
 
 
 def lower_bound(
