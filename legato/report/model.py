@@ -128,9 +128,9 @@ class ModelReport(msgspec.Struct, frozen=True):
 
     @property
     def network(self) -> str:
-        """The network in words, as it was when something was measured or predicted; "" if unknown."""
+        """The network in words, as it was when something was measured or predicted, or several; "" if unknown."""
         said = [timeline.network for timeline in self.timelines if timeline.network]
-        return self.measured.network if self.measured else said[0] if said else ""
+        return self.measured.network if self.measured else "; ".join(dict.fromkeys(said))
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:

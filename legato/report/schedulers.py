@@ -95,7 +95,9 @@ def _entry(
     """One line from all that is known of a plan; what was measured is what was said when it was measured."""
     predicted, one = drawn.get("predicted"), drawn.get("measured")
     shown, told = predicted or one, row or plan
-    bound = (told.lower_bound_s if told else 0.0) or next((t.lower_bound_s for t in drawn.values()), None) or None
+    bound = (told.lower_bound_s if told else 0.0) or next(
+        (t.lower_bound_s for t in drawn.values() if t.lower_bound_s), None
+    )
     seconds = row.iteration_s if row else plan.predicted_s if plan else None
     if seconds is None and predicted is not None:
         seconds = predicted.iteration_s

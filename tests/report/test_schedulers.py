@@ -5,6 +5,7 @@ import pytest
 from support.report_samples import CLUSTER, cnn, medians, model, row, run, timelines
 
 from legato.core.errors import InputError
+from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
 from legato.report.model import ModelReport, Report, SchedulerRow
 from legato.report.schedulers import Entry, best_of, bound_sentence, entries, headline, overview, scheduler_table
@@ -180,6 +181,16 @@ def test_rows_medians_and_timelines_become_one_table():
     assert {n: e.plan_s for n, e in table.items()} == {r.scheduler: r.plan_s for r in shown.rows}
     bare = ModelReport("x", rows=tuple(SchedulerRow(r.scheduler, 1.0, 0.0, 0.0, 0, 1, 1, None) for r in shown.rows))
     assert entries(bare)[0].gap is None  # a bound of zero is no bound
+
+
+def test_several_networks_are_all_named():
+    lines = [Timeline(name, "predicted", 1.0, (), network=network) for name, network in (("a", "x"), ("b", "y"))]
+    assert "x; y" in section(ModelReport("job", timelines=(*lines, lines[0])), 0, {})["facts"]
+
+
+def test_the_bound_is_that_of_any_timeline_of_the_plan():
+    bare, bounded = Timeline("a", "predicted", 1.2, ()), Timeline("a", "measured", 1.1, (), 1.0)
+    assert entries(ModelReport("job", timelines=(bare, bounded)))[0].gap == pytest.approx(0.2)
 
 
 def test_timelines_alone_make_a_table():
