@@ -154,5 +154,7 @@ def _show(found: object, output: Path, json: bool) -> None:
         f"the fit is off by {found.median_error:.0%} "
         f"(median), {found.worst_error:.0%} (worst) -> {output}"
     )
+    if found.cluster.send_s is not None:
+        note(f"a send keeps its sender busy for {format_seconds(found.cluster.send_s)}")
     if found.cluster.contention is not None:
         note(f"{found.cluster.contention}")

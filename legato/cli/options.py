@@ -13,10 +13,12 @@ from legato.cli.output import describe_cost
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
 from legato.core.errors import InputError, LegatoError, missing_extra
+from legato.core.text import count
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from legato.simulator.flow import Network
+    from legato.simulator.flow.fabrics.protocol import Fabric
 
 __all__ = [
     "Aggregation",
@@ -42,6 +44,7 @@ __all__ = [
     "Ports",
     "Reduce",
     "Seed",
+    "Send",
     "ServerBandwidth",
     "Servers",
     "Shard",
@@ -51,6 +54,7 @@ __all__ = [
     "Workers",
     "check_installed",
     "fabric_options",
+    "in_flight_words",
     "machines_of",
     "quantity",
     "split",
@@ -229,8 +233,21 @@ MessageBytes = Annotated[
     ),
 ]
 InFlight = Annotated[
-    int | None,
-    typer.Option(help="Number of all-reduces at once.", show_default="all that are ready", rich_help_panel="Fabric"),
+    str | None,
+    typer.Option(
+        help="Number of messages at once on fabrics without servers, or any, for all that are ready.",
+        show_default="1, as planned and run",
+        metavar="INTEGER",
+        rich_help_panel="Fabric",
+    ),
+]
+Send = Annotated[
+    str | None,
+    typer.Option(
+        help="Part of the latency for which a send keeps its sender busy, such as 2us.",
+        show_default="5us, or the latency if that is less",
+        rich_help_panel="Network",
+    ),
 ]
 Iterations = Annotated[
     int | None,
@@ -253,18 +270,35 @@ def fabric_options(
     barrier: bool | None,
     aggregation: str | None,
     message_bytes: str | None,
-    in_flight: int | None,
+    in_flight: str | None,
 ) -> dict[str, Any]:
-    """The fabric's options that were given."""
+    """The fabric's options that were given; None is any number of messages in flight."""
     given = {
         "placement": placement,
         "distribution": distribution,
         "barrier": barrier,
         "aggregation": aggregation,
         "message_bytes": None if message_bytes is None else quantity("message-bytes", message_bytes, parse_bytes),
-        "in_flight": in_flight,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in given.items() if value is not None}
+    return found if in_flight is None else found | {"in_flight": _in_flight(in_flight)}
+
+
+def _in_flight(text: str) -> int | None:
+    if text == "any":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= 1):
+        raise InputError(f"--in-flight: {text!r} (expected a whole number, at least 1, or any)")
+    return int(text)
+
+
+def in_flight_words(fabrics: Iterable[Fabric]) -> list[str]:
+    """How many messages are in flight on these fabrics, in words; nothing if all of them have servers."""
+    for fabric in fabrics:
+        if not fabric.servers:
+            number = fabric.in_flight
+            return ["any number of messages in flight" if number is None else f"{count(number, 'message')} in flight"]
+    return []
 
 
 class Machines(NamedTuple):
@@ -277,7 +311,8 @@ class Machines(NamedTuple):
         """The network in words, for the title of a table of plans."""
         cluster, name = self.cluster, collective or self.cluster.default_collective
         if self.file is None or cluster.bandwidth_bps is not None:
-            return f"{self._prefix}{self._workers}, {self._link(cluster.bandwidth_bps, cluster.latency_s)}, {name}"
+            link = self._link(cluster.bandwidth_bps, cluster.latency_s, cluster.sending_s)
+            return f"{self._prefix}{self._workers}, {link}, {name}"
         return f"{self._prefix}{self._workers}, measured {name} ({describe_cost(cluster.cost(name))})"
 
     def describe_link(self, network: Network) -> str:
@@ -285,13 +320,13 @@ class Machines(NamedTuple):
         measured = (
             "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
         )
-        link = f"{self._link(network.bandwidth_bps, network.latency_s)}{measured}"
+        link = f"{self._link(network.bandwidth_bps, network.latency_s, network.sending_s)}{measured}"
         return f"{self._prefix}{', '.join([self._workers, link, *_beyond_one_switch(network)])}"
 
     def describe_shared(self, network: Network) -> str:
         """The network that jobs share in words, for the title of a table."""
-        hosts = _count(network.workers // network.gpus_per_host, "host")
-        link = self._link(network.bandwidth_bps, network.latency_s)
+        hosts = count(network.workers // network.gpus_per_host, "host")
+        link = self._link(network.bandwidth_bps, network.latency_s, network.sending_s)
         return f"{self._prefix}{', '.join([hosts, link, *_beyond_one_switch(network)])}"
 
     @property
@@ -300,13 +335,14 @@ class Machines(NamedTuple):
 
     @property
     def _workers(self) -> str:
-        servers = f" and {_count(self.cluster.servers, 'server')}" if self.cluster.servers else ""
-        return _count(self.cluster.workers, "worker") + servers
+        servers = f" and {count(self.cluster.servers, 'server')}" if self.cluster.servers else ""
+        return count(self.cluster.workers, "worker") + servers
 
-    def _link(self, bandwidth_bps: float | None, latency_s: float | None) -> str:
+    def _link(self, bandwidth_bps: float | None, latency_s: float | None, sending_s: float) -> str:
         reduce_s = self.cluster.reduce_s_per_byte * 2**20
         reduction = f", reduction {format_seconds(reduce_s)} per MiB" if reduce_s else ""
-        return f"{format_bandwidth(bandwidth_bps or 0)}, latency {format_seconds(latency_s or 0)}{reduction}"
+        sends = f", {format_seconds(sending_s)} a send" if sending_s else ""
+        return f"{format_bandwidth(bandwidth_bps or 0)}, latency {format_seconds(latency_s or 0)}{sends}{reduction}"
 
 
 def _beyond_one_switch(network: Network) -> list[str]:
@@ -315,20 +351,16 @@ def _beyond_one_switch(network: Network) -> list[str]:
     if network.gpus_per_host > 1:
         cards = network.gpus_per_host // network.gpus_per_card
         inside = format_bandwidth(network.local_bandwidth_bps)
-        words.append(f"{network.gpus_per_host} GPUs ({inside}) and {_count(cards, 'card')} a host")
+        words.append(f"{network.gpus_per_host} GPUs ({inside}) and {count(cards, 'card')} a host")
     if network.switches.one:
         return words
-    named = _count(network.racks, "rack") if network.topology == "leaf-spine" else network.topology
+    named = count(network.racks, "rack") if network.topology == "leaf-spine" else network.topology
     words.append(f"{named} ({network.switches.num_ports} ports)" if network.topology == "fat-tree" else named)
     if network.topology != "fat-tree":
-        words.append(_count(network.spines, "spine"))
+        words.append(count(network.spines, "spine"))
     ratios = [ratio for ratio in (network.oversubscription, network.core_oversubscription) if ratio != 1]
     words += [f"{ratio:g}:1" for ratio in ratios]
     return [*words, network.balance] if network.switches.has_choice else words
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def machines_of(
@@ -339,10 +371,13 @@ def machines_of(
     reduce: str | None,
     collective: str | None = None,
     servers: int | None = None,
+    send: str | None = None,
 ) -> Machines:
     """The machines that the options describe; the cluster's default collective is the one asked for."""
     if file is not None:
-        refuse_beside_cluster(workers=workers, bandwidth=bandwidth, latency=latency, reduce=reduce, servers=servers)
+        refuse_beside_cluster(
+            workers=workers, bandwidth=bandwidth, latency=latency, send=send, reduce=reduce, servers=servers
+        )
         found = files.read(file, Cluster)
         found.cost(collective)  # an unknown collective is an error that names the known ones
         return Machines(found, file)
@@ -350,6 +385,7 @@ def machines_of(
         WORKERS if workers is None else workers,
         quantity("bandwidth", BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth),
         quantity("latency", LATENCY if latency is None else latency, parse_seconds),
+        send_s=None if send is None else quantity("send", send, parse_seconds),
         reduce_s_per_byte=quantity("reduce", REDUCE if reduce is None else reduce, parse_seconds) / 2**20,
         collectives=[collective] if collective else [PARAMETER_SERVER] if servers else list(COLLECTIVES),
         servers=servers or 0,

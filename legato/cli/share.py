@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
-from legato.cli.options import Value, quantity, split
+from legato.cli.options import Value, in_flight_words, quantity, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import FileError, InputError
@@ -110,7 +110,9 @@ def simulate_shared(
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
-    print_table(_table(f"{count(len(jobs), 'job')} on {title}, {given.placement}, flow fidelity", rows), keys=2)
+    words = [f"{count(len(jobs), 'job')} on {title}", given.placement, "flow fidelity"]
+    words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
+    print_table(_table(", ".join(words), rows), keys=2)
     if phases is not None:
         print_table(_drifts(phases))
 
@@ -154,8 +156,9 @@ def _jobs(
         )
         if schedulers[j] != "plain":
             from legato.schedule import schedule
+            from legato.simulator.flow.pricing import cluster_for
 
-            cluster = job.machines(network, j).cluster(names[j], fabrics[j].servers)
+            cluster = cluster_for(names[j], fabrics[j], job.machines(network, j))
             job = replace(job, plan=schedule(schedulers[j], workload, cluster))
         jobs.append(job)
     return jobs

@@ -44,11 +44,13 @@ from legato.cli.options import (
     Ports,
     Reduce,
     Seed,
+    Send,
     ServerBandwidth,
     Servers,
     Sharing,
     Topology,
     fabric_options,
+    in_flight_words,
     keep_apart,
     machines_of,
     quantity,
@@ -57,9 +59,10 @@ from legato.cli.options import (
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
 from legato.core import files
-from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
-from legato.core.errors import InputError, TooLargeError
+from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
+from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.plan import Plan
+from legato.core.text import count
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds, parse_bandwidth
 from legato.core.workload import Workload
@@ -91,6 +94,7 @@ def simulate(
     servers: Servers = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
+    send: Send = None,
     reduce: Reduce = None,
     server_bandwidth: ServerBandwidth = None,
     gpus_per_host: Annotated[int, typer.Option(help=GPUS_PER_HOST_HELP, rich_help_panel="Network")] = 1,
@@ -213,19 +217,21 @@ def simulate(
     if not share:
         given.refuse()
     counts = one_each("workers", workers, len(jobs) if share else 1, whole, None)
-    machines = machines_of(cluster, max(counts, key=lambda n: n or 0), bandwidth, latency, reduce, servers=servers)
-    plain, count = Network.of(machines.cluster), machines.cluster.workers
+    machines = machines_of(
+        cluster, max(counts, key=lambda n: n or 0), bandwidth, latency, reduce, servers=servers, send=send
+    )
+    plain, number = Network.of(machines.cluster), machines.cluster.workers
     if share:
-        each = [count if one is None else one for one in counts]
+        each = [number if one is None else one for one in counts]
         if min(each) < 1:
             raise InputError(f"workers: {min(each)} (expected at least 1)")
         in_a_host = max(1, gpus_per_host)  # less is refused by the network
-        count = in_a_host * num_hosts(each, given.placement, in_a_host)
-    elif len(jobs) not in (1, count):
-        raise InputError(f"{len(jobs)} workloads for {count} workers (expected one, or one each)")
+        number = in_a_host * num_hosts(each, given.placement, in_a_host)
+    elif len(jobs) not in (1, number):
+        raise InputError(f"{count(len(jobs), 'workload')} for {count(number, 'worker')} (expected one, or one each)")
     network = replace(
         plain,
-        workers=count,
+        workers=number,
         gpus_per_host=gpus_per_host,
         gpus_per_card=gpus_per_card,
         local_bandwidth_bps=quantity("local-bandwidth", local_bandwidth, parse_bandwidth),
@@ -236,8 +242,8 @@ def simulate(
         oversubscription=oversubscription,
         core_oversubscription=core_oversubscription,
         balance=balance,
-        compute_scale=last_worker("slow", slow, count),
-        link_scale=last_worker("slow_link", slow_link, count, gpus_per_card),
+        compute_scale=last_worker("slow", slow, number),
+        link_scale=last_worker("slow_link", slow_link, number, gpus_per_card),
         server_bandwidth_bps=(
             None if server_bandwidth is None else quantity("server-bandwidth", server_bandwidth, parse_bandwidth)
         ),
@@ -272,21 +278,26 @@ def simulate(
     else:
         check, run = None, _collective(jobs, network)
         if fabric == "all":
-            chosen = {name: one for name, one in chosen.items() if _cost(name, one, network) is not None}
+            chosen = {name: one for name, one in chosen.items() if _cluster(name, one, network) is not None}
             if own is not None and _beyond_servers(own):
                 chosen = {name: one for name, one in chosen.items() if not one.servers}
-    costs_little = fidelity == "collective" or count * len(jobs[0].tensors) <= _MOST_BASELINE
-    rows, timeline = _rows(chosen, planned, check, run, with_baseline=costs_little and _fits_baseline(network))
+            if own is not None and any(message.kind != "all_reduce" for message in own.messages):
+                chosen = {name: one for name, one in chosen.items() if name not in UNDIVIDED}
+    costs_little = fidelity == "collective" or number * len(jobs[0].tensors) <= _MOST_BASELINE
+    with_baseline = costs_little and _fits_baseline(network)
+    rows, timeline = _rows(chosen, planned, check, run, with_baseline=with_baseline, leave_out=fabric == "all")
     if output is not None:
         where = machines.describe_link(network)
         files.write(output, msgspec.structs.replace(timeline, job=jobs[0].name, network=where))
     if json:
         print_json(rows)
         return
-    print_rows(f"{jobs[0].name} on {machines.describe_link(network)}, {fidelity} fidelity", rows)
+    words = [f"{jobs[0].name} on {machines.describe_link(network)}", f"{fidelity} fidelity"]
+    words += in_flight_words(chosen.values()) if fidelity == "flow" else []
+    print_rows(", ".join(words), rows)
     if output is not None:
         shown = len({span.worker for span in timeline.spans})
-        drawn = f" ({shown} of {count:,} workers)" if fidelity == "flow" and shown < count else ""
+        drawn = f" ({shown} of {count(number, 'worker')})" if fidelity == "flow" and shown < number else ""
         note(f"{timeline.name}, {format_seconds(timeline.iteration_s)}{drawn} -> {output}")
 
 
@@ -315,8 +326,9 @@ def _planner(
         if scheduler is None:
             return plan
         from legato.schedule import schedule
+        from legato.simulator.flow.pricing import cluster_for
 
-        return schedule(scheduler, job, network.cluster(name, fabric.servers))
+        return schedule(scheduler, job, cluster_for(name, fabric, network))
 
     return planned
 
@@ -335,15 +347,25 @@ def _rows(
     run: Run,
     *,
     with_baseline: bool,
+    leave_out: bool,
 ) -> tuple[list[dict[str, Any]], Timeline]:
     """One row per fabric, and the timeline of the fastest one.
 
-    `check` refuses what is too large, of all fabrics before the first one runs. Speedups are None if the baseline is
-    not one of the fabrics, and is not simulated as well (`with_baseline`).
+    With `leave_out`, fabrics for which there is no plan are left out. `check` refuses what is too large, of all
+    fabrics before the first one runs. Speedups are None if the baseline is not one of the fabrics, and is not
+    simulated as well (`with_baseline`).
     """
     from legato.simulator.flow import BASELINE, FABRICS
 
-    plans = {name: planned(name, fabric) for name, fabric in chosen.items()}
+    plans = {}
+    for name, fabric in chosen.items():
+        try:
+            plans[name] = planned(name, fabric)
+        except PlanError as error:
+            if not leave_out:
+                raise
+            note(f"{name} is left out: {error}")
+    chosen = {name: fabric for name, fabric in chosen.items() if name in plans}
     if check is not None:
         for name, fabric in chosen.items():
             check(name, fabric, plans[name])
@@ -415,15 +437,14 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
         raise InputError("--fidelity collective: needs like hosts behind one switch (expected --fidelity flow)")
 
     def run(name: str, fabric: Fabric, plan: Plan | None) -> tuple[Timeline, dict[str, Any]]:
-        cost = _cost(name, fabric, network)
-        if cost is None:
+        cluster = _cluster(name, fabric, network)
+        if cluster is None:
             raise InputError(f"--fidelity collective: {name!r} has no cost formula (expected --fidelity flow)")
         if fabric.servers and plan is not None and (what := _beyond_servers(plan)):
             raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
-        cluster = Cluster(network.workers, {name: cost})
         plan = plain_plan(jobs[0], fabric) if plan is None else plan
-        # At this fidelity a message names its collective, and the cluster has only this one.
-        messages = tuple(msgspec.structs.replace(message, collective=name) for message in plan.messages)
+        # At this fidelity a message names its collective, and the cluster has only one.
+        messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
         timeline = collective.simulate(
             jobs[0], msgspec.structs.replace(plan, scheduler=name, messages=messages), cluster
         )
@@ -443,20 +464,18 @@ def _beyond_servers(plan: Plan) -> str:
     return "wire formats" if any(message.wire is not None for message in plan.messages) else ""
 
 
-def _cost(name: str, fabric: Fabric, network: Network) -> LinearCost | None:
-    """The cost of an all-reduce (MG-WFBP's Table II), or of a push and a pull (what the servers' links carry).
+def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
+    """The machines with the cost of an all-reduce, or of a push and a pull (what the servers' links carry).
 
     None for a fabric that has no formula.
     """
     from legato.simulator.flow.fabrics.servers import Servers
+    from legato.simulator.flow.network import PRICED_AS
 
-    n, byte = network.workers, network.s_per_byte
-    if isinstance(fabric, Servers):
-        # Copies of each byte that a server receives and sends; a worker receives and sends one.
-        copies = max(1, (1 if fabric.aggregation else n) / fabric.servers)
-        copies += max(1, (1 if fabric.multicast else n) / fabric.servers)
-        return LinearCost(2 * network.latency_s, copies * byte)
-    known = "recursive-doubling" if name == "butterfly" else name
-    if known not in COLLECTIVES:
-        return None
-    return LinearCost(*COLLECTIVES[known](n, network.latency_s, byte, network.reduce_s_per_byte))
+    if not isinstance(fabric, Servers):
+        return network.cluster(name) if PRICED_AS.get(name, name) in COLLECTIVES else None
+    # Copies of each byte that a server receives and sends; a worker receives and sends one.
+    received = max(1, (1 if fabric.aggregation else network.workers) / fabric.servers)
+    sent = max(1, (1 if fabric.multicast else network.workers) / fabric.servers)
+    alpha_s = 2 * network.latency_s + network.sending_s * (sent - 1)
+    return Cluster(network.workers, {name: LinearCost(alpha_s, (received + sent) * network.s_per_byte)})

@@ -50,11 +50,13 @@ from legato.cli.options import (
     Ports,
     Reduce,
     Seed,
+    Send,
     ServerBandwidth,
     Sharing,
     Topology,
     check_installed,
     fabric_options,
+    in_flight_words,
     keep_apart,
     quantity,
     refuse_beside_cluster,
@@ -62,7 +64,7 @@ from legato.cli.options import (
 )
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
-from legato.core.cluster import Cluster
+from legato.core.cluster import SEND_S, Cluster
 from legato.core.errors import InputError
 from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_seconds
@@ -112,6 +114,7 @@ def sweep(
     servers: Annotated[str | None, _axis(SERVERS_HELP, "1, on fabrics with servers")] = None,
     bandwidth: Annotated[str | None, _axis(BANDWIDTH_HELP, BANDWIDTH)] = None,
     latency: Annotated[str | None, _axis(LATENCY_HELP, LATENCY)] = None,
+    send: Send = None,
     reduce: Reduce = None,
     server_bandwidth: ServerBandwidth = None,
     gpus_per_host: Annotated[str, _axis(GPUS_PER_HOST_HELP)] = "1",
@@ -200,7 +203,7 @@ def sweep(
         slows=tuple(_factors("--slow", slow)),
         slow_links=tuple(_factors("--slow-link", slow_link)),
         disturbs=tuple(text.strip() for text in disturb or [UNDISTURBED]),
-        **_network_axes(cluster, workers, servers, bandwidth, latency, reduce),
+        **_network_axes(cluster, workers, servers, bandwidth, latency, send, reduce),
         server_bandwidth_bps=(
             None if server_bandwidth is None else quantity("server-bandwidth", server_bandwidth, parse_bandwidth)
         ),
@@ -259,6 +262,7 @@ def _network_axes(
     servers: str | None,
     bandwidth: str | None,
     latency: str | None,
+    send: str | None,
     reduce: str | None,
 ) -> dict[str, Any]:
     """The axes of a `Grid` that a cluster file has, or that the options give."""
@@ -269,9 +273,12 @@ def _network_axes(
             "servers": tuple(_whole("--servers", "1" if servers is None else servers)),
             "bandwidths_bps": tuple(_quantities("bandwidth", links, parse_bandwidth)),
             "latencies_s": tuple(_quantities("latency", delays, parse_seconds)),
+            "send_s": None if send is None else quantity("send", send, parse_seconds),
             "reduce_s_per_byte": quantity("reduce", REDUCE if reduce is None else reduce, parse_seconds) / 2**20,
         }
-    refuse_beside_cluster(workers=workers, servers=servers, bandwidth=bandwidth, latency=latency, reduce=reduce)
+    refuse_beside_cluster(
+        workers=workers, servers=servers, bandwidth=bandwidth, latency=latency, send=send, reduce=reduce
+    )
     from legato.simulator.flow import Network
 
     found = files.read(cluster, Cluster)
@@ -281,6 +288,7 @@ def _network_axes(
         "servers": (found.servers or 1,),
         "bandwidths_bps": (network.bandwidth_bps,),
         "latencies_s": (network.latency_s,),
+        "send_s": network.send_s,
         "reduce_s_per_byte": network.reduce_s_per_byte,
     }
 
@@ -326,7 +334,14 @@ def _write(rows: Sequence[SweepRow], output: Path | None, report: Path | None) -
 
 def _elsewhere(grid: Grid) -> list[str]:
     """What no column tells, in words, where it is not as usual."""
+    from legato.simulator.flow.fabrics import fitting
+
     usual = type(grid)(workloads=grid.workloads)
+    others = {name: value for name, value in grid.options.items() if name != "in_flight"}
+    flow = [fitting(name, grid.options) for name in grid.fabrics] if grid.fidelity == "flow" else []
+    latest_s = min(SEND_S, max(grid.latencies_s)) if grid.send_s is None else grid.send_s
+    sends = f"{format_seconds(latest_s)} a send" if latest_s else ""
+    sends += ", or the latency" if sends and latest_s > min(grid.latencies_s) else ""
     words = {
         "gpus_per_card": f"{grid.gpus_per_card} GPUs per card",
         "local_bandwidth_bps": f"{format_bandwidth(grid.local_bandwidth_bps)} inside hosts",
@@ -337,10 +352,11 @@ def _elsewhere(grid: Grid) -> list[str]:
         "sharing": f"{grid.sharing} sharing",
         "server_bandwidth_bps": f"{format_bandwidth(grid.server_bandwidth_bps or 0)} to servers",
         "reduce_s_per_byte": f"reduction {format_seconds(grid.reduce_s_per_byte * 2**20)} per MiB",
-        "options": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in grid.options.items()),
+        "options": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in others.items()),
         "fidelity": f"{grid.fidelity} fidelity",
     }
-    return [text for field, text in words.items() if getattr(grid, field) != getattr(usual, field)]
+    unusual = [text for field, text in words.items() if text and getattr(grid, field) != getattr(usual, field)]
+    return [*[sends] * bool(sends), *unusual, *in_flight_words(flow)]
 
 
 def _show(rows: Sequence[SweepRow], grid: Grid, cluster: Path | None, output: Path | None) -> None:

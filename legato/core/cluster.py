@@ -12,7 +12,17 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.text import count, shorten, table
 from legato.core.units import Int64, format_bandwidth, format_seconds
 
-__all__ = ["COLLECTIVES", "PARAMETER_SERVER", "PIPELINED", "Cluster", "Contention", "LinearCost"]
+__all__ = [
+    "COLLECTIVES",
+    "PARAMETER_SERVER",
+    "PIPELINED",
+    "SEND_S",
+    "UNDIVIDED",
+    "Cluster",
+    "Contention",
+    "LinearCost",
+    "sending_s",
+]
 
 
 #: A relative error that counts as none.
@@ -110,31 +120,51 @@ def _halved(cost: LinearCost) -> LinearCost:
     return LinearCost(cost.alpha_s, cost.beta_s_per_byte / 2, cost.floor_s)
 
 
-def _tree(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    return 2 * latency * math.log2(n), (2 * byte + reduce) * math.log2(n)
+def _flat(cost: LinearCost) -> LinearCost:
+    """What the smallest message costs, for all messages."""
+    return LinearCost(cost.startup_s, 0.0)
 
 
-def _recursive_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    return latency * math.log2(n), (byte + reduce) * math.log2(n)
+def _power_of_two(n: int) -> tuple[int, bool]:
+    """The rounds among the largest power of two of n workers, and whether there are other workers.
+
+    These send everything to one of the former first, and receive the result at the end.
+    """
+    rounds = n.bit_length() - 1
+    return rounds, n > 1 << rounds
 
 
-def _halving_doubling(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # The table's 2 * byte - (2 * byte + reduce) / n + reduce, without a rounding error below zero for n = 1.
-    return 2 * latency * math.log2(n), (2 * byte + reduce) * (n - 1) / n
+def _tree(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
+    height = (n - 1).bit_length()
+    hops = height - (1 < n < 1 << height)  # with a worker missing, none is as many hops away as the tree is high
+    return 2 * latency * hops, (2 * byte + reduce) * height
 
 
-def _ring(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+def _recursive_doubling(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
+    rounds, folds = _power_of_two(n)
+    # Where at most half of the workers have others behind them, the exchanges hide one of the two latencies.
+    hops = rounds + folds + (2 * n > 3 << rounds)
+    return latency * hops, byte * (rounds + 2 * folds) + reduce * (rounds + folds)
+
+
+def _halving_doubling(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
+    rounds, folds = _power_of_two(n)
+    return 2 * latency * (rounds + folds), (2 * byte + reduce) * (1 - 0.5**rounds + folds)
+
+
+def _ring(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
     return 2 * (n - 1) * latency, (2 * byte + reduce) * (n - 1) / n
 
 
-def _shuffle(n: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
-    # All-to-all, local sum, all-gather: in each of the two rounds a worker's link carries (n - 1) / n of the bytes.
-    return 2 * latency * (n > 1), (2 * byte + reduce) * (n - 1) / n
+def _shuffle(n: int, latency: float, byte: float, reduce: float, send: float) -> tuple[float, float]:
+    # All-to-all, local sum, all-gather: in each of the two rounds a worker sends n - 1 messages, with (n - 1) / n of
+    # the bytes. The latency covers the first of them.
+    return 2 * (latency * (n > 1) + send * max(0, n - 2)), (2 * byte + reduce) * (n - 1) / n
 
 
-#: MG-WFBP, Table II, and the shuffle of Caramel (section 2): (workers, latency_s, s per byte, reduction s per byte)
-#: -> (alpha, beta).
-COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]] = {
+#: MG-WFBP, Table II, and the shuffle of Caramel (section 2): (workers, latency_s, s per byte, reduction s per byte,
+#: s per send) -> (alpha, beta). For numbers of workers that are not powers of two, what the runtime does.
+COLLECTIVES: dict[str, Callable[[int, float, float, float, float], tuple[float, float]]] = {
     "ring": _ring,
     "halving-doubling": _halving_doubling,
     "recursive-doubling": _recursive_doubling,
@@ -146,13 +176,36 @@ COLLECTIVES: dict[str, Callable[[int, float, float, float], tuple[float, float]]
 #: The collectives whose cost depends on the depth (`legato.simulator.pipelining`).
 PIPELINED = ("shuffle", "ring", "halving-doubling")
 
+#: Ways to all-reduce that cannot be sent in halves: in between, no worker has the sum of a part of its own.
+UNDIVIDED = ("recursive-doubling", "tree", "butterfly", "ring-whole", "ring+multicast")
+
 #: The cost of a push and a pull through a cluster's servers.
 PARAMETER_SERVER = "parameter-server"
 
+#: The seconds for which a send is assumed to keep its sender busy, where that was not measured; no more than the
+#: latency, of which it is a part.
+SEND_S = 5e-6
 
-def _parameter_server(workers: int, servers: int, latency: float, byte: float, reduce: float) -> tuple[float, float]:
+
+def sending_s(send_s: float | None, latency_s: float) -> float:
+    """The seconds for which a send keeps its sender busy. Raises `InputError` on more than the latency.
+
+    None, where nobody knows it: `SEND_S`, or the latency if that is less.
+    """
+    if send_s is None:
+        return min(SEND_S, latency_s)
+    if not 0 <= send_s <= latency_s:
+        latency = format_seconds(latency_s)
+        raise InputError(f"send_s: {send_s} (expected 0 to the latency, {latency}, of which it is a part)")
+    return send_s
+
+
+def _parameter_server(
+    workers: int, servers: int, latency: float, byte: float, reduce: float, send: float
+) -> tuple[float, float]:
     # A worker's link carries every byte once in each direction; a server's link carries its bytes once per worker.
-    return 2 * latency, 2 * byte * max(1.0, workers / servers) + reduce * (workers - 1) / servers
+    each = max(1.0, workers / servers)
+    return 2 * latency + send * (each - 1), 2 * byte * each + reduce * (workers - 1) / servers
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +244,9 @@ class Cluster(
     the first one is the default. `bandwidth_bps` (bits per second, one direction
     of a worker's link) and `latency_s` (seconds, one hop) are the values that
     the costs were derived from, or None if the costs were measured;
+    `send_s` (seconds) is the part of the latency for which a send keeps its sender
+    busy: of messages that a worker sends at once, each begins so much later. Where it
+    was not measured, it is None, and assumed to be `SEND_S`.
     `reduce_s_per_byte` is the time to add one byte of one gradient to another.
     `depths` holds the measured costs of collectives in chunks: by name, then by
     depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
@@ -208,6 +264,7 @@ class Cluster(
     depths: dict[str, dict[int, LinearCost]] = {}
     unpack_s_per_byte: float = 0.0
     contention: Contention | None = None
+    send_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -218,7 +275,7 @@ class Cluster(
             raise InputError("collectives: none given (expected at least one)")
         if self.bandwidth_bps is not None and not (math.isfinite(self.bandwidth_bps) and self.bandwidth_bps > 0):
             raise InputError(f"bandwidth_bps: {self.bandwidth_bps} (expected a finite number above 0)")
-        for field in ("latency_s", "reduce_s_per_byte", "unpack_s_per_byte"):
+        for field in ("latency_s", "reduce_s_per_byte", "unpack_s_per_byte", "send_s"):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
@@ -235,11 +292,15 @@ class Cluster(
         bandwidth_bps: float,
         latency_s: float,
         *,
+        send_s: float | None = None,
         reduce_s_per_byte: float = 0.0,
         collectives: Iterable[str] = tuple(COLLECTIVES),
         servers: int = 0,
     ) -> Cluster:
         """Derive the costs from a bandwidth and a latency, by the formulas in `COLLECTIVES`.
+
+        `send_s` is the part of the latency for which a send keeps its sender busy; None
+        assumes `SEND_S`, or the latency if that is less.
 
         The first of `collectives` is the default. If there are servers,
         `PARAMETER_SERVER` can be one of them: pushes and pulls of many messages,
@@ -250,9 +311,9 @@ class Cluster(
             raise InputError(f"workers: {workers} (expected at least 1)")
         if not (math.isfinite(bandwidth_bps) and bandwidth_bps > 0):
             raise InputError(f"bandwidth_bps: {bandwidth_bps} (expected a finite number above 0)")
-        costs = {}
+        costs, send_s = {}, sending_s(send_s, latency_s)
         for name in collectives:
-            terms = latency_s, 8 / bandwidth_bps, reduce_s_per_byte
+            terms = latency_s, 8 / bandwidth_bps, reduce_s_per_byte, send_s
             if name == PARAMETER_SERVER and servers > 0:
                 costs[name] = LinearCost(*_parameter_server(workers, servers, *terms))
                 continue
@@ -266,6 +327,7 @@ class Cluster(
             bandwidth_bps=bandwidth_bps,
             latency_s=latency_s,
             reduce_s_per_byte=reduce_s_per_byte,
+            send_s=send_s,
         )
 
     def __str__(self) -> str:
@@ -273,6 +335,7 @@ class Cluster(
         servers = f", {count(self.servers, 'server')}" if self.servers else ""
         speed = "" if self.bandwidth_bps is None else f", {format_bandwidth(self.bandwidth_bps)} per link"
         latency = "" if self.latency_s is None else f", latency {format_seconds(self.latency_s)}"
+        latency += f", {format_seconds(self.send_s)} a send" if self.send_s else ""
         rows = [[f"  {shorten(name)}", str(cost)] for name, cost in self.collectives.items()]
         rows += [
             [f"  {shorten(name)}, depth {depth}", str(cost)]
@@ -305,6 +368,22 @@ class Cluster(
         measured = self.depths.get(name, {})
         return measured.get(max((d for d in measured if d <= depth), default=1), self.collectives[name])
 
+    @property
+    def sending_s(self) -> float:
+        """`send_s`, or what is assumed if that is None."""
+        return sending_s(None, self.latency_s or 0.0) if self.send_s is None else self.send_s
+
+    @property
+    def in_halves(self) -> list[str]:
+        """The names of the collectives that can be sent in two halves."""
+        return [name for name in self.collectives if name not in UNDIVIDED]
+
+    def reduction_s_per_byte(self, collective: str) -> float:
+        """The part of a derived cost per byte that is for adding up gradients, all of it in the first half."""
+        if collective not in COLLECTIVES or collective in self.depths or self.bandwidth_bps is None:
+            return 0.0
+        return COLLECTIVES[collective](self.workers, 0.0, 0.0, self.reduce_s_per_byte, 0.0)[1]
+
     def while_computing(self) -> Cluster:
         """Return the cluster on which every message costs what it does while workers compute, without contention."""
         if self.contention is None:
@@ -334,16 +413,36 @@ class Cluster(
             contention=beside,
         )
 
+    @property
+    def has_floors(self) -> bool:
+        """Whether a cost has a floor."""
+        measured = (cost for costs in self.depths.values() for cost in costs.values())
+        beside = [] if self.contention is None else [self.contention.delay, self.contention.overhead]
+        return any(cost.floor_s > cost.alpha_s for cost in (*self.collectives.values(), *measured, *beside))
+
+    def at_floors(self) -> Cluster:
+        """Return the cluster on which every message costs what the smallest one does here: no message costs less."""
+        beside = self.contention
+        if beside is not None:
+            beside = msgspec.structs.replace(beside, delay=_flat(beside.delay), overhead=_flat(beside.overhead))
+        return msgspec.structs.replace(
+            self,
+            collectives={name: _flat(cost) for name, cost in self.collectives.items()},
+            depths={name: {d: _flat(cost) for d, cost in of.items()} for name, of in self.depths.items()},
+            bandwidth_bps=None,
+            contention=beside,
+        )
+
     def least_costs(self) -> list[LinearCost]:
         """Return straight lines; no message, of any collective and depth, takes less than the lowest of them.
 
         Floors are left out. Chunks can hide the reduction behind the transfer,
-        but nothing else, so a derived collective that can be pipelined is also
-        listed with a free reduction.
+        but nothing else, and the second half of a message adds nothing up. So a derived
+        collective that can be pipelined is also listed with a free reduction.
         """
         costs = [*self.collectives.values(), *(cost for measured in self.depths.values() for cost in measured.values())]
         if self.bandwidth_bps is not None and self.latency_s is not None and self.reduce_s_per_byte > 0:
-            terms = self.latency_s, 8 / self.bandwidth_bps, 0.0
+            terms = self.latency_s, 8 / self.bandwidth_bps, 0.0, self.sending_s
             hidden = (name for name in PIPELINED if name in self.collectives and name not in self.depths)
             costs += [LinearCost(*COLLECTIVES[name](self.workers, *terms)) for name in hidden]
         return [LinearCost(cost.alpha_s, cost.beta_s_per_byte) for cost in costs]

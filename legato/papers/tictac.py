@@ -70,7 +70,9 @@ def _seconds(
 
 
 def _cluster(workers: int, servers: int, bandwidth_bps: float) -> Cluster:
-    return Cluster.derive(workers, bandwidth_bps, _LATENCY_S, servers=servers, collectives=[PARAMETER_SERVER])
+    return Cluster.derive(
+        workers, bandwidth_bps, _LATENCY_S, servers=servers, collectives=[PARAMETER_SERVER], send_s=0.0
+    )
 
 
 def _plan(scheduler: str, job: Workload, cluster: Cluster, seed: int) -> Plan:
@@ -86,6 +88,7 @@ def _simulate(
         workers=cluster.workers,
         bandwidth_bps=cluster.bandwidth_bps or _GPU_BPS,
         latency_s=_LATENCY_S,
+        send_s=0.0,
         jitter=noise,
         seed=seed,
     )

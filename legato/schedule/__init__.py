@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.files import identity
+from legato.core.placement import Placement
 from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import with_node_order
+from legato.schedule.basics.compose import in_halves, with_node_order
 from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.legato import legato
 from legato.schedule.search.rounding import Rounding, check_rounding, rounded
 
-__all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "schedule", "scheduler_names"]
+__all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "PlanOptions", "schedule", "scheduler_names"]
 
 #: The work, and the most seconds, that the choice of messages to be rounded takes for a published scheduler.
 _ROUNDING, _ROUNDING_LIMIT_S = 1.0, 20.0
 #: Every scheduler of all-reduces (or their halves), by its name on the command line.
 SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
+
+
+class PlanOptions(TypedDict, total=False):
+    """The options of all schedulers, for type checkers; each scheduler has some of them, and explains its own."""
+
+    any_order: bool
+    batching: bool
+    bucket_bytes: int | None
+    bucket_cap_mb_list: Sequence[float] | None
+    buffer_bytes: int
+    collective: str | None
+    compute: Literal["one", "unlimited"]
+    credit_bytes: int
+    cycle_time_s: float
+    depth: bool
+    first_bucket_bytes: int | None
+    fusion: bool
+    fusion_threshold_bytes: int
+    gap: float
+    limit_s: float
+    max_message_bytes: int | None
+    partition_bytes: int
+    placement: Placement
+    rounds: int
+    scheduling: bool
+    seed: int
+    serialization: bool
+    shard: Shard
+    slice_bytes: int
+    threshold: float | None
+    wire: Rounding
+    work: float
 
 
 def scheduler_names(cluster: Cluster) -> list[str]:
@@ -45,7 +78,8 @@ def schedule(
     Where computation and messages share a machine (`Cluster.contention`), a published
     scheduler plans with what messages cost beside computation; `legato` knows more.
     Raises `InputError`, with the nearest names, on a scheduler or an option that does
-    not exist, on a `wire` with shards, parameter servers or gradients that are not float32,
+    not exist, on shards where the collective has no halves, on a `wire` with shards,
+    parameter servers or gradients that are not float32,
     and whatever the scheduler itself raises.
     """
     every = SCHEDULERS | SERVER_SCHEDULERS
@@ -61,6 +95,8 @@ def schedule(
     if name == "legato":
         return with_node_order(legato(workload, cluster, shard=shard, wire=wire, **options), workload)
     costs = cluster.while_computing()
+    if shard != "none":
+        costs = in_halves(costs, options.get("collective"), f"shard {shard!r}")
     plan = every[name](workload, costs, **options)
     if wire != "none":
         plans = plan, every[name](workload, costs.in_wire_format(), **options)

@@ -11,7 +11,7 @@ import msgspec
 
 from legato.core import files
 from legato.core.cluster import Cluster
-from legato.core.errors import InputError, LegatoError, TooLargeError
+from legato.core.errors import InputError, LegatoError, PlanError, TooLargeError
 from legato.core.plan import Plan, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
@@ -100,7 +100,7 @@ def compare(
     shard: Shard = "none",
     wire: Rounding = "none",
     progress: Callable[[int, int], object] | None = None,
-    left_out: Callable[[str, TooLargeError], object] | None = None,
+    left_out: Callable[[str, InputError], object] | None = None,
 ) -> list[Candidate]:
     """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
@@ -109,7 +109,8 @@ def compare(
     partition keep every message within it. With `shard`, all plans shard the optimizer, or
     also the gradients. With `wire`, gradients may travel in a wire format (`schedule`).
     Calls `progress(done, total)` after each one. Where no names are given, a scheduler
-    for which the workload is too large is left out, and `left_out(name, error)` is called.
+    for which the workload is too large, or that needs halves where the collective has none,
+    is left out, and `left_out(name, error)` is called.
     Raises `InputError` as `schedule` does, or on a limit of messages, shards or a wire format for
     parameter servers, and `TooLargeError` on more ops than bounds can have.
     """
@@ -130,7 +131,7 @@ def compare(
             if max_message_bytes is not None:
                 options["max_message_bytes"] = max_message_bytes
             plan = schedule(name, workload, cluster, shard=shard, wire=wire, collective=collective, **options)
-        except TooLargeError as error:
+        except (TooLargeError, PlanError) as error:
             if chosen or (name == names[-1] and not found):
                 raise
             if left_out:

@@ -5,8 +5,10 @@ Messages are sent one at a time, in the plan's order: each starts when the one
 before it has ended and every tensor in it is ready. An all-reduce of n bytes
 takes the cost of its collective, or, in chunks, the time that
 `legato.simulator.pipelining` computes. Each of the two halves into which it can
-be split (reduce_scatter and all_gather, push and pull) takes half of that:
-alpha/2 + beta/2 * n. The `server` of a message has no effect at this fidelity.
+be split (reduce_scatter and all_gather, push and pull) takes half of that, alpha/2 +
+beta/2 * n, but what gradients take to be added up belongs to the first half.
+Some collectives have no halves (`UNDIVIDED`). The `server` of a message has no
+effect at this fidelity.
 
 A worker computes on one stream: it runs its ops in `op_order`, each as soon as
 the stream is free and its inputs exist. With compute "unlimited" (PACE), every
@@ -38,14 +40,14 @@ import math
 from bisect import bisect
 from typing import NamedTuple
 
-from legato.core.cluster import Cluster
+from legato.core.cluster import UNDIVIDED, Cluster
 from legato.core.errors import InputError, PlanError
 from legato.core.layout import scattered_tensors
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
 from legato.simulator.period import Compute, Period, check_compute
-from legato.simulator.pipelining import message_s
+from legato.simulator.pipelining import message_s, second_half_s
 
 __all__ = ["LEAST_PACE", "iteration_time", "simulate"]
 
@@ -130,7 +132,7 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
     for i, message in enumerate(plan.messages):
         nbytes = message.wire_nbytes
         try:
-            seconds = message_s(cluster, message.collective, message.depth, nbytes)
+            seconds = _seconds(cluster, message)
         except InputError as error:
             raise PlanError(f"messages[{i}].collective: {error}") from None
         first = _SECOND_HALF_OF.get(message.kind)
@@ -145,8 +147,20 @@ def _prepare(period: Period, plan: Plan, cluster: Cluster, compute: Compute) -> 
         if plan.shard != "none" and message.kind == "all_gather":
             waits = [op for t in tensors for op in period.updates[t]] + backward_ends
             tensors = [t + len(period.ready_op) for t in tensors]
-        priced.append(_Priced(tensors, waits, share * seconds, *_contended(cluster, nbytes, share)))
+        priced.append(_Priced(tensors, waits, seconds, *_contended(cluster, nbytes, share)))
     return priced
+
+
+def _seconds(cluster: Cluster, message: Message) -> float:
+    """What a message takes on the network. Raises `InputError` on a collective that is not there, or has no halves."""
+    name, way = message.collective or cluster.default_collective, (message.depth, message.wire_nbytes)
+    seconds = message_s(cluster, name, *way)
+    if message.kind == "all_reduce":
+        return seconds
+    if name in UNDIVIDED:
+        raise InputError(f"{name!r} for {message.kind} (expected one that has halves, or all_reduce)")
+    second_s = second_half_s(cluster, name, *way)
+    return second_s if message.kind in _SECOND_HALF_OF else seconds - second_s
 
 
 def _join(spans: list[tuple[int, int]], piece: Slice) -> None:

@@ -20,24 +20,28 @@ cannot overlap), and after the last reducing round, distribution waits for the
 sum of the first chunk or for the sum of the last one.
 
     collective          R           bytes sent per round, of a chunk of c bytes on n workers
-    shuffle             1           c (n-1)/n: all-to-all, local sum, all-gather
+    shuffle             1           c (n-1)/n: all-to-all, local sum, all-gather; n-1 sends
     ring                n-1         c / n
-    halving-doubling    log2(n)     c/2, c/4, ... c/n, and back
+    halving-doubling    log2(n)     c/2, c/4, ... c/n, and back; first c where n is not a power of two
 
 The rounds of halving-doubling differ, so `_rounds` simulates them one by one. With
-depth 1, all three times are the linear costs of `legato.core.cluster.COLLECTIVES`;
-numbers of workers that are not powers of two are interpolated as there.
+depth 1, all three times are the linear costs of `legato.core.cluster.COLLECTIVES`.
+
+A second half adds nothing up, and takes half of what the whole would take if
+additions took no time; the first half takes the rest.
 """
 
 from __future__ import annotations
 
 import math
 
+import msgspec
+
 from legato.core.cluster import PIPELINED, Cluster
 from legato.core.errors import InputError, unknown_name
 from legato.core.plan import MOST_CHUNKS
 
-__all__ = ["PIPELINED", "message_s", "pipelined_s"]
+__all__ = ["PIPELINED", "message_s", "pipelined_s", "second_half_s"]
 
 
 def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
@@ -60,7 +64,22 @@ def message_s(cluster: Cluster, collective: str | None, depth: int, nbytes: floa
         bandwidth_bps=bandwidth,
         latency_s=latency,
         reduce_s_per_byte=cluster.reduce_s_per_byte,
+        send_s=cluster.sending_s,
     )
+
+
+def second_half_s(cluster: Cluster, collective: str | None, depth: int, nbytes: float) -> float:
+    """Return the seconds of the second half of a message: an all_gather or a pull of `nbytes` bytes.
+
+    Arguments and errors are those of `message_s`.
+    """
+    name = cluster.default_collective if collective is None else collective
+    whole_s = message_s(cluster, name, depth, nbytes)
+    reduction_s = cluster.reduction_s_per_byte(name) * nbytes
+    if depth > 1 and reduction_s and name in PIPELINED:
+        free = msgspec.structs.replace(cluster, reduce_s_per_byte=0.0)
+        return message_s(free, name, depth, nbytes) / 2
+    return (whole_s - reduction_s) / 2
 
 
 def pipelined_s(
@@ -72,6 +91,7 @@ def pipelined_s(
     bandwidth_bps: float,
     latency_s: float,
     reduce_s_per_byte: float,
+    send_s: float = 0.0,
 ) -> float:
     """Return the seconds of an all-reduce of `nbytes` bytes in `depth` chunks.
 
@@ -89,14 +109,15 @@ def pipelined_s(
     if collective == "halving-doubling":
         return _rounds(
             [
-                (latency_s * part + s_per_byte * chunk * share, reduce_s_per_byte * chunk * share)
-                for part, share in _halvings(workers)
+                (latency_s + s_per_byte * chunk * share, reduce_s_per_byte * chunk * share)
+                for share in _halvings(workers)
             ],
             depth,
         )
     rounds = workers - 1 if collective == "ring" else 1
     moved = chunk * (workers - 1) / workers / rounds
-    return _equal_rounds(rounds, latency_s + s_per_byte * moved, reduce_s_per_byte * moved, depth)
+    begins_s = latency_s + (send_s * (workers - 2) if collective == "shuffle" else 0.0)
+    return _equal_rounds(rounds, begins_s + s_per_byte * moved, reduce_s_per_byte * moved, depth)
 
 
 def _equal_rounds(rounds: int, send: float, add: float, depth: int) -> float:
@@ -122,9 +143,8 @@ def _rounds(rounds: list[tuple[float, float]], depth: int) -> float:
     return link
 
 
-def _halvings(workers: int) -> list[tuple[float, float]]:
-    """(latencies, share of the bytes) of each halving round; in total log2(n) latencies and (n-1)/n of the bytes."""
-    rounds = math.ceil(math.log2(workers))
-    latencies = math.log2(workers) / rounds
-    left = [2.0**-k for k in range(rounds)] + [1 / workers]
-    return [(latencies, left[k] - left[k + 1]) for k in range(rounds)]
+def _halvings(workers: int) -> list[float]:
+    """The share of the bytes that each round of a half sends."""
+    rounds = workers.bit_length() - 1
+    folds = [1.0] if workers > 1 << rounds else []
+    return [*folds, *(0.5 ** (k + 1) for k in range(rounds))]

@@ -16,6 +16,7 @@ from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
 from legato.simulator.flow import plain_plan, simulate_flow
 from legato.simulator.flow.fabrics import Fabric, fitting
+from legato.simulator.flow.pricing import cluster_for
 from legato.sweep.grid import PLAIN, Cell
 
 __all__ = ["Outcome", "fabric_of", "run_cell"]
@@ -60,7 +61,7 @@ def fabric_of(cell: Cell) -> Fabric:
 def _plan(cell: Cell, workload: Workload) -> Plan:
     if cell.scheduler == PLAIN:
         return plain_plan(workload, fabric_of(cell))
-    return schedule(cell.scheduler, workload, cell.network.cluster(cell.fabric, cell.servers))
+    return schedule(cell.scheduler, workload, cluster_for(cell.fabric, fabric_of(cell), cell.network))
 
 
 def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     bandwidth_bps: float
     latency_s: float
+    send_s: float | None
     gpus_per_host: int
     gpus_per_card: int
     local_bandwidth_bps: float
@@ -86,6 +87,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             workers=self.workers,
             bandwidth_bps=self.bandwidth_bps,
             latency_s=self.latency_s,
+            send_s=self.send_s,
             gpus_per_host=self.gpus_per_host,
             gpus_per_card=self.gpus_per_card,
             local_bandwidth_bps=self.local_bandwidth_bps,
@@ -152,6 +154,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[int, ...] = (1,)
     bandwidths_bps: tuple[float, ...] = (10e9,)
     latencies_s: tuple[float, ...] = (0.0,)
+    send_s: float | None = None
     gpus_per_host: tuple[int, ...] = (1,)
     gpus_per_card: int = 1
     local_bandwidth_bps: float = 100e9
@@ -245,6 +248,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             fabric=fabric,
             scheduler=scheduler,
             fidelity=self.fidelity,
+            send_s=self.send_s,
             gpus_per_card=self.gpus_per_card,
             local_bandwidth_bps=self.local_bandwidth_bps,
             topology=self.topology,

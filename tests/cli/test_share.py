@@ -47,7 +47,7 @@ def test_a_row_for_every_job(capsys, workload, other):
 def test_jobs_on_hosts_of_their_own_behind_a_switch_are_alone(capsys, workload):
     options = ("--share", "--fabric", "ring,tree", "--workers", "3,2")
     status, out, _ = run(capsys, "simulate", workload, workload, *options)
-    assert status == 0 and "2 jobs on 5 hosts, 10 Gbit/s, latency 30 us, packed" in out
+    assert status == 0 and "2 jobs on 5 hosts, 10 Gbit/s, latency 30 us, 5 us a send, packed" in out
     assert out.count("1.000x") == 3 and "toy 1" in out and "toy 2" in out and "all, from" in out
     found = shared(capsys, workload, workload, *options, "--racks", 2, "--oversubscription", 4, "--hosts", "spread")
     assert found["cases"][0]["slowdown"] > 1
@@ -82,12 +82,14 @@ def test_networks_above_one_switch(capsys, workload, layout):
     """The title says which. Jobs meet above the leaves, so not on rails without spines."""
     options = ("--fabric", "shuffle", "--workers", 8, "--bandwidth", "1Gbit", *LAYOUTS[layout])
     status, out, err = run(capsys, "simulate", workload, workload, "--share", *options)
+    network = "1 Gbit/s, latency 30 us, 5 us a send"
     words = {
-        "ecmp": "16 hosts, 1 Gbit/s, latency 30 us, 2 racks, 2 spines, 2:1, ecmp, spread",
-        "fat tree": "16 hosts, 1 Gbit/s, latency 30 us, fat-tree (4 ports), ecmp, random",
-        "rails": "4 hosts, 1 Gbit/s, latency 30 us, 4 GPUs (100 Gbit/s) and 4 cards a host, rails, 0 spines, packed",
+        "ecmp": f"16 hosts, {network}, 2 racks, 2 spines, 2:1, ecmp, spread, ",
+        "fat tree": f"16 hosts, {network}, fat-tree (4 ports), ecmp, random, ",
+        "rails": f"4 hosts, {network}, 4 GPUs (100 Gbit/s) and 4 cards a host, rails, 0 spines, packed, ",
     }
-    assert status == 0 and f"2 jobs on {words[layout]}" in " ".join(out.split()), (out, err)
+    said = f"2 jobs on {words[layout]}flow fidelity, 1 message in flight"
+    assert status == 0 and said in " ".join(out.split()), (out, err)
     (case,) = shared(capsys, workload, workload, "--share", *options)["cases"]
     assert (case["slowdown"] == 1.0) == (layout == "rails")  # hosts and their cards are of one job each
 

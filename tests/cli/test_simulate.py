@@ -267,6 +267,7 @@ def test_a_disturbance_beside_the_undisturbed_iteration(capsys, workload):
 def test_a_second_server_is_disturbed_that_the_baseline_does_not_have(capsys, workload):
     """Each of two servers has half of the parameters, and a link that is half as fast as the workers' all the time."""
     shared = (workload, "--fabric", "multicast+aggregation", "--servers", 2, "--placement", "equal", "--workers", 4)
+    shared = (*shared, "--send", 0)  # which a slower link leaves alone, and a disturbed one does not
     (slow,) = rows(capsys, *shared, "--disturb", "server:0:2:0,server:1:2:0")
     (same,) = rows(capsys, *shared, "--server-bandwidth", "5Gbit")
     assert slow["iteration_s"] == same["iteration_s"] > slow["undisturbed_s"] and slow["speedup"] is None

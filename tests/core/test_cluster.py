@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.core.cluster import COLLECTIVES, Cluster, Contention, LinearCost
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster, Contention, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import decode, encode
 from legato.simulator.pipelining import message_s
@@ -44,7 +44,7 @@ def test_what_a_cluster_refuses(fields, error):
         Cluster(**{"workers": 2, "collectives": FREE, **fields})
 
 
-# n = 8 workers, 30 us a hop, 8 bit/ns (1 ns a byte), 0.25 ns to add a byte: log2(8) = 3 rounds.
+# n = 8 workers, 30 us a hop, 8 bit/ns (1 ns a byte), 0.25 ns to add a byte, 5 us a send: log2(8) = 3 rounds.
 @pytest.mark.parametrize(
     ("collective", "alpha_us", "beta_ns"),
     [
@@ -52,7 +52,11 @@ def test_what_a_cluster_refuses(fields, error):
         ("recursive-doubling", 30 * 3, (1 + 0.25) * 3),
         ("halving-doubling", 2 * 30 * 3, 2 * 1 - (2 * 1 + 0.25) / 8 + 0.25),
         ("ring", 2 * 7 * 30, 2 * 7 / 8 * 1 + 7 / 8 * 0.25),
-        ("shuffle", 2 * 30, 7 / 8 * 1 + 7 / 8 * 0.25 + 7 / 8 * 1),  # not in the table: all-to-all, sum, all-gather
+        (
+            "shuffle",
+            2 * (30 + 6 * 5),
+            7 / 8 * 1 + 7 / 8 * 0.25 + 7 / 8 * 1,
+        ),  # not in the table: all-to-all, sum, all-gather
     ],
 )
 def test_table_ii_by_hand(collective, alpha_us, beta_ns):
@@ -60,6 +64,19 @@ def test_table_ii_by_hand(collective, alpha_us, beta_ns):
     cost = cluster.cost(collective)
     assert cost.alpha_s == pytest.approx(alpha_us * 1e-6, rel=1e-12)
     assert cost.beta_s_per_byte == pytest.approx(beta_ns * 1e-9, rel=1e-12)
+
+
+def test_what_a_send_is_assumed_to_cost():
+    """5 us, but no more than the latency, of which it is a part; workers that send to all others pay for each."""
+    million = 2**20
+    assert Cluster.derive(million, 1e10, 30e-6).cost("shuffle").alpha_s == pytest.approx(2 * 5e-6 * million, rel=1e-4)
+    assert [Cluster.derive(4, 1e9, s).send_s for s in (0.0, 2e-6, 1.0)] == [0.0, 2e-6, 5e-6]
+    alphas = [Cluster.derive(4, 1e9, 1e-5, send_s=s).cost("shuffle").alpha_s for s in (0.0, 1e-5)]
+    assert alphas == pytest.approx([2e-5, 6e-5])
+    with pytest.raises(InputError, match=r"send_s: 2e-05 \(expected 0 to the latency, 10 us, of which it is a part"):
+        Cluster.derive(4, 1e9, 1e-5, send_s=2e-5)
+    many = Cluster.derive(10, 1e9, 1e-5, servers=2, collectives=[PARAMETER_SERVER])
+    assert many.cost().alpha_s == pytest.approx(2e-5 + 4 * 5e-6)
 
 
 def test_a_derived_cluster_remembers_what_it_is_from():
@@ -217,7 +234,7 @@ def test_a_cluster_as_text():
         "  ring, depth 4  2 ms + 0 s per MiB",
     ]
     assert str(Cluster.derive(1, 1e9, 5e-5, servers=2)).startswith(
-        "1 worker, 2 servers, 1 Gbit/s per link, latency 50 us\n"
+        "1 worker, 2 servers, 1 Gbit/s per link, latency 50 us, 5 us a send\n"
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.errors import InputError
-from legato.simulator.pipelining import PIPELINED, message_s, pipelined_s
+from legato.simulator.pipelining import PIPELINED, message_s, pipelined_s, second_half_s
 
 
 def test_more_chunks_than_a_plan_can_have_are_refused():
@@ -60,7 +60,7 @@ def played(collective, n, nbytes, depth, latency_s, byte, reduce):
 @pytest.mark.parametrize("collective", PIPELINED)
 @given(n=workers, nbytes=sizes, latency_s=latencies, byte=rates, reduce=st.just(0.0) | rates)
 def test_one_chunk_is_the_linear_cost(collective, n, nbytes, latency_s, byte, reduce):
-    cluster = Cluster.derive(n, 8 / byte, latency_s, reduce_s_per_byte=reduce)
+    cluster = Cluster.derive(n, 8 / byte, latency_s, send_s=0.0, reduce_s_per_byte=reduce)
     assert seconds(collective, n, nbytes, 1, latency_s, byte, reduce) == pytest.approx(
         cluster.cost(collective).cost(nbytes), rel=1e-9
     )
@@ -82,7 +82,7 @@ def test_a_ring_of_any_size_is_a_pipeline(n, nbytes, depth, latency_s, byte, red
 @pytest.mark.parametrize("collective", PIPELINED)
 @given(n=st.integers(2, 40), nbytes=sizes, depth=st.integers(2, 9), latency_s=latencies, byte=rates, reduce=rates)
 def test_no_depth_beats_the_link_or_the_adder(collective, n, nbytes, depth, latency_s, byte, reduce):
-    cost = Cluster.derive(n, 8 / byte, latency_s).cost(collective)
+    cost = Cluster.derive(n, 8 / byte, latency_s, send_s=0.0).cost(collective)
     link = depth * cost.alpha_s + cost.beta_s_per_byte * nbytes
     adder = reduce * nbytes * (n - 1) / n
     assert seconds(collective, n, nbytes, depth, latency_s, byte, reduce) >= max(link, adder) * (1 - 1e-9)
@@ -95,6 +95,21 @@ def test_a_shuffle_by_hand():
     assert seconds("shuffle", 4, 8, 2, 1.0, 1.0, 2.0) == 20
     # Free sums: the second chunk only costs its latencies.
     assert seconds("shuffle", 4, 8, 2, 1.0, 1.0, 0.0) == 7 + 7 + 2
+
+
+def test_each_chunk_of_a_shuffle_pays_for_its_sends():
+    # As above, with sends of half a second: the second and the third begin so much later, in each round.
+    given = {"bandwidth_bps": 8.0, "latency_s": 1.0, "reduce_s_per_byte": 0.0, "send_s": 0.5}
+    assert [pipelined_s("shuffle", 4, 8, depth, **given) for depth in (1, 2)] == [8 + 8, 4 * (4 / 2 + 3)]
+
+
+def test_the_second_half_adds_nothing_up():
+    """Of 6 bytes, sent in 1 + 6 s and added up in 12 s: the first half takes 19 s, and the second 7 s."""
+    cluster = Cluster.derive(4, 8.0, 1.0, send_s=0.0, reduce_s_per_byte=2.0, collectives=["shuffle"])
+    assert (message_s(cluster, None, 1, 8), second_half_s(cluster, None, 1, 8)) == (26, 7)
+    assert second_half_s(cluster, None, 2, 8) == 8
+    measured = Cluster(4, {"ring": LinearCost(2.0, 1.0, 4.0)}, reduce_s_per_byte=2.0)
+    assert [second_half_s(measured, None, 1, nbytes) for nbytes in (1, 10)] == [2, 6]
 
 
 def test_a_ring_by_hand():
@@ -132,5 +147,5 @@ def test_what_was_measured_goes_before_what_can_be_derived():
     cluster = Cluster(4, {"own": LinearCost(1, 0), "ring": LinearCost(2, 0)}, depths={"ring": {3: LinearCost(3, 1)}})
     assert [message_s(cluster, name, depth, 10) for name, depth in (("ring", 2), ("ring", 4), ("own", 3))] == [2, 13, 1]
     assert message_s(cluster, None, 1, 10) == 1
-    derived = Cluster.derive(4, 8.0, 1.0, reduce_s_per_byte=2.0, collectives=["shuffle"])
+    derived = Cluster.derive(4, 8.0, 1.0, send_s=0.0, reduce_s_per_byte=2.0, collectives=["shuffle"])
     assert message_s(derived, "shuffle", 2, 8) == 20  # as by hand above

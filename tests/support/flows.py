@@ -26,8 +26,8 @@ def job(sizes=(BYTES,), forward=FORWARD, backward=BACKWARD):
 MANY = job((300, 5000, 70, 4096, 11, 900), forward=3e-5, backward=7e-5)
 
 
-def network(workers, **options):
-    return Network(workers=workers, bandwidth_bps=1e9, latency_s=ALPHA, **options)
+def network(workers, send_s=0.0, **options):
+    return Network(workers=workers, bandwidth_bps=1e9, latency_s=ALPHA, send_s=send_s, **options)
 
 
 def hosts_of(gpus, name="hierarchical"):

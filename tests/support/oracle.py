@@ -110,9 +110,10 @@ def arrivals(plant, transfers):
         ready, key, i, hop, tail = waiting.pop(waiting.index(min(waiting)))
         link = routes[i][hop]
         begin = max(ready, free.get(link, Fraction(0)))
-        free[link] = begin + plant.seconds(link, transfers[i][2])
+        sending = Fraction(network.send_s) if link[0] == "out" else 0
+        free[link] = begin + sending + plant.seconds(link, transfers[i][2])
         end = max(free[link], tail)
-        delay = Fraction(network.latency_s) if link[0] == "out" else 0
+        delay = Fraction(network.latency_s) - sending if link[0] == "out" else 0
         if hop + 1 == len(routes[i]):
             arrived[i] = end
         elif network.cut_through:

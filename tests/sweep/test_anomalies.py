@@ -17,7 +17,8 @@ def chain():
 
 
 def rows(**axes):
-    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), workers=(4,), **axes), jobs=1)
+    options = {"in_flight": None}
+    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), workers=(4,), options=options, **axes), jobs=1)
 
 
 def test_a_faster_link_makes_an_iteration_longer_and_the_cell_says_so():
@@ -33,6 +34,7 @@ def test_what_is_slower_with_less_is_not_marked():
 def test_the_command_says_so(tmp_path, capsys):
     files.write(tmp_path / "chain.json", chain())
     options = ["--fabric", "tree", "--workers", 4, "--bandwidth", "11,12Gbit", "--latency", 0]
+    options += ["--in-flight", "any"]
     status, out, err = run(capsys, "sweep", tmp_path / "chain.json", *options)
     assert status == 0 and "faster with" in out and "bandwidth_bps=1.1e+10" in out
     assert "1 cell is slower than with less of one axis" in err

@@ -23,7 +23,7 @@ from legato.core.plan import Plan
 from legato.core.workload import Op, Workload
 from legato.papers.network_operator_edition.published import GBPS, MODELS, TABLE_2, TABLE_3, WORKERS
 from legato.simulator.flow import FlowResult, Network, simulate_flow
-from legato.simulator.flow.fabrics import fabric
+from legato.simulator.flow.fabrics import fitting
 
 __all__ = ["FITTED_BACKWARD_S", "MODES", "iteration_s", "job", "placement", "run", "synthetic"]
 
@@ -74,9 +74,9 @@ def run(
     iterations: int | None = None,
     **options: Any,
 ) -> FlowResult:
-    """Run one simulation, without latency and with a cut-through switch."""
+    """Run one simulation, without latency, with a cut-through switch, and with any number of messages in flight."""
     network = Network(workers=workers, bandwidth_bps=gbps * 1e9)
-    found = fabric(name, **options)
+    found = fitting(name, {"in_flight": None} | options)
     return simulate_flow(workload, plan, found, network, iterations=iterations, keep_transfers=False)
 
 

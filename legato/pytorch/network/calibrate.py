@@ -44,6 +44,8 @@ _STREAM, _STREAM_BYTES, _STREAM_S = 8, 64 * 2**20, 2.0
 _LONG_S = 1.0
 #: Size of the copy with which unpacking is measured, in bytes.
 _UNPACKED = 25 * 2**20
+#: The number of sends that are measured at once.
+_SENDS = 32
 #: Alpha is at least this fraction of the floor (see [Note: what a floor hides]).
 _UNHIDDEN = 1 / 8
 
@@ -110,7 +112,8 @@ def calibrate(
     (`gloo`, `nccl`), which makes it the cluster's default; then `collectives`,
     which are made of sends and receives over gloo
     (`legato.pytorch.network.rounds`), each in `depths` chunks. They take turns,
-    so that a disturbance affects all of them. The time of a repetition is that
+    so that a disturbance affects all of them. Over gloo, it also measures how long a send
+    keeps its sender busy (`Cluster.send_s`). The time of a repetition is that
     of its slowest rank; the time of a size is the median of its repetitions. On
     a slow network the largest sizes are skipped.
 
@@ -162,6 +165,7 @@ def calibrate(
         collectives={name: cost for (name, depth), cost in fits.items() if depth == 1},
         depths={name: costs for name, costs in deeper.items() if costs},
         unpack_s_per_byte=_unpack_s_per_byte(group),
+        send_s=_send_s(own),
     )
     compute_s = 0.0
     if compute is not None and group_device(group).type == "cpu":
@@ -222,6 +226,29 @@ def _unpack_s_per_byte(group: Any) -> float:
         return time.perf_counter() - start
 
     return _times([once], group)[0] / _UNPACKED
+
+
+def _send_s(group: Any) -> float | None:
+    """Seconds from one small send to the next, of those to a neighbour that receives from its other one meanwhile.
+
+    None on one rank, and where a backend sends on a device, whose queue would be measured.
+    """
+    ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    if len(ranks) == 1 or group_device(group).type != "cpu":
+        return None
+    after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+    small, taken = torch.zeros(1), torch.zeros(_SENDS, 1)
+
+    def once() -> float:
+        receiving = [dist.irecv(place, before, group=group) for place in taken]
+        start = time.perf_counter()
+        sending = [dist.isend(small, after, group=group) for _ in receiving]
+        for work in (*sending, *receiving):
+            assert work is not None  # every rank is one of the group
+            work.wait()
+        return (time.perf_counter() - start) / _SENDS
+
+    return _times([once], group)[0]
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> LinearCost:

@@ -8,8 +8,8 @@ from itertools import accumulate, groupby
 
 import msgspec
 
-from legato.core.cluster import Cluster
-from legato.core.errors import InputError, TooLargeError
+from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster
+from legato.core.errors import InputError, PlanError, TooLargeError
 from legato.core.files import identity
 from legato.core.plan import MOST_CHUNKS, Message, Plan, Slice
 from legato.core.workload import Workload
@@ -19,6 +19,7 @@ __all__ = [
     "check_partitions",
     "compose",
     "has_free_order",
+    "in_halves",
     "in_turn",
     "is_runnable",
     "least_partition",
@@ -59,6 +60,22 @@ def resolve_collective(cluster: Cluster, collective: str | None) -> str:
     name = cluster.default_collective if collective is None else collective
     cluster.cost(name)
     return name
+
+
+def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
+    """The cluster without the collectives that have no halves. Raises `PlanError`, about `what`, if one is asked for.
+
+    None as the collective asks for any of them.
+    """
+    asked = cluster.in_halves if collective is None else [collective] if collective not in UNDIVIDED else []
+    if not asked:
+        known = ", ".join(name for name in COLLECTIVES if name not in UNDIVIDED)
+        raise PlanError(f"{what}: {collective or cluster.default_collective} has no halves (expected {known})")
+    if len(cluster.in_halves) == len(cluster.collectives):
+        return cluster
+    kept = {name: cost for name, cost in cluster.collectives.items() if name in cluster.in_halves}
+    depths = {name: costs for name, costs in cluster.depths.items() if name in kept}
+    return msgspec.structs.replace(cluster, collectives=kept, depths=depths)
 
 
 def check_partitions(workload: Workload, option: str, nbytes: float) -> None:

@@ -28,7 +28,15 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, in_turn, message_limit, message_of, priorities, resolve_collective
+from legato.schedule.basics.compose import (
+    compose,
+    in_halves,
+    in_turn,
+    message_limit,
+    message_of,
+    priorities,
+    resolve_collective,
+)
 
 __all__ = ["BUFFER_BYTES", "dear"]
 
@@ -48,9 +56,11 @@ def dear(
 
     A group holds less than `buffer_bytes` and at most `max_message_bytes`, or one tensor;
     `buffer_bytes=1` turns fusion off. Raises `InputError` when `buffer_bytes` is below 1
-    or the limit below 16 bytes, or on a collective the cluster lacks.
+    or the limit below 16 bytes, or on a collective the cluster lacks, and `PlanError` on
+    one that has no halves, or if the cluster has no other; by default, it is the first one that has.
     """
-    name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)
+    name = resolve_collective(in_halves(cluster, collective, "dear"), collective)
+    most = message_limit(max_message_bytes)
     if buffer_bytes < 1:
         raise InputError(f"buffer_bytes: {buffer_bytes} (expected at least 1)")
     groups = _groups(workload, min(buffer_bytes - 1, most))

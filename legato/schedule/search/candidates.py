@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from legato.core.cluster import Cluster
-from legato.core.errors import TooLargeError
+from legato.core.errors import PlanError, TooLargeError
 from legato.core.plan import Plan
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.joined import divided
@@ -63,10 +63,10 @@ class Fastest:
 
 
 def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHED) -> Iterator[Plan]:
-    """The plans of all other schedulers (or some of them) that can plan so many bytes."""
+    """The plans of all other schedulers (or some of them) that can plan so many bytes, with this collective."""
     limit = {} if problem.max_message_bytes is None else {"max_message_bytes": problem.max_message_bytes}
     for name in names:
-        with suppress(TooLargeError):
+        with suppress(TooLargeError, PlanError):
             yield PUBLISHED[name](problem.workload, problem.cluster, collective=collective, **limit)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.plan import Message
+from legato.core.plan import Kind, Message
 from legato.schedule.basics.joined import divided
 from legato.schedule.published.caramel import MAX_DEPTH
 from legato.simulator.pipelining import message_s
@@ -80,23 +80,30 @@ class Collectives:
         self.lines = CheapestCollective(tuple(kept), tuple(cluster.cost(*way) for way in kept), most)
         self.half_s = cache(self._half_s)
 
-    def way(self, nbytes: int) -> tuple[str, int]:
+    @cached_property
+    def halved(self) -> Collectives | None:
+        """Those that can be sent in halves, if there are any."""
+        kept = [name for name in self.names if name in self.cluster.in_halves]
+        return self if len(kept) == len(self.names) else Collectives(self.cluster, kept, self.most) if kept else None
+
+    def way(self, nbytes: int, kind: Kind = "all_reduce") -> tuple[str, int]:
         """The cheapest collective and depth for a message, also where a formula gives the cost of chunks."""
+        if kind != "all_reduce" and self.halved is not None and self.halved is not self:
+            return self.halved.way(nbytes)
         if not self._priced_by_depth:
             return self.lines.choose(nbytes)
         ways = ((name, depth) for name, _ in self.lines.choices for depth in range(1, MAX_DEPTH + 1))
         return min(ways, key=lambda way: (message_s(self.cluster, way[0], way[1], nbytes), way[1]))
 
-    def seconds(self, nbytes: int) -> float:
-        """The seconds of a message that is not too large."""
-        return message_s(self.cluster, *self.way(nbytes), nbytes)
-
     def _half_s(self, nbytes: int) -> float:
-        """The seconds of a half of a message."""
-        return (float(self.lines.cost(nbytes)) if nbytes > self.most else self.seconds(nbytes)) / 2
+        """The seconds of a half of a message: the mean of both."""
+        lines = (self.halved or self).lines
+        if nbytes > self.most:
+            return float(lines.cost(nbytes)) / 2
+        return message_s(self.cluster, *self.way(nbytes, "reduce_scatter"), nbytes) / 2
 
     def fit(self, messages: Iterable[Message]) -> Iterator[Message]:
         """The messages, none too large, each with its cheapest collective and depth."""
         for message in divided(messages, self.most):
-            name, depth = self.way(message.nbytes)
+            name, depth = self.way(message.nbytes, message.kind)
             yield msgspec.structs.replace(message, collective=name, depth=depth)

@@ -57,9 +57,10 @@ from dataclasses import replace
 import msgspec
 
 from legato.core.cluster import Cluster
+from legato.core.files import identity
 from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import check_partitions
+from legato.schedule.basics.compose import check_partitions, in_halves
 from legato.schedule.basics.sharded import check_shard
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
@@ -115,8 +116,8 @@ def legato(
     `work` is counted in seconds of a processor of today (`budget.py`), so the same input
     gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
     which is logged. By default every message takes the cheapest collective; `collective`
-    restricts the choice to one. With `any_order`, plans count too that can only be
-    simulated: those that reorder more than the nodes of compiled graphs, or that gather
+    restricts the choice to one. Messages in halves take one that has halves. With `any_order`,
+    plans count too that can only be simulated: those that reorder more than the nodes of compiled graphs, or that gather
     other messages than they scattered, and `work` and `limit_s` count up to seven times: the best plan without
     them is looked for as well, the best plan in one more order, and for four times the work, orders
     together with messages. No message has more than `max_message_bytes`;
@@ -124,14 +125,17 @@ def legato(
     shards the optimizer or also the gradients. With `wire`, as few bytes as possible travel
     in a wire format, or all; then `work` and `limit_s` count four times: for exact messages, for
     rounded ones, for some of both, and for the choice between them. Raises `InputError` on a collective the
-    cluster lacks, a limit below 16 bytes, or an unknown or impossible `shard` or `wire`,
+    cluster lacks, a limit below 16 bytes, or an unknown or impossible `shard` or `wire`, `PlanError`
+    on a `shard` where the collective has no halves,
     and `TooLargeError` where the limit makes too many messages.
     """
     check_shard(shard)
     check_rounding(wire, workload, shard=shard)
-    within = gap, work, limit_s, rounds
-    plan = _solve(Problem(workload, cluster, collective, *within, seed, any_order, max_message_bytes, shard, wire))
-    return msgspec.structs.replace(plan, scheduler="legato")
+    within, costs = (gap, work, limit_s, rounds), cluster
+    if shard != "none":
+        costs = in_halves(cluster, collective, f"shard {shard!r}")
+    plan = _solve(Problem(workload, costs, collective, *within, seed, any_order, max_message_bytes, shard, wire))
+    return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster))
 
 
 def _solve(problem: Problem) -> Plan:
@@ -158,12 +162,13 @@ def _unsharded(problem: Problem) -> Plan:
     arranges = bool(workload.phase_ops("optimizer")) and not large
     free = budget.part(_FREE_SHARE) if problem.free_order and arranges else budget
     orders, least_s = bounded_orders(problem, free)
-    if problem.free_order:
-        fastest.consider(_in_halves(problem, cheapest, order) for order, _ in orders)
+    halved, _ = collectives.halved.lines.choose(workload.nbytes) if collectives.halved else (None, 0)
+    if problem.free_order and halved:
+        fastest.consider(_in_halves(problem, halved, order) for order, _ in orders)
         least_in_order_s = orders[0][1]
-        dear = cluster.cost(cheapest).startup_s > least_in_order_s * gap
+        dear = cluster.cost(halved).startup_s > least_in_order_s * gap
         if dear and not _good_enough(fastest, least_in_order_s):
-            fastest.consider([_annealed(problem, cheapest, free)])
+            fastest.consider([_annealed(problem, halved, free)])
     captured = budget.part(_CAPTURED_SHARE) if arranges else budget
     for k, (order, bound_s) in enumerate(orders):
         own = free if order else captured
@@ -174,7 +179,7 @@ def _unsharded(problem: Problem) -> Plan:
             for scheduler in contenders(cluster):
                 if fastest.seconds > least_s * (1 + gap):
                     fastest.consider(published(problem, name, [scheduler]))
-    paired = not large and cluster.cost(cheapest).startup_s > least_s * gap
+    paired = not large and halved and cluster.cost(halved).startup_s > least_s * gap
     if arranges:
         captured_s = next(bound_s for order, bound_s in orders if not order)
         arrange_updates(fastest, captured_s, budget.part(1 - _PAIRS_SHARE) if paired else budget)
@@ -196,7 +201,7 @@ def _in_any_order(fastest: Fastest, least_s: float) -> None:
         search_any_order(fastest, least_s, budget.part(_ALL_REDUCES_SHARE), _unsharded)
     kind = kind_of(fastest.plan, problem.workload)
     enough_s = lower_bound(problem.workload, problem.cluster, **kind._asdict()).seconds * (1 + gap)
-    if fastest.seconds > enough_s:
+    if fastest.seconds > enough_s and problem.collectives.halved:
         moved = Fastest(problem)
         moved.consider([move_halves(problem, fastest.plan, enough_s, budget)])
         if moved.seconds < fastest.seconds * (1 - (_WORTH if kind.sends != "halves" else 0.0)):

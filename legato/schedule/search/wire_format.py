@@ -50,7 +50,7 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
         if cluster.contention is not None:  # what is cheapest on the network may take more from computation
             return message
         nbytes = message.wire_nbytes
-        name, depth = problem.collectives.way(nbytes)
+        name, depth = problem.collectives.way(nbytes, message.kind)
         if message_s(cluster, name, depth, nbytes) >= message_s(cluster, message.collective, message.depth, nbytes):
             return message
         return msgspec.structs.replace(message, collective=name, depth=depth)

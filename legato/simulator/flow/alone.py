@@ -73,7 +73,8 @@ class Alone(Topology):
         if not others:
             return begin
         sent = 1 if multicast else others
-        return self._trips(nbytes[:, None], np.asarray(key)[:, None], [begin], adds=adds, sent=sent, received=others)
+        numbers = {"adds": others * adds, "sent": sent, "received": others}
+        return self._trips(nbytes[:, None], np.asarray(key)[:, None], [begin], **numbers)
 
     def _trips(
         self,
@@ -81,12 +82,12 @@ class Alone(Topology):
         key: NDArray[Any],
         after: list[Ids],
         *,
-        adds: bool,
+        adds: int,
         laps: int = 1,
         sent: int = 1,
         received: int = 1,
     ) -> Ids:
-        reduce_s = self.network.reduce_s_per_byte * nbytes if adds else 0.0
+        reduce_s = self.network.reduce_s_per_byte * nbytes * adds
         work_s = nbytes * self._s_per_byte[0]
         trips = self.graph.add(
             nbytes.shape, link=0, work_s=work_s, delay_s=reduce_s, key=key, tag=self._tags(nbytes.shape)
@@ -110,4 +111,5 @@ class Alone(Topology):
             laps[trips], sent[trips], received[trips] = numbers
         network = self.network
         records, successors, _ = services
-        return int(run_trips(records, successors, laps, sent, received, network.latency_s, network.cut_through))
+        times = network.sending_s, network.on_the_way_s
+        return int(run_trips(records, successors, laps, sent, received, *times, network.cut_through))

@@ -180,7 +180,12 @@ class Merged(Topology):
         work_s = sizes * self._s_per_byte[0]
         shape, tag = (len(nbytes), len(senders)), self._tags((len(nbytes), 1))
         out = self.graph.add(
-            shape, link=self.out_link(senders), work_s=work_s, delay_s=network.latency_s, key=key, tag=tag
+            shape,
+            link=self.out_link(senders),
+            work_s=work_s + network.sending_s,
+            delay_s=network.on_the_way_s,
+            key=key,
+            tag=tag,
         )
         self.graph.edge(after, out)
         shape = (len(nbytes), len(receivers))

@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, SEND_S, Cluster, sending_s
 from legato.core.errors import InputError, unknown_name
 from legato.simulator.flow.disturbances import Disturbance, Profile, check_numbers
 from legato.simulator.flow.switches import Balance, HostShape, Switches, TopologyName
 
-__all__ = ["SHARING", "Network", "Sharing", "last_worker"]
+__all__ = ["PRICED_AS", "SHARING", "Network", "Sharing", "last_worker"]
 
 #: How transfers share a link: first come, first served, or all at once at max-min fair rates.
 Sharing = Literal["fifo", "fair"]
@@ -23,7 +23,7 @@ _MOST_WORKERS = 2**20
 #: Limits a factor between the speeds of two machines, up and down.
 _LARGEST_FACTOR = 1e6
 #: Fabrics whose cost is that of a collective with another name.
-_PRICED_AS = {"butterfly": "recursive-doubling"}
+PRICED_AS = {"butterfly": "recursive-doubling"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class Network:
     each direction. On the link of worker w a byte takes `link_scale[w]` times as
     long (empty: 1); the servers' links have `server_bandwidth_bps` (None: that
     of the workers). `latency_s` (seconds) is added once per transfer, from host
-    to host.
+    to host. For `send_s` of it (None: as `Cluster.derive` assumes) the sender is
+    busy with the transfer, and sends nothing else.
 
     Workers are numbered host by host: `gpus_per_host` neighbours share a host, and
     `gpus_per_card` of these a network card, whose link is meant wherever that of a
@@ -87,6 +88,7 @@ class Network:
     jitter: float = 0.0
     seed: int = 0
     disturbances: tuple[Disturbance, ...] = ()
+    send_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST_WORKERS:
@@ -99,6 +101,7 @@ class Network:
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+        sending_s(self.send_s, self.latency_s)
         if self.sharing not in SHARING:
             raise unknown_name("sharing", self.sharing, SHARING)
         for field in ("compute_scale", "link_scale"):
@@ -143,14 +146,23 @@ class Network:
             if name == PARAMETER_SERVER:
                 raise InputError(f"{name}: measured (expected a cluster with a bandwidth_bps and a latency_s)")
             formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
-            hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0)
-            _, copies = formula(cluster.workers, 0.0, 1.0, 0.0)
-            _, reduce_s = formula(cluster.workers, 0.0, 0.0, reduce)
+            hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0, 0.0)
+            _, copies = formula(cluster.workers, 0.0, 1.0, 0.0, 0.0)
+            _, reduce_s = formula(cluster.workers, 0.0, 0.0, reduce, 0.0)
+            sends, _ = formula(cluster.workers, 0.0, 0.0, 0.0, 1.0)
             if not (copies and cost.beta_s_per_byte > reduce_s):
                 raise InputError(f"{name}: {cost.beta_s_per_byte} seconds per byte (expected more, for a bandwidth)")
             bandwidth_bps = 8 * copies / (cost.beta_s_per_byte - reduce_s)
-            latency_s = cost.alpha_s / hops
-        return cls(workers=cluster.workers, bandwidth_bps=bandwidth_bps, latency_s=latency_s, reduce_s_per_byte=reduce)
+            # With all of the latency spent on sending, if what is known of sends leaves no more.
+            known = SEND_S if cluster.send_s is None else cluster.send_s
+            latency_s = max((cost.alpha_s - sends * known) / hops, cost.alpha_s / (hops + sends))
+        return cls(
+            workers=cluster.workers,
+            bandwidth_bps=bandwidth_bps,
+            latency_s=latency_s,
+            reduce_s_per_byte=reduce,
+            send_s=None if cluster.send_s is None else min(cluster.send_s, latency_s),
+        )
 
     def cluster(self, fabric: str, servers: int = 0) -> Cluster:
         """Return these machines as planners see them, all with links as slow as the slowest.
@@ -158,7 +170,7 @@ class Network:
         The cluster has one collective: the fabric's, or the most similar one; with
         servers, pushes and pulls.
         """
-        own = _PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
+        own = PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
         slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
         if servers and self.server_bandwidth_bps is not None:
             slowest_bps = min(slowest_bps, self.server_bandwidth_bps)
@@ -166,6 +178,7 @@ class Network:
             self.workers,
             slowest_bps,
             self.latency_s,
+            send_s=self.send_s,
             reduce_s_per_byte=self.reduce_s_per_byte,
             collectives=[PARAMETER_SERVER if servers else own],
             servers=servers,
@@ -190,6 +203,16 @@ class Network:
             core_oversubscription=self.core_oversubscription,
             seed=self.seed,
         )
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds for which a transfer keeps its sender busy before its bytes."""
+        return sending_s(self.send_s, self.latency_s)
+
+    @property
+    def on_the_way_s(self) -> float:
+        """What is left of the latency then."""
+        return self.latency_s - self.sending_s
 
     @property
     def s_per_byte(self) -> float:

@@ -17,6 +17,7 @@ from legato.simulator.flow.compute import Stream
 from legato.simulator.flow.disturbances import Profile
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.graph import Ids
+from legato.simulator.flow.topology import Topology
 from legato.simulator.flow.unroll import Iteration, Unrolled
 
 __all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers", "iteration_end_s"]
@@ -105,7 +106,7 @@ class ComputeTimes:
 class Transfers:
     """All transfers on links: worker w's outgoing link is 2w, its incoming link 2w + 1.
 
-    A byte takes `s_per_byte[link]` seconds.
+    A byte takes `s_per_byte[link]` seconds, and a transfer `sending_s` more on its sender's link.
     """
 
     link: NDArray[np.int32]
@@ -114,13 +115,14 @@ class Transfers:
     end_s: Times
     work_s: Times
     s_per_byte: Times
+    sending_s: float
 
     @classmethod
-    def of(cls, records: NDArray[np.void], s_per_byte: Times) -> Transfers:
+    def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
         """Of the services that ran on links."""
         wired = records["link"] >= 0
         columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
-        return cls(**columns, s_per_byte=s_per_byte)
+        return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class FlowResult:
             ranks=topology.stand_ins,
             members=topology.members,
             num_events=topology.num_events,
-            transfers=Transfers.of(records, topology.s_per_byte()) if keep_transfers else None,
+            transfers=Transfers.of(records, topology) if keep_transfers else None,
         )
 
     @classmethod
@@ -379,10 +381,10 @@ class FlowResult:
         first = (self.iterations - 1) * len(labels)
         last_ones = transfers.tag >= first
         for w in workers:
-            for link, lane in ((2 * w, "out"), (2 * w + 1, "in")):
+            for link, lane, sending_s in ((2 * w, "out", transfers.sending_s), (2 * w + 1, "in", 0.0)):
                 for i in np.flatnonzero((transfers.link == link) & last_ones):
                     begin, end = float(transfers.begin_s[i]), float(transfers.end_s[i])
-                    nbytes = round(float(transfers.work_s[i] / transfers.s_per_byte[link]))
+                    nbytes = round(float((transfers.work_s[i] - sending_s) / transfers.s_per_byte[link]))
                     if begin < end:
                         yield w, lane, labels[transfers.tag[i] - first], begin, end, "message", nbytes
 

@@ -87,6 +87,9 @@ class _Staggered:
         self.push_to, self.pushed = self._parts(unrolled.reducing)
         self.worker_s_per_byte, *servers = self.network.host_s_per_byte(1, self.fabric.servers).tolist()
         self.server_s_per_byte = servers[0]
+        # For how long each part keeps the link of its sender busy.
+        self.sent_s = self.pulled * self.server_s_per_byte + self.network.sending_s
+        self.pushed_s = self.pushed * self.worker_s_per_byte + self.network.sending_s
         # When each part of what each worker pushes begins; with aggregation, only the last worker's.
         self.begin_s = np.full((len(self.pushed), 1 if self.fabric.aggregation else self.simulated), 0.0)
         self._jobs = [self._job(k) for k in range(self.iterations)]
@@ -148,7 +151,7 @@ class _Staggered:
                 np.array([each.ready_s for each in rounds]),
                 first,
                 parts,
-                self.pulled * self.server_s_per_byte,
+                self.sent_s,
                 self.out_free_s[server],
                 self.simulated,
                 _BLOCK,
@@ -175,10 +178,10 @@ class _Staggered:
                 reads[forward.segment[at]] = sorted({i for t in tensors for i in unrolled.readable[t]})
         pushes = [i for i, message in enumerate(unrolled.plan.messages) if message.kind in REDUCING]
         return Job(
-            latency_s=network.latency_s,
+            latency_s=network.on_the_way_s,
             cut_through=network.cut_through,
             parts=self.fabric.shards,
-            sent_s=self.pulled * self.server_s_per_byte,
+            sent_s=self.sent_s,
             pulled_s=self.pulled * self.worker_s_per_byte,
             reads=np.array([i for each in reads for i in each], dtype=np.int64),
             first_read=np.cumsum([0, *map(len, reads)]),
@@ -187,7 +190,7 @@ class _Staggered:
             pushes=np.array(pushes, dtype=np.int64),
             after=np.array([unrolled.ready_segment(i) for i in pushes], dtype=np.int64),
             message=unrolled.reducing.message,
-            pushed_s=self.pushed * self.worker_s_per_byte,
+            pushed_s=self.pushed_s,
         )
 
     def _work(self, k: int, b: int, state: Times) -> _Block | None:
@@ -226,8 +229,8 @@ class _Staggered:
             mine = np.zeros(len(parts))
             first, last, self.in_free_s[server] = serve_pushes(
                 self.begin_s,
-                self.pushed * self.worker_s_per_byte,
-                network.latency_s,
+                self.pushed_s,
+                network.on_the_way_s,
                 cut_through,
                 parts,
                 self.pushed[parts] * self.server_s_per_byte,

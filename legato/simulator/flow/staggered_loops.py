@@ -24,7 +24,7 @@ class Job(NamedTuple):
     Sequences of sequences are flat: those of i are at `first[i]` to `first[i + 1]`.
     """
 
-    latency_s: float
+    latency_s: float  # without the time for which the sender is busy
     cut_through: bool
     parts: int  # of each fragment
     sent_s: Times  # [pulled part]: on the server's link

@@ -229,7 +229,8 @@ class Topology:
 
         Rank r starts when `begin[:, r]` has ended, with the neighbour on the right,
         then the one after it, and so on: no worker receives two at once. With
-        `multicast`, it sends once for all. The services do not end before `begin`.
+        `multicast`, it sends once for all. With `adds`, it adds up what it received, at the
+        end. The services do not end before `begin`.
         """
         ranks, steps = self.ranks[:, None], np.arange(1, self.workers)
         targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
@@ -239,9 +240,14 @@ class Topology:
             sent = self.multicast(self.ranks, targets, nbytes[:, None], [begin], key=key)
         else:
             sizes = nbytes[:, None, None]
-            sent = self.send(ranks, targets, sizes, [begin[..., None]], key=key[..., None], adds=adds)
+            sent = self.send(ranks, targets, sizes, [begin[..., None]], key=key[..., None])
         mine = sent[:, self.worker(ranks - steps), steps - 1]
-        return self.graph.join(np.concatenate([mine, begin[..., None]], axis=-1))
+        received = self.graph.join(np.concatenate([mine, begin[..., None]], axis=-1))
+        if not (adds and self.network.reduce_s_per_byte):
+            return received
+        summed = self.graph.add(received.shape, work_s=self.network.reduce_s_per_byte * nbytes[:, None] * len(steps))
+        self.graph.edge(received, summed)
+        return summed
 
     def branches(self, level: int, *, up: bool) -> Branches:
         """A round of a binomial tree: the workers at a level send to their parents (`up`), or receive from them.
@@ -303,14 +309,14 @@ class Topology:
     def _services(
         self, link: Hosts, nbytes: ArrayLike, key: ArrayLike, *, tag: ArrayLike, adds: ArrayLike = False
     ) -> Ids:
-        """Services that carry bytes over links; the latency is added on the way out of a card."""
+        """Services that carry bytes over links; on the way out of a card, the latency is added, and a send is made."""
         leaves_host = (link < 2 * self._hosts) & (link % 2 == 0)
         reduce_s = np.where(adds, self.network.reduce_s_per_byte * np.asarray(nbytes), 0.0)
         return self.graph.add(
             np.shape(link),
             link=link,
-            work_s=nbytes * self._s_per_byte[link],
-            delay_s=np.where(leaves_host, self.network.latency_s, reduce_s),
+            work_s=nbytes * self._s_per_byte[link] + np.where(leaves_host, self.network.sending_s, 0.0),
+            delay_s=np.where(leaves_host, self.network.on_the_way_s, reduce_s),
             key=key,
             tag=tag,
         )

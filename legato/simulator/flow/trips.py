@@ -18,12 +18,12 @@ _LAST = -1
 
 
 @numba.njit(cache=True)
-def run_trips(records, successors, laps, sent, received, latency_s, cut_through):  # type: ignore[no-untyped-def]
+def run_trips(records, successors, laps, sent, received, sending_s, on_the_way_s, cut_through):  # type: ignore[no-untyped-def]
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     Service i is a trip if it has a link. It is made `laps[i]` times, each time
     when the time before has ended, and each time carries `sent[i]` transfers of
-    `work_s` seconds on the outgoing link, one after another, and `received[i]`
+    `work_s + sending_s` seconds on the outgoing link, one after another, and `received[i]`
     on the incoming link: as many, or several that one multicast sends.
     """
     total = len(records)
@@ -80,9 +80,9 @@ def run_trips(records, successors, laps, sent, received, latency_s, cut_through)
             for k in range(received[i]):
                 if k < sent[i]:
                     begin = max(service.begin_s, out_free)
-                    out_free = begin + work
-                    last = out_free + latency_s
-                    first = begin + latency_s if cut_through else last
+                    out_free = begin + (work + sending_s)
+                    last = out_free + on_the_way_s
+                    first = begin + on_the_way_s if cut_through else last
                 begin = max(first, in_free)
                 in_free = begin + work
                 end = max(in_free, last) if cut_through else in_free

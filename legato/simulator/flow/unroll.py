@@ -213,17 +213,17 @@ class Unrolled:
         return released
 
     def _limit_in_flight(self, k: int, summed: Ids, received: Ids) -> None:
-        """Allow no more than `in_flight` messages at once."""
+        """Allow no more than `in_flight` messages at once: each until it is through on all workers."""
         if self.fabric.in_flight is None:
             return
         count = len(self.plan.messages)
         for i, message in enumerate(self.plan.messages):
             distributes = message.kind in DISTRIBUTING
             fragments, ends = (self.distributing, received) if distributes else (self.reducing, summed)
-            self._done.append(ends[np.flatnonzero(fragments.message == i)])
+            self._done.append(self.graph.join(ends[np.flatnonzero(fragments.message == i)].reshape(1, -1)))
         for at in range(k * count, (k + 1) * count):
             if at >= self.fabric.in_flight:
-                self.graph.edge(self._done[at - self.fabric.in_flight], self._launched[at][None, :])
+                self.graph.edge(self._done[at - self.fabric.in_flight], self._launched[at])
 
     def _distribute(self, k: int, released: Ids) -> Ids:
         """[distributing fragment, rank]: when the sums have arrived."""

@@ -147,7 +147,7 @@ def test_depth_goes_from_1_to_8_with_the_size(collective):
 @pytest.mark.parametrize("sums", [0.0, 4e-10, 1.6e-9])
 def test_adaptive_depth_is_the_fastest_at_every_size(collective, workers, sums):
     """Figure 13."""
-    cluster = Cluster.derive(workers, 10e9, 30e-6, reduce_s_per_byte=sums)
+    cluster = Cluster.derive(workers, 10e9, 30e-6, send_s=0.0, reduce_s_per_byte=sums)
     limit = threshold_bytes(cluster.cost(collective))
     for nbytes in (2**k for k in range(6, 31)):
         fixed = [

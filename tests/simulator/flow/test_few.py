@@ -54,10 +54,12 @@ def settings_of(draw, most_workers):
     """A job, a plan and a network, whose times are exact sums of eighths, so that many of them coincide."""
     job = draw(workloads())
     plan = draw(st.none() | plans(job, Cluster.derive(4, 8.0, 0.25, collectives=["ring"])))
+    latency_s = draw(st.integers(0, 8)) / 4
     net = Network(
         workers=draw(st.integers(1, most_workers)),
         bandwidth_bps=draw(st.sampled_from([8.0, 2.0])),
-        latency_s=draw(st.integers(0, 8)) / 4,
+        latency_s=latency_s,
+        send_s=min(latency_s, draw(st.sampled_from([0.0, 0.25, 2.0]))),
         server_bandwidth_bps=draw(st.sampled_from([None, 4.0, 32.0])),
         cut_through=draw(st.booleans()),
         reduce_s_per_byte=draw(st.sampled_from([0.0, 0.5])),
@@ -70,7 +72,7 @@ def settings_of(draw, most_workers):
 @examples(25)
 def test_one_worker_stands_for_all(name, data):
     job, plan, net, iterations = data.draw(settings_of(9))
-    options = data.draw(st.sampled_from([{}, {"in_flight": 1}, {"in_flight": 2}, {"message_bytes": 3}]))
+    options = data.draw(st.sampled_from([{}, {"in_flight": None}, {"in_flight": 2}, {"message_bytes": 3}]))
     chosen = fabric(name, **options)
     few = simulate_few(case(job, plan, chosen, net, iterations))
     if few is None:
@@ -84,7 +86,7 @@ def test_one_worker_stands_for_all(name, data):
 @examples(60)
 def test_a_class_of_a_tree_has_one_worker_that_stands_for_it(data):
     job, plan, net, iterations = data.draw(settings_of(40))
-    options = data.draw(st.sampled_from([{}, {"in_flight": 1}, {"message_bytes": 3}]))
+    options = data.draw(st.sampled_from([{}, {"in_flight": None}, {"message_bytes": 3}]))
     chosen = fabric("tree", **options)
     few = simulate_classes(case(job, plan, chosen, net, iterations), TreeClasses(net.workers), math.inf)
     assert few.members.sum() == net.workers and len(set(few.ranks.tolist())) == len(few.ranks)
@@ -132,9 +134,10 @@ def test_times_that_are_no_exact_sums(name, workers):
 @pytest.mark.parametrize("workers", [256, 300])
 def test_a_tree_has_few_classes(workers, latency_s):
     """Also where sums pass gradients on the way: many messages, most of them small against the latency."""
-    net = Network(workers=workers, bandwidth_bps=1e9, latency_s=latency_s, reduce_s_per_byte=1e-9)
-    few = simulate_classes(case(MANY, None, fabric("tree"), net, 2), TreeClasses(workers), math.inf)
-    full = simulate_flow(MANY, None, "tree", net, iterations=2, symmetry=False)
+    tree = fabric("tree", in_flight=None)
+    net = Network(workers=workers, bandwidth_bps=1e9, latency_s=latency_s, send_s=0.0, reduce_s_per_byte=1e-9)
+    few = simulate_classes(case(MANY, None, tree, net, 2), TreeClasses(workers), math.inf)
+    full = simulate_flow(MANY, None, tree, net, iterations=2, symmetry=False)
     assert len(few.ranks) < workers and few.members.sum() == workers
     assert few.end_s == pytest.approx(full.end_s, rel=1e-12)
     assert few.received_s == pytest.approx(full.received_s[:, few.ranks], rel=1e-12)

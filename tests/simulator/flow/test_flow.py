@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.flows import hosts_of
+from support.flows import job as job_of
 from support.strategies import examples, plans, workloads
 
-from legato.core.cluster import Cluster
+from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.basics.sharded import sharded
 from legato.simulator.collective import simulate
 from legato.simulator.flow import FABRICS, Network, fabric, plain_plan, simulate_flow
+from legato.simulator.flow.pricing import cluster_for
 
 
 def toy(forward_s=0.0, nbytes=3):
@@ -61,8 +63,7 @@ def test_a_workload_may_be_a_backward_pass_only(overlap, sharing):
     messages = tuple(Message((Slice(tensor.name, 0, 4),)) for tensor in job.tensors)
     plan, network = Plan("plain", messages, overlap), dataclasses.replace(TWO, sharing=sharing)
     assert simulate(job, plan, Cluster.derive(2, 8.0, 0.0, collectives=["ring"])).iteration_s == 11
-    in_turn = fabric("ring", in_flight=1)
-    assert simulate_flow(job, plan, in_turn, network).iteration_s == pytest.approx(11, rel=1e-12)
+    assert simulate_flow(job, plan, "ring", network).iteration_s == pytest.approx(11, rel=1e-12)
     for name in FABRICS:
         assert simulate_flow(job, plan, name, network).iteration_s >= 6 * (1 - 1e-12)
 
@@ -75,18 +76,52 @@ def planned(draw, halves):
     return job, plan, cluster.latency_s
 
 
-@pytest.mark.parametrize("name", ["ring", "halving-doubling", "shuffle"])
+@pytest.mark.parametrize("name", COLLECTIVES)
 @given(data=st.data())
 @examples(60)
-def test_one_message_at_a_time_is_the_planners_simulator(name, data):
+def test_messages_take_what_planners_are_told(name, data):
     """Any cut, merge, order and kind of messages, on identical workers, at a byte a second."""
-    job, plan, latency_s = data.draw(planned(halves=True))
-    cluster = Cluster.derive(4, 8.0, latency_s, collectives=[name])
+    job, plan, latency_s = data.draw(planned(halves=name not in UNDIVIDED))
+    send_s = data.draw(st.sampled_from([None, 0.0, latency_s / 2, latency_s]))
+    workers = data.draw(st.sampled_from([1, 2, 4, 8] + [3, 5, 6, 7, 12] * (name in ("ring", "shuffle"))))
+    reduce = data.draw(st.sampled_from([0.0, 0.5])) if workers & (workers - 1) == 0 else 0.0
+    network = Network(workers=workers, bandwidth_bps=8.0, latency_s=latency_s, send_s=send_s, reduce_s_per_byte=reduce)
     plan = _on(plan, name)
-    expected = simulate(job, plan, cluster).iteration_s
-    network = Network(workers=4, bandwidth_bps=8.0, latency_s=latency_s)
-    found = simulate_flow(job, plan, fabric(name, in_flight=1), network)
+    expected = simulate(job, plan, cluster_for(name, fabric(name), network)).iteration_s
+    found = simulate_flow(job, plan, name, network)
     assert found.iteration_s == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("workers", [*range(2, 18), 24, 31, 48])
+@pytest.mark.parametrize("name", ["halving-doubling", "recursive-doubling", "tree"])
+def test_what_planners_are_told_of_workers_that_are_no_power_of_two(name, workers):
+    """Within 2%, or two latencies."""
+    network = Network(workers=workers, bandwidth_bps=8e9, latency_s=30e-6)
+    cost = cluster_for(name, fabric(name), network).cost()
+    for nbytes in (100, 10_000, 30_000, 10**6, 10**8):
+        job = chain(layers=1, nbytes=nbytes, forward_s=0.0, backward_s=0.0)
+        seconds = simulate_flow(job, None, name, network, keep_transfers=False).iteration_s
+        assert cost.cost(nbytes) == pytest.approx(seconds, rel=0.02, abs=61e-6)
+
+
+OTHERS = {
+    "ring-whole": {},
+    "ring+multicast": {},
+    "hierarchical": {},
+    "halving-doubling": {"racks": 4, "oversubscription": 4.0},
+    "ring": {"link_scale": (1.0,) * 7 + (3.0,)},
+    "shuffle": {"gpus_per_host": 4, "gpus_per_card": 4},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_no_formula_prices_is_simulated(name):
+    """Six messages of very different sizes, one after another, within 1% of what each takes alone."""
+    network = Network(workers=8, bandwidth_bps=1e9, latency_s=30e-6, **OTHERS[name])
+    sizes = (300, 5_000_000, 70_000, 40_960, 1100, 900_000)
+    cluster = cluster_for(name, fabric(name), network)
+    seconds = simulate_flow(job_of(sizes, forward=0.0, backward=0.0), None, name, network).iteration_s
+    assert sum(map(cluster.cost().cost, sizes)) == pytest.approx(seconds, rel=0.01)
 
 
 def _on(plan, collective):

@@ -15,11 +15,23 @@ from support.strategies import examples
 
 from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import Message, Plan, Slice
-from legato.simulator.flow import FABRICS, Disturbance, Job, Network, SharedNetwork, place, simulate_flow, simulate_jobs
+from legato.simulator.flow import (
+    FABRICS,
+    Disturbance,
+    Job,
+    Network,
+    SharedNetwork,
+    fabric,
+    place,
+    simulate_flow,
+    simulate_jobs,
+)
+from legato.simulator.flow.fabrics import fitting
 from legato.simulator.flow.placement import num_hosts
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
 QUICK = Network(workers=2, bandwidth_bps=1e9)
+ANY_IN_FLIGHT = fabric("ring", in_flight=None)
 SHARING = ["fifo", "fair"]
 
 
@@ -58,14 +70,15 @@ def test_jobs_that_share_nothing_are_alone(name, sharing):
     net = network(6, sharing=sharing, **hosts_of(2, name))
     second = job((900, 70_000), forward=2e-5, backward=3e-5)
     hosts = [(4, 5, 0, 1), (2, 3)] if net.gpus_per_host > 1 else [(4, 1, 5, 3), (2, 0)]
+    chosen = fitting(name, {"in_flight": None})
     jobs = [
-        Job(name="a", workload=MANY, hosts=hosts[0], fabric=name),
-        Job(name="b", workload=second, hosts=hosts[1], fabric=name),
+        Job(name="a", workload=MANY, hosts=hosts[0], fabric=chosen),
+        Job(name="b", workload=second, hosts=hosts[1], fabric=chosen),
     ]
     found = simulate_jobs(jobs, net, iterations=5)
     for one, ends, times in zip(jobs, found.ends_s, found.jobs, strict=True):
         own = replace(net, workers=len(one.hosts))
-        wanted = simulate_flow(one.workload, None, name, own, iterations=len(ends), symmetry=False)
+        wanted = simulate_flow(one.workload, None, chosen, own, iterations=len(ends), symmetry=False)
         if sharing == "fifo":
             assert (ends == wanted.end_s).all() and times.slowdown == 1.0
         else:  # a change of one job makes the rates of the other be computed again, from what is left
@@ -307,9 +320,9 @@ def test_a_simulation_of_single_events_agrees(priorities, drawn, latency):
         backward = [(seconds + math.sqrt(2 + len(jobs))) * 1e-6 for seconds, _ in ops]
         workload = ring_job(backward, sizes, forward * 1e-6)
         options = {"shift_s": shift * 1e-6, "pace_s": pace * 1e-6, "priority": priority}
-        jobs.append(Job(name=str(len(jobs)), workload=workload, hosts=hosts, **options))
+        jobs.append(Job(name=str(len(jobs)), workload=workload, hosts=hosts, fabric=ANY_IN_FLIGHT, **options))
         by_hand.append(RingJob(hosts, backward, sizes, forward * 1e-6, *options.values()))
-    net = Network(workers=4, bandwidth_bps=8e6, latency_s=latency_s, link_scale=scale)
+    net = Network(workers=4, bandwidth_bps=8e6, latency_s=latency_s, send_s=0.0, link_scale=scale)
     found = simulate_jobs(jobs, net, iterations=4)
     World(by_hand, [1e-6 * factor for factor in scale], latency_s, max(len(ends) for ends in found.ends_s))
     for ends, one in zip(found.ends_s, by_hand, strict=True):

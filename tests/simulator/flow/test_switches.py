@@ -42,12 +42,14 @@ def networks(draw):
         more = {"spines": 0 if kind == "rail-only" else draw(st.sampled_from([1, 2, 4]))}
     ports = more.get("ports")
     assume(ports is None or ports**3 // 4 >= workers // per_card)
+    latency_s = draw(st.sampled_from([0.0, 0.25]))
     return Network(
         workers=workers,
         bandwidth_bps=BPS,
         local_bandwidth_bps=draw(st.sampled_from([BPS, 4 * BPS])),
         server_bandwidth_bps=draw(st.sampled_from([None, BPS / 2])),
-        latency_s=draw(st.sampled_from([0.0, 0.25])),
+        latency_s=latency_s,
+        send_s=draw(st.sampled_from([0.0, latency_s / 2])),
         gpus_per_host=gpus,
         gpus_per_card=per_card,
         topology="rails" if kind == "rail-only" else kind,
@@ -89,7 +91,7 @@ def test_the_engine_does_what_the_oracle_does(net, data):
 @examples(60)
 def test_fair_shares_are_what_linear_programs_say(net, data):
     """Transfers that all begin at once: rates on the oracle's routes, at the oracle's speeds."""
-    net = replace(net, cut_through=True, latency_s=0.0)
+    net = replace(net, cut_through=True, latency_s=0.0, send_s=0.0)
     pairs = st.tuples(st.integers(0, net.workers - 1), st.integers(0, net.workers - 1))
     chosen = data.draw(st.lists(pairs.filter(lambda p: p[0] != p[1]), min_size=1, max_size=6, unique=True))
     topology, plant = built(net, 0), Plant(net)
@@ -137,6 +139,7 @@ def bytes_on(net, servers, records, topology):
 @examples(40)
 def test_each_link_of_a_multicast_or_an_aggregation_carries_the_bytes_once(net, up):
     """On the links of the oracle's routes to or from the server, and on no others."""
+    net = replace(net, send_s=0.0)
     topology = built(net, 1)
     server, ranks = topology.server(0), topology.ranks
     if up:

@@ -75,12 +75,12 @@ class Fabric(Protocol):
 class Collective:
     """The base class of fabrics without servers, in which all workers play the same role.
 
-    `in_flight` limits the number of messages at once (None: all that are ready;
-    1: one after another, as at collective fidelity); messages are split into
-    fragments of at most `message_bytes` bytes.
+    `in_flight` limits the number of messages at once: 1, one after another, is what
+    planners assume and the runtime does; None is all that are ready. Messages are split
+    into fragments of at most `message_bytes` bytes.
     """
 
-    in_flight: int | None = None
+    in_flight: int | None = 1
     message_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,38 @@
+"""What planners are told of a fabric on a network: the cost of a message that is alone there.
+
+Behind one switch, with like hosts, formulas have it (`legato.core.cluster.COLLECTIVES`). Anywhere else,
+one message is simulated in several sizes, and the cost is fitted to these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
+from legato.core.workload import Op, Tensor, Workload
+from legato.simulator.flow.fabrics.protocol import Fabric
+from legato.simulator.flow.network import PRICED_AS, Network
+from legato.simulator.flow.run import simulate_flow
+
+__all__ = ["cluster_for"]
+
+#: Bytes of the messages that are simulated.
+_SIZES = tuple(2**k for k in range(10, 31, 4))
+_IDLE = (Op("forward", "forward", 0.0), Op("backward", "backward", 0.0, (0,)))
+
+
+def cluster_for(name: str, fabric: Fabric, network: Network) -> Cluster:
+    """Return the machines as planners see them: with the cost of a message on this fabric, whose name is `name`.
+
+    Of parameter servers and what formulas price, this is `Network.cluster`. Raises what `simulate_flow` raises.
+    """
+    alike = network.flat and network.sharing == "fifo" and len(set(network.link_scale)) <= 1
+    if fabric.servers or (PRICED_AS.get(name, name) in COLLECTIVES and fabric.message_bytes is None and alike):
+        return network.cluster(name, fabric.servers)
+    quiet = replace(network, compute_scale=(), jitter=0.0, disturbances=())
+    samples = []
+    for nbytes in _SIZES:
+        alone = Workload("one message", _IDLE, (Tensor("w", nbytes, 1, (0,)),))
+        seconds = simulate_flow(alone, None, fabric, quiet, iterations=1, keep_transfers=False).iteration_s
+        samples.append((nbytes, seconds))
+    return Cluster(network.workers, {name: LinearCost.fit(samples)})
