@@ -20,7 +20,7 @@ def longest_too_short(problem: Relaxation, at_least_s: float, *, step: float, ex
 
     `step` is the relative size of the first step, and `exact` the relative precision.
     """
-    short, step_s = at_least_s * (1 + exact), step * at_least_s
+    short, step_s = at_least_s, step * at_least_s
     if problem.fits(short):
         return None
     while not problem.fits(short + step_s):
@@ -29,4 +29,4 @@ def longest_too_short(problem: Relaxation, at_least_s: float, *, step: float, ex
         step_s /= 2
         if not problem.fits(short + step_s):
             short += step_s
-    return short
+    return short if short > at_least_s else None

@@ -25,7 +25,7 @@ from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_sides import check_sides
 from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
-from legato.schedule.bound.plan_kind import Sends, check_sends
+from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
@@ -53,9 +53,16 @@ def verify_bound(
 
     Raises `InputError` when this is less than the bound claims (by more than the
     rounding of its floats, a part in 10**9), or when the certificate names tensors
-    that the workload does not have.
+    that the workload does not have, or is for plans of another kind.
     """
     check_sends(sends)
+    kind = PlanKind(order, sends, shard, step_last, wire)
+    if bound.certificate.kind is not None:
+        if bound.certificate.kind not in wider_kinds(kind):
+            raise InputError(f"certificate: for {bound.certificate.kind} (expected one that has all of {kind})")
+        order, sends, shard, step_last, wire = bound.certificate.kind
+    if bound.certificate.at_floors:
+        cluster = cluster.at_floors()
     chosen, case = bound.certificate.tensors, bound.certificate.case
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")

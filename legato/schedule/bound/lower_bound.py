@@ -144,6 +144,10 @@ f(release times of S) - b at least. All all-gathers of S come after b as well, s
 *Gathers.* The same for nested sets, whose messages are as many beside one pass as beside the other one:
 what is scattered during the backward pass is gathered after it (`gathers.py`).
 
+*Floors.* A message costs no less than the smallest one. So all arguments also hold where
+every message costs that much, whatever its bytes (`Cluster.at_floors`), and otherwise
+without floors.
+
 *Wire formats.* A message of b bytes costs what its collective takes for b bytes or, in a
 wire format, for half of them, rounded up: no less than alpha + beta/2 * b, and its
 overhead no less than that with half the slope. All of these arguments use costs and
@@ -164,6 +168,7 @@ from __future__ import annotations
 
 import heapq
 import html
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -182,7 +187,7 @@ from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.gathers import gathers
 from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import SetsBound, nested
-from legato.schedule.bound.plan_kind import Sends, check_sends
+from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
 from legato.schedule.bound.ranges import ranges
 from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
 from legato.schedule.bound.sequences import Levels, sequences
@@ -201,6 +206,8 @@ _TRIES = 6
 _BOTH = 4
 #: How many moments to try for "both", and how often to refine around the best one.
 _MOMENTS, _REFINEMENTS = 16, 3
+#: With more tensors, wider kinds of plans are not looked at thoroughly but for what they send, or not at all.
+_FEW_TENSORS, _MOST_TENSORS = 64, 4096
 #: The most nested sets where the bound is not thorough.
 _FEW_SETS = 32
 #: More than the relative rounding error of thousands of float additions.
@@ -238,6 +245,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `levels` are the bytes to which "sequences" rounds; its S is in the order of its
     limits. With "nested", "ranges", "sides" and "gathers", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
     `op` is the optimizer op of "update". The times of updates are part of `network_s`.
+    `kind` is a wider kind of plans for which this is proved, or None where it is the one asked for. With
+    `at_floors`, every message counts as much as the smallest one.
     """
 
     case: Case
@@ -249,6 +258,8 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     levels: Levels = ((), ())
     sets: tuple[int, ...] = ()
     op: int = -1
+    kind: PlanKind | None = None
+    at_floors: bool = False
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,21 +300,49 @@ def lower_bound(
     `thorough`, it leaves out "ranges", "sides" and "sequences", which take longest to find, and "nested"
     tries fewer sets. In any order,
     "last" and the detours of "between" need sets of ops and are left out above
-    `MOST_BITS` ops, and "sequences" then takes each release time for itself. Raises
+    `MOST_BITS` ops, and "sequences" then takes each release time for itself. What holds for
+    a wider kind of plans (`wider_kinds`) holds for this one, too, so it is never less than for
+    these, if it is thorough and there are at most 64 tensors, or 4,096 and the kinds differ in `sends` only. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
     check_sends(sends)
+    if shard != "none" and sends == "all_reduces":
+        raise InputError(f"sends: 'all_reduces' with shard {shard!r} (expected halves or pairs)")
+    own = PlanKind(order, sends, shard, step_last, wire)
+    best = _of_kind(workload, cluster, compute, own, thorough)
+    kinds = wider_kinds(own) if thorough and len(workload.tensors) <= _MOST_TENSORS else [own]
+    for kind, at_floors in itertools.product(kinds, (False, True) if cluster.has_floors else (False,)):
+        costs = cluster.at_floors() if at_floors else cluster
+        near = kind == own._replace(sends=kind.sends) or len(workload.tensors) <= _FEW_TENSORS
+        near = near and kind.wire == wire and not at_floors
+        arguments = (workload, costs, compute, kind, thorough and near)
+        if (kind, at_floors) != (own, False) and _of_kind(*arguments, best.seconds).seconds > best.seconds:
+            # Once more from the beginning, as for plans of this kind: from another start, the result differs slightly.
+            found = max((_of_kind(*arguments), best), key=lambda bound: bound.seconds)
+            best = _proved(found, kind, at_floors) if found is not best else best
+    return best
+
+
+def _proved(bound: Bound, kind: PlanKind, at_floors: bool) -> Bound:
+    certificate = msgspec.structs.replace(bound.certificate, kind=kind, at_floors=at_floors)
+    return msgspec.structs.replace(bound, certificate=certificate)
+
+
+def _of_kind(
+    workload: Workload, cluster: Cluster, compute: Compute, kind: PlanKind, thorough: bool, beat_s: float = 0.0
+) -> Bound:
+    """What is proved for plans of this kind, without floors; if that is not above `beat_s`, just this."""
+    order, sends, shard, step_last, wire = kind
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":
-        if sends == "all_reduces":
-            raise InputError(f"sends: 'all_reduces' with shard {shard!r} (expected halves or pairs)")
-        return _sharded(workload, cluster, compute, order, shard, step_last, thorough)
+        return _sharded(workload, cluster, compute, kind, thorough, beat_s)
     times, all_reduce_only = heads_tails(workload, compute, order), sends == "all_reduces"
     line = cheapest_line(cluster, workload.nbytes)
     nothing = Bound(times.compute_s, Certificate("compute", (), times.compute_s, 0.0, 0.0))
     if cluster.contention is not None and compute == "one":
         nothing = _processor(workload, cluster, times.compute_s)
+    nothing = _at_least(nothing, beat_s)
     sets = dict.fromkeys(_promising_sets(workload, cluster, times))  # in order, each once
     bounds = [_one_end(case, tensors, workload, cluster, times, sends) for case, tensors in sets]
     bounds.sort(key=lambda bound: bound.seconds, reverse=True)
@@ -352,15 +391,15 @@ def _sharded(
     workload: Workload,
     cluster: Cluster,
     compute: Compute,
-    order: Order,
-    shard: Shard,
-    step_last: bool,
+    kind: PlanKind,
     thorough: bool,
+    beat_s: float,
 ) -> Bound:
     """What holds without the optimizer ops, and what their shards add ("Shards", "Update" and "Step")."""
+    order, _, shard, step_last, _ = kind
     check_shard(shard)
     plain, whole = without_updates(workload), with_sharded_updates(workload, cluster.workers)
-    found = [lower_bound(plain, cluster, compute=compute, order=order, sends="pairs", thorough=thorough)]
+    found = [_of_kind(plain, cluster, compute, PlanKind(order, "pairs"), thorough, beat_s)]
     compute_s = whole.compute_s if compute == "one" else heads_tails(whole, compute, order).compute_s
     found.append(Bound(compute_s, Certificate("compute", (), compute_s, 0.0, 0.0)))
     if cluster.contention is not None and compute == "one":
@@ -379,6 +418,11 @@ def _sharded(
     if compute == "one":
         best = _gathers(whole, cluster, times, step_last, best)
     return best
+
+
+def _at_least(bound: Bound, seconds: float) -> Bound:
+    """The bound, raised to so many seconds, which it does not prove."""
+    return bound if bound.seconds >= seconds else msgspec.structs.replace(bound, seconds=seconds)
 
 
 def _alone_s(op: int, tensors: tuple[int, ...], workload: Workload, cluster: Cluster, times: HeadsTails) -> float:

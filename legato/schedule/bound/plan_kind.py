@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple, get_args
 
 from legato.core.errors import unknown_name
@@ -10,7 +11,7 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import gathers_what_it_scatters
 from legato.schedule.basics.heads_tails import Order
 
-__all__ = ["PlanKind", "Sends", "check_sends", "kind_of"]
+__all__ = ["PlanKind", "Sends", "check_sends", "kind_of", "wider_kinds"]
 
 #: What the messages of plans are: nothing but all-reduces; also reduce-scatters and all-gathers in pairs, both with the
 #: same slices; or these in any way.
@@ -31,6 +32,19 @@ class PlanKind(NamedTuple):
     shard: Shard = "none"
     step_last: bool = False
     wire: bool = False
+
+
+def wider_kinds(kind: PlanKind) -> list[PlanKind]:
+    """The kinds that have all plans of a kind: this one first."""
+    every = get_args(Sends)
+    axes = (
+        dict.fromkeys((kind.order, "any")),
+        every[every.index(kind.sends) :] if kind.shard == "none" else (kind.sends,),
+        (kind.shard,),
+        dict.fromkeys((kind.step_last, False)),
+        dict.fromkeys((kind.wire, True)),
+    )
+    return [PlanKind(*values) for values in itertools.product(*axes)]
 
 
 def kind_of(plan: Plan, workload: Workload) -> PlanKind:
