@@ -133,6 +133,7 @@ def resume(path, name, kind="legato", rank=None, partial=False, trains_before=Fa
 SETTINGS = {
     "SGD": {"momentum": 0.9, "dampening": 0.1},
     "AdamW": {"amsgrad": True},
+    "Adam": {"fused": True},
     "RMSprop": {"centered": True, "momentum": 0.5},
     "Adagrad": {"initial_accumulator_value": 0.3},
 }
@@ -217,7 +218,7 @@ def same(a, b):
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
     return a == b
 
 

@@ -33,6 +33,7 @@ class Mixed(nn.Module):
         self.head = nn.Linear(180, 10)
 
     def forward(self, x):
+        x = x.to(self.scale.dtype)
         return self.head(F.gelu(self.conv(self.body(x * self.scale).view(-1, 3, 10, 10)[:, :, :8, :8])).flatten(1))
 
     batch = Dense.batch
@@ -52,7 +53,7 @@ def whole_tensors(name, dtype=torch.float32):
     trained = []
     for kind in ("ddp", "legato"):
         torch.manual_seed(7)
-        model = Dense(dtype) if dtype != torch.float32 else Mixed()
+        model = Mixed().to(dtype)
         optimizer = OPTIMIZERS[name](model.parameters())
         if kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model)

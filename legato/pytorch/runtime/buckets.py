@@ -45,6 +45,9 @@ class Slot:
     parameter: nn.Parameter
     plain_class: type
     nbytes: int
+    order: tuple[int, ...] | None = (
+        None  # in a sharded plan: its dimensions as they lie in memory, if not in their order
+    )
     slices: list[BucketSlice] = field(default_factory=list)  # in the order of their elements
     buckets: list[Bucket] = field(default_factory=list)  # those that hold a slice of it, in the plan's order
     parts: dict[int, list[BucketSlice]] = field(default_factory=dict)  # its slices, by the index of their bucket
@@ -130,8 +133,13 @@ class Slot:
         """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
         self.stage, self.update = IDLE, None
 
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """A view of a tensor like the parameter, with its dimensions in the order in which slices count elements."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
     def unpack_into(self, tensor: Tensor) -> None:
         """Copy the elements of all slices into a tensor like the parameter, which may have any strides."""
+        tensor = self.ordered(tensor)
         flat = None if tensor.is_contiguous() else tensor.contiguous()
         target = tensor if flat is None else flat
         for part in self.slices:
@@ -158,13 +166,14 @@ class BucketSlice:
     bucket: Bucket
     start: int
     stop: int
-    view: Tensor  # a view of the bucket's buffer: shaped like the parameter if it holds all of it, else flat
+    view: Tensor  # a view of the bucket's buffer: flat, or shaped like the parameter (`ordered`) if it holds all of it
     flag: Tensor | None  # one element: the number of ranks that had a gradient; in the parameter's first slice only,
     # or, in a sharded plan, in each
     whole: bool  # whether it holds all elements of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of a tensor that is shaped like the parameter."""
+        """The same elements of a tensor that is shaped like the parameter, in the order of the slice."""
+        tensor = self.slot.ordered(tensor)
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
 
@@ -233,7 +242,10 @@ def make_buckets(
         raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
     check_messages(plan, sizes)
     sharded = plan.shard != "none"
-    slots = {name: Slot(name, p, type(p), p.nbytes) for name, p in parameters.items()}
+    slots = {
+        name: Slot(name, p, type(p), p.nbytes, _order_in_memory(p) if sharded else None)
+        for name, p in parameters.items()
+    }
     parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of, sharded)]
     own = [part for _, part in parts if part.kind != "all_gather"]
     made = iter(_sharded(own, parameters, ranks, slots) if sharded else _placed(own, parameters, sizes, ranks, slots))
@@ -373,12 +385,24 @@ def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: 
         if whole and slot.parameter.is_contiguous():  # a dimension of size 1 may have any stride
             view = view.as_strided(slot.parameter.shape, slot.parameter.stride())
         elif whole:
-            view = view.view(slot.parameter.shape)
+            view = view.view(slot.ordered(slot.parameter.detach()).shape)
         at_flag = layout.flags.get(piece)
         flag = None if at_flag is None else buffer[at_flag : at_flag + 1]
         bucket.slices.append(BucketSlice(slot, bucket, start, stop, view, flag, whole))
         slot.slices.append(bucket.slices[-1])
     return bucket
+
+
+def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """The dimensions of a parameter in the order of its memory, if it is dense there, and if this is another order.
+
+    A kernel that updates the whole parameter goes by its memory, and so does that which updates a part.
+    """
+    if parameter.is_contiguous():
+        return None
+    strides = parameter.stride()
+    order = tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+    return order if parameter.detach().permute(order).is_contiguous() else None
 
 
 def _whole(slot: Slot) -> Tensor | None:

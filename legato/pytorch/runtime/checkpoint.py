@@ -1,9 +1,10 @@
 """Checkpoints of sharded optimizers: each rank saves and loads its own shards, and no rank has a whole state.
 
 [Note: boxes] `torch.distributed.checkpoint` describes what a rank has of a tensor by boxes:
-offsets and sizes in each dimension. A shard is a range of a parameter's elements in row-major
-order, which is at most 2 * dimensions - 1 boxes: what is left of the first row, whole rows, and
-the beginning of the last row, and so on inside of these rows. Each box is a view of the shard.
+offsets and sizes in each dimension. A shard is a range of a parameter's elements in the order of
+its memory, row by row of its (permuted) dimensions, which is at most 2 * dimensions - 1 boxes: what
+is left of the first row, whole rows, and the beginning of the last row, and so on inside of these
+rows. Each box is a view of the shard.
 An entry is saved under the name that torch's `get_optimizer_state_dict` gives it, with the
 parameter's shape. So a checkpoint has no trace of the plan: any number of ranks, other plans
 and optimizers that are not sharded can load it, and the other way round.
@@ -72,14 +73,16 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 class LocalShards(Tensor):
     """A tensor of which this rank has only its shards, as `torch.distributed.checkpoint` saves and loads it.
 
-    `ranges` are the elements of each shard, in row-major order, and `flats` their
-    values, or None as long as there are none. Of a tensor without values, `begins` is
-    saved in place of each, or None if that is None.
+    `ranges` are the elements of each shard, in row-major order of the dimensions as
+    `order` has them (None: as they are), and `flats` their values, or None as long as
+    there are none. Of a tensor without values, `begins` is saved in place of each, or
+    None if that is None.
     """
 
     ranges: list[tuple[int, int]]
     flats: list[Tensor] | None
     begins: Tensor | None
+    order: Sequence[int] | None
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: Any, *_: Any) -> LocalShards:
         return cast(LocalShards, tensor_without_memory(cls, shape, dtype, device))
@@ -92,17 +95,20 @@ class LocalShards(Tensor):
         ranges: Sequence[tuple[int, int]],
         flats: Sequence[Tensor] | None = None,
         begins: Tensor | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
-        self.ranges, self.begins = list(ranges), begins
+        self.ranges, self.begins, self.order = list(ranges), begins, order
         self.flats = None if flats is None else list(flats)
 
     def _boxes(self) -> Iterator[tuple[Box, int, int]]:
         """Each box, with the shard that has it, and the place in that shard at which it begins."""
+        order = self.order or range(self.dim())
+        back = sorted(range(self.dim()), key=order.__getitem__)
         for i, (start, stop) in enumerate(self.ranges):
             at = 0
-            for box in boxes(self.shape, start, stop):
-                yield box, i, at
-                at += math.prod(box[1])
+            for offsets, sizes in boxes([self.shape[d] for d in order], start, stop):
+                yield (tuple(offsets[d] for d in back), tuple(sizes[d] for d in back)), i, at
+                at += math.prod(sizes)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         if self.flats is None and self.begins is None:
@@ -131,7 +137,9 @@ class LocalShards(Tensor):
             self.flats = [begins.expand(b - a).clone() for a, b in self.ranges]
         for (offsets, sizes), i, at in self._boxes():
             if offsets == index.offset:
-                return self.flats[i][at : at + math.prod(sizes)].view(sizes)
+                flat, order = self.flats[i][at : at + math.prod(sizes)], self.order or range(self.dim())
+                back = sorted(range(self.dim()), key=order.__getitem__)
+                return flat.view([sizes[d] for d in order]).permute(back)
         raise KeyError(index)
 
     @classmethod
@@ -303,12 +311,10 @@ def _entries(
     held: list[Shard], state: dict[Any, dict[str, Any]], first: dict[str, Any], begun: dict[str, Any]
 ) -> dict[str, Any]:
     """The entries of a parameter: those of its shards, or, if they have none yet, such as their first step makes."""
-    shape = held[0].piece.slot.parameter.shape
-    ranges = [(shard.piece.start, shard.piece.stop) for shard in held]
     mine = state.get(held[0].flat)
     if not mine:
         known = begun if begun.keys() == first.keys() else {}
-        return {key: _without_values(value, shape, ranges, known.get(key)) for key, value in first.items()}
+        return {key: _without_values(value, held, known.get(key)) for key, value in first.items()}
     if late := sorted(mine.keys() - first.keys()):
         raise InputError(
             f"{held[0].piece.slot.name}: its state {late[0]!r} is not there after a first step, and could not be "
@@ -318,7 +324,7 @@ def _entries(
     for key, value in mine.items():
         if is_elementwise(held[0], value):
             flats = [state[shard.flat][key] for shard in held]
-            found[key] = LocalShards(shape, value.dtype, value.device, ranges, flats)
+            found[key] = _elements(value, held, flats)
         elif isinstance(value, Tensor) and value.dim():
             raise uneven(held[0], key)
         else:
@@ -326,14 +332,22 @@ def _entries(
     return found
 
 
-def _without_values(value: Any, shape: Sequence[int], ranges: Sequence[tuple[int, int]], begins: Any) -> LocalShards:
-    """An entry of a parameter of this shape, as this one is of a stand-in, into which something can be loaded.
+def _elements(
+    value: Tensor, held: list[Shard], flats: list[Tensor] | None, begins: Tensor | None = None
+) -> LocalShards:
+    """An entry of a parameter, with a value like this one for each element."""
+    slot, ranges = held[0].piece.slot, [(shard.piece.start, shard.piece.stop) for shard in held]
+    return LocalShards(slot.parameter.shape, value.dtype, value.device, ranges, flats, begins, slot.order)
+
+
+def _without_values(value: Any, held: list[Shard], begins: Any) -> LocalShards:
+    """An entry of a parameter, as this one is of a stand-in, into which something can be loaded.
 
     `begins` is that of a stand-in before its first step, if it is known.
     """
     begins = begins.flatten()[0] if isinstance(begins, Tensor) else None
     if isinstance(value, Tensor) and value.dim():
-        return LocalShards(shape, value.dtype, value.device, ranges, None, begins)
+        return _elements(value, held, None, begins)
     number = value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64)
     return LocalShards((), number.dtype, number.device, [(0, 1)], None, begins)
 

@@ -360,7 +360,7 @@ class Reducer:
                         torch.mul(part.of(grad), self._scale, out=part.view)
                     else:
                         views.append(part.view)
-                        grads.append(grad)
+                        grads.append(part.of(grad))
                 slot.to_pack -= 1
                 if not slot.to_pack:
                     slot.taken = None

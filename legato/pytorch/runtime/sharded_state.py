@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError
+from legato.pytorch._private import without_overrides
 from legato.pytorch.network.agreement import gather_bytes, sum_tensors
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharding import Shard, Shards
@@ -63,10 +64,6 @@ def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any],
             if is_elementwise(shard, value):
                 shard.piece.of(whole[shard.piece.slot.parameter][key]).view(-1).copy_(value)
     sum_tensors(parts, shards.group, wait)
-    for slot in shards.slots.values():  # torch's own have the strides of the parameter, and its kernels count on that
-        for key, value in whole.get(slot.parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim() and not slot.parameter.is_contiguous():
-                whole[slot.parameter][key] = torch.empty_like(slot.parameter, dtype=value.dtype).copy_(value)
     return whole
 
 
@@ -130,7 +127,8 @@ def uneven(shard: Shard, key: str) -> InputError:
 def _from_fact(fact: tuple[str, str, Any], parameter: nn.Parameter) -> Any:
     kind, dtype, value = fact
     if kind == _ELEMENTS:
-        return torch.zeros(parameter.shape, dtype=getattr(torch, dtype), device=parameter.device)
+        with without_overrides():  # strides are the parameter's, as those of torch's own states are
+            return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
     if kind == _VALUE:
         return value
     return torch.tensor(value, dtype=getattr(torch, dtype), device=parameter.device if kind == _TENSOR else "cpu")

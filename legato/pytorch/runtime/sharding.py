@@ -388,7 +388,7 @@ class Shards:
         whole = [slot for slot in slots if len(slot.slices) == 1]
         with gate.invisible():
             if whole:
-                copy_all([slot.parameter for slot in whole], [slot.slices[0].view for slot in whole])
+                copy_all([slot.ordered(slot.parameter) for slot in whole], [slot.slices[0].view for slot in whole])
             for slot in slots:
                 if len(slot.slices) > 1:
                     slot.unpack_into(slot.parameter)
