@@ -1386,13 +1386,18 @@ def late_messages(seed):
 
     launched = []
 
-    def late(channel, buffer, message):
+    def late(channel, buffer, message, residual=None):
         launched.append(message)
         if rng.random() > rate:
-            return launch(channel, buffer, message)
+            return launch(channel, buffer, message, residual)
         busy = isinstance(channel._last, _QueuedWork) and not channel._last.is_completed()
         before, delay = None if busy else channel._last, rng.choice([5e-4, 2e-3, 5e-3])
-        channel._last = channel._queue(lambda: (time.sleep(delay), channel._carry_out(before, None, buffer, message)))
+
+        def carry_out():
+            time.sleep(delay)
+            channel._carry_out(before, None, buffer, message, residual)
+
+        channel._last = channel._queue(carry_out)
         return channel._last
 
     _GlooChannel.__call__ = late

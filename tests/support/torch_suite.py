@@ -253,13 +253,13 @@ def _prepare(mode, first_passes):
 
     launch = _GlooChannel.__call__
 
-    def late(channel, buffer, message):
-        channel._last = channel._queue(lambda: (time.sleep(LATE_S), channel._carry_out(None, None, buffer, message)))
+    def late(channel, *launched):
+        channel._last = channel._queue(lambda: (time.sleep(LATE_S), channel._carry_out(None, None, *launched)))
         return channel._last
 
-    def noted(channel, buffer, message):
+    def noted(channel, buffer, message, residual=None):
         sent.append(message)
-        return (late if mode == "overlapped" else launch)(channel, buffer, message)
+        return (late if mode == "overlapped" else launch)(channel, buffer, message, residual)
 
     _GlooChannel.__call__ = noted
     if mode == "hasty":
