@@ -78,6 +78,7 @@ __all__ = [
     "outside_transforms",
     "own_feature",
     "rebind_step",
+    "scripted_as",
     "steps_in_backward",
     "storage_id",
     "tensor_without_memory",
@@ -498,6 +499,13 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def without_dispatch_modes() -> Any:
     """A context in which no dispatch mode of the user sees an operator; without one, it costs nothing."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def scripted_as(function: Any, like: Any) -> None:
+    """Let `torch.jit.script` compile calls of a function as those of another one; it must live for ever."""
+    operator = torch.jit._builtins._find_builtin(like)
+    if operator is not None:
+        torch.jit._builtins._register_builtin(function, operator)
 
 
 def outside_transforms() -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
 
 from legato.pytorch import attach
+from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
@@ -279,6 +280,19 @@ def unseen_reader_in_debug_mode():
         train(wrapped, optimizer, 1)
     finally:
         del os.environ["LEGATO_DEBUG"]
+
+
+def doubled(x: float):
+    return torch.tensor(x) * 2
+
+
+def scripted_while_updates_wait():
+    """Whether updates wait, and what a function gives that is scripted meanwhile and makes a tensor."""
+    model = Dense()
+    wrapped, optimizer = wrap("legato", model, sgd(model.parameters()))
+    train(wrapped, optimizer, 3)
+    waiting = bool(gate.functions._before)
+    return waiting, torch.jit.script(doubled)(1.5).item()
 
 
 class Branching(Dense):

@@ -20,6 +20,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from legato.pytorch._private import (
     PRIVATE_METADATA,
     TRANSFORMS,
     no_gradients,
+    scripted_as,
     without_dispatch_modes,
     without_overrides,
 )
@@ -246,12 +248,14 @@ functions = Constructors(
 methods = Constructors({Tensor: ("__new__", "_make_subclass", "new_tensor", "new")})
 
 
+@cache
 def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
     def construct(*args: Any, **kwargs: Any) -> Any:
         for parameter in _gated((args, kwargs)):
             resolve(parameter)
         return function(*args, **kwargs)
 
+    scripted_as(construct, function)
     return construct
 
 

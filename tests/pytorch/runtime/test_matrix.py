@@ -127,6 +127,10 @@ def test_what_is_left_to_ddp(two_ranks, what):
     assert two_ranks.run(matrix_floor.left_to_ddp, what) == [expected[what]] * 2
 
 
+def test_functions_are_scripted_while_updates_wait(two_ranks):
+    assert two_ranks.run(matrix_readers.scripted_while_updates_wait) == [(True, 3.0)] * 2
+
+
 def test_models_that_are_garbage_on_one_rank_only(two_ranks):
     assert two_ranks.run(matrix_floor.wrapped_before) == ["", ""]
 
