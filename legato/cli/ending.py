@@ -22,7 +22,8 @@ INTERRUPTED = 130
 def fail(message: str, status: int) -> int:
     """Print the message as one line on standard error; returns the status."""
     with suppress(OSError):  # standard error may be closed or full, too
-        print(f"legato: {one_line(' '.join(message.split()))}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"legato: {one_line(' '.join(message.split()))}\n")
+        sys.stderr.flush()
     return status
 
 

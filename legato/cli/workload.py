@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from legato.cli.options import Json, quantity
-from legato.cli.output import describe_size, note, print_json
+from legato.cli.output import describe_size, note, print_json, say
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
 from legato.core.text import count
@@ -250,9 +250,9 @@ def _list(json: bool) -> None:
     if json:
         print_json(rows)
         return
-    print(f"{'name':<20} {'tensors':>7} {'parameters':>15} {'size':>9} {'GFLOP/sample':>13} {'batch':>5}")
+    say(f"{'name':<20} {'tensors':>7} {'parameters':>15} {'size':>9} {'GFLOP/sample':>13} {'batch':>5}")
     for row in rows:
-        print(
+        say(
             f"{row['name']:<20} {row['num_tensors']:>7} {row['parameters']:>15,} {format_bytes(row['nbytes']):>9} "
             f"{row['forward_flops'] / 1e9:>13,.2f} {row['batch_size']:>5}"
         )

@@ -503,9 +503,10 @@ def without_dispatch_modes() -> Any:
 
 def scripted_as(function: Any, like: Any) -> None:
     """Let `torch.jit.script` compile calls of a function as those of another one; it must live for ever."""
-    operator = torch.jit._builtins._find_builtin(like)
+    table: Any = torch.jit._builtins
+    operator = table._find_builtin(like)
     if operator is not None:
-        torch.jit._builtins._register_builtin(function, operator)
+        table._register_builtin(function, operator)
 
 
 def outside_transforms() -> Any:
