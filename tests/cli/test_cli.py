@@ -306,7 +306,7 @@ def test_calibrate_under_torchrun(tmp_path):
         capture_output=True, text=True, timeout=PATIENCE_S, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ).stdout  # fmt: skip
     said, cluster = json.loads(out), legato.read(path, legato.Cluster)
-    assert cluster.workers == 2 and cluster.default_collective == "gloo"
+    assert cluster.workers == 2 and cluster.default_collective == "gloo" and 0 < cluster.send_s < 1
     assert said["cluster"]["collectives"]["gloo"]["alpha_s"] == cluster.cost().alpha_s
     assert list(cluster.collectives) == ["gloo", "ring"] and list(cluster.depths["ring"]) == [2]
     assert said["cluster"]["depths"]["ring"]["2"]["alpha_s"] == cluster.cost("ring", 2).alpha_s

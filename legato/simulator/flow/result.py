@@ -130,7 +130,8 @@ class MessageTimes:
     """When the fragments of the last iteration's messages are in flight.
 
     Fragment i, of message `message[i]`, is in flight for worker w from
-    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived.
+    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived; on all
+    workers, where the number of messages in flight is limited.
     """
 
     message: NDArray[np.int64]
@@ -142,6 +143,8 @@ class MessageTimes:
     def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
         """Of reducing fragments, then of distributing fragments; a barrier releases all of those at once."""
         reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
+        if unrolled.fabric.in_flight is not None:  # then others wait until it has arrived everywhere
+            received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
         sums = np.broadcast_to(run.summed_s.max(axis=1, keepdims=True), (len(reducing), received_s.shape[1]))
         barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
         free = run.released_s.max() if barrier else run.released_s.min(axis=1)[:, None]

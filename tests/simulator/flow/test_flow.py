@@ -11,7 +11,7 @@ from support.flows import hosts_of
 from support.flows import job as job_of
 from support.strategies import examples, plans, workloads
 
-from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster
+from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
@@ -102,6 +102,16 @@ def test_what_planners_are_told_of_workers_that_are_no_power_of_two(name, worker
         job = chain(layers=1, nbytes=nbytes, forward_s=0.0, backward_s=0.0)
         seconds = simulate_flow(job, None, name, network, keep_transfers=False).iteration_s
         assert cost.cost(nbytes) == pytest.approx(seconds, rel=0.02, abs=61e-6)
+
+
+@pytest.mark.parametrize(("alpha_s", "latency_s", "send_s"), [(3.2e-4, 1e-4, 1e-5), (2.8e-5, 2e-6, 2e-6)])
+def test_a_measured_shuffle_is_explained_with_its_sends(alpha_s, latency_s, send_s):
+    """Eight workers, and 10 us a send as measured, or as much as the startup time leaves."""
+    measured = Cluster(8, {"shuffle": LinearCost(alpha_s, 2e-9)}, send_s=1e-5)
+    network = Network.of(measured)
+    assert (network.latency_s, network.send_s) == pytest.approx((latency_s, send_s))
+    cost = network.cluster("shuffle").cost()
+    assert (cost.alpha_s, cost.beta_s_per_byte) == pytest.approx((alpha_s, 2e-9))
 
 
 OTHERS = {
