@@ -332,7 +332,7 @@ def _of_kind(
     workload: Workload, cluster: Cluster, compute: Compute, kind: PlanKind, thorough: bool, beat_s: float = 0.0
 ) -> Bound:
     """What is proved for plans of this kind, without floors; if that is not above `beat_s`, just this."""
-    order, sends, shard, step_last, wire = kind
+    order, sends, shard, _, wire = kind
     if wire:
         cluster = cluster.in_wire_format()
     if shard != "none":
