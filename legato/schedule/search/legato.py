@@ -117,8 +117,8 @@ def legato(
     gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
     which is logged. By default every message takes the cheapest collective; `collective`
     restricts the choice to one. Messages in halves take one that has halves. With `any_order`,
-    plans count too that can only be simulated: those that reorder more than the nodes of compiled graphs, or that gather
-    other messages than they scattered, and `work` and `limit_s` count up to seven times: the best plan without
+    plans count too that can only be simulated: those that reorder more than the nodes of compiled graphs, or that
+    gather other messages than they scattered, and `work` and `limit_s` count up to seven times: the best plan without
     them is looked for as well, the best plan in one more order, and for four times the work, orders
     together with messages. No message has more than `max_message_bytes`;
     tensors are partitioned where that is necessary. With `shard`, it is the best plan that
