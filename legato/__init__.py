@@ -28,10 +28,13 @@ from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
 
-if TYPE_CHECKING:  # what `__getattr__` loads
+if TYPE_CHECKING:  # what `__getattr__` loads, and types
+    from typing import Unpack
+
     from legato.auto import distribute
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
     from legato.pytorch.runtime.checkpoint import OptimizerState
+    from legato.schedule import PlanOptions
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
 
@@ -88,7 +91,7 @@ _LAZY = {
 }
 
 
-def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Any) -> Plan:
+def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Unpack[PlanOptions]) -> Plan:
     """Plan the gradient transfers of a workload on a cluster.
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
@@ -147,7 +150,7 @@ if not TYPE_CHECKING:  # else every misspelt name would have a type
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != "torch":
                 raise
-            needed = f"legato.{name} needs PyTorch: pip install 'legato[torch]'"
+            needed = f"legato.{name} needs PyTorch: pip install torch"
             raise ModuleNotFoundError(needed, name="torch") from None
         globals()[name] = found
         return found

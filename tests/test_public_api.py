@@ -1,5 +1,6 @@
 """What `import legato` offers: its names, their types, and that neither it nor the command line imports torch."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import legato
+from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS, PlanOptions
 from legato.schedule.published.ddp import ddp
 from legato.simulator.flow import FABRICS, Network, simulate_flow
 
@@ -63,7 +65,7 @@ for name in legato._WITH_TORCH:
 """
     )
     assert run(code).splitlines() == [
-        f"legato.{name} needs PyTorch: pip install 'legato[torch]'" for name in legato._WITH_TORCH
+        f"legato.{name} needs PyTorch: pip install torch" for name in legato._WITH_TORCH
     ]
 
 
@@ -119,6 +121,12 @@ def test_the_command_line_imports_torch_only_in_commands_that_need_it():
     assert run("import sys, legato.schedule.search.legato; print({'numba'} & set(sys.modules))").strip() == "set()"
 
 
+def test_type_checkers_know_the_options_of_every_scheduler():
+    every = (SCHEDULERS | SERVER_SCHEDULERS).values()
+    options = {name for scheduler in every for name in list(inspect.signature(scheduler).parameters)[2:]}
+    assert options == set(PlanOptions.__annotations__)
+
+
 def test_types_of_lazy_names_are_known(tmp_path):
     """A user's script under strict mypy. What it needs to know of torch it knows without looking into it."""
     (tmp_path / "script.py").write_text("""
@@ -127,7 +135,9 @@ import legato
 from legato import *
 
 def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: Any) -> None:
-    plan = legato.plan(job, cluster)
+    plan = legato.plan(legato.read("w.json"), legato.read("c.json"), "ddp", bucket_bytes=1, shard="optimizer")
+    legato.plan(job, cluster, shrad="optimizer")  # type: ignore[call-arg]
+    legato.plan(job, cluster, shard="optimiser")  # type: ignore[arg-type]
     assert_type(plan, legato.Plan)
     assert_type(legato.simulate(job, plan, cluster, fabric="ring"), legato.Timeline)
     assert_type(legato.lower_bound(job, cluster), legato.Bound)
@@ -138,7 +148,7 @@ def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: 
     parameter_servers(model, optimizer, nothing_like_it=1)  # type: ignore[call-arg]
     legato.plann  # type: ignore[attr-defined]
 """)
-    config = "[mypy]\nstrict = True\nfollow_imports = silent\n"
+    config = "[mypy]\nstrict = True\nwarn_unused_ignores = True\nfollow_imports = silent\n"
     config += "[mypy-torch.*,numba.*,numpy.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
     (tmp_path / "mypy.ini").write_text(config)
     done = subprocess.run(

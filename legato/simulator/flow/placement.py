@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from legato.core.errors import InputError, unknown_name
+from legato.core.text import count
 from legato.simulator.flow.graph import Graph
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Hosts, Routes, Topology
@@ -43,8 +44,8 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
     if how not in PLACEMENTS:
         raise unknown_name("placement of jobs", how, PLACEMENTS)
     if (wanted := _places(workers, how)) > network.workers:
-        noun = "hosts" if network.gpus_per_host == 1 else "GPUs"
-        raise InputError(f"{wanted:,} workers of jobs on {network.workers:,} {noun} (expected one each)")
+        noun = "host" if network.gpus_per_host == 1 else "GPU"
+        raise InputError(f"{count(wanted, 'worker')} of jobs on {count(network.workers, noun)} (expected one each)")
     if how == "together":
         return [tuple(range(count)) for count in workers]
     hosts = np.arange(network.workers).reshape(-1, network.gpus_per_host)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice, check_plan
+from legato.core.text import count
 from legato.core.workload import Workload
 from legato.simulator.flow.case import Case
 from legato.simulator.flow.compute import check_alike
@@ -144,6 +145,7 @@ def _per_worker(workload: Workload | Sequence[Workload], network: Network) -> Se
     if isinstance(workload, Workload):
         return [workload]
     if len(workload) != network.workers:
-        raise InputError(f"{len(workload)} workloads for {network.workers} workers (expected one each)")
+        workers = count(network.workers, "worker")
+        raise InputError(f"{count(len(workload), 'workload')} for {workers} (expected one each)")
     check_alike(workload)
     return workload
