@@ -64,9 +64,7 @@ for name in legato._WITH_TORCH:
         print(error)
 """
     )
-    assert run(code).splitlines() == [
-        f"legato.{name} needs PyTorch: pip install torch" for name in legato._WITH_TORCH
-    ]
+    assert run(code).splitlines() == [f"legato.{name} needs PyTorch: pip install torch" for name in legato._WITH_TORCH]
 
 
 def test_a_name_that_does_not_exist():

@@ -78,9 +78,7 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_rows(
-    title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s", best: str | None = None
-) -> None:
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], by: str = "iteration_s", best: str | None = None) -> None:
     """Print one row per scheduler, sorted by the seconds in `by`, with the best marked: by default the fastest.
 
     If anything was measured, the heads say what is predicted and what is measured.
