@@ -53,8 +53,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Torch's name of each parameter, its name without wrappers, and the parameter."""
     modules = _without_wrappers(model)
     for full, p in model.named_parameters():
-        parent, _, leaf = full.rpartition(".")
-        yield full, _joined(modules[parent][0], leaf), p
+        parent = full.rpartition(".")[0]
+        while parent not in modules:  # the parameter's own name has a dot
+            parent = parent.rpartition(".")[0]
+        yield full, _joined(modules[parent][0], full.removeprefix(f"{parent}.")), p
 
 
 def _without_wrappers(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:

@@ -113,7 +113,7 @@ def save(path, backward_s, sizes, forward_s=0.01, readers=(0,)):
 
 def test_the_network_is_named_also_where_a_plan_sends_otherwise(capsys, workload):
     _, out, err = run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--latency", "1ms")
-    assert out.startswith("toy on 8 workers, 10 Gbit/s, latency 1 ms, ring;")
+    assert out.startswith("toy on 8 workers, 10 Gbit/s, latency 1 ms, 5 us a send, ring;")
     assert "legato sends with " in err and "--collective ring allows only ring" in err
     assert "sends with" not in run(capsys, "plan", workload, "--scheduler", "ddp,legato", "--collective", "ring")[2]
 
