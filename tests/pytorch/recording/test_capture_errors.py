@@ -92,10 +92,10 @@ def test_import_fails(write, text, raised):
         ("training = 3", "no function 'training'; it has: none"),
         ("def training(): return None", f"training() returned None {EXPECTED}"),
         ("def training(): return 1, 2", f"training() returned a tuple of 2 {EXPECTED}"),
-        ("def training(): return 1, 2, 3", f"training() returned a int as model {EXPECTED}"),
+        ("def training(): return 1, 2, 3", f"training() returned an int as model {EXPECTED}"),
         (
             "import torch\ndef training(): return torch.nn.ReLU(), 2, 3",
-            f"training() returned a int as optimizer {EXPECTED}",
+            f"training() returned an int as optimizer {EXPECTED}",
         ),
         (GOOD.replace("lambda: ", ""), f"training() returned a Tensor as loss {EXPECTED}"),
         ("def training():\n    return 1 / 0", "training() raised ZeroDivisionError: division by zero ({path}:2)"),
@@ -212,7 +212,7 @@ def test_numbers_are_wrong(wrong):
 
 
 def test_arguments_are_of_the_wrong_kind():
-    assert message(capture, 3, None, list) == "given a int and None (expected a Module and an Optimizer)"
+    assert message(capture, 3, None, list) == "given an int and None (expected a Module and an Optimizer)"
 
 
 def test_step_is_not_the_same_every_time():

@@ -45,7 +45,7 @@ def test_two_messages_by_hand():
     """The first tensor arrives at 8, the second at 24, and is updated and read. Together they arrive at 20, and both
     updates follow."""
     bound = lower_bound(TWO, DEAR, sends="all_reduces")
-    assert bound.certificate.case == "ranges" and bound.seconds == pytest.approx(29, rel=1e-5)
+    assert bound.certificate.case == "ranges" and bound.seconds == pytest.approx(29, rel=1e-4)
     assert iteration_time(TWO, schedule("legato", TWO, DEAR), DEAR) == best_of_all(TWO, DEAR) == 29
 
 
