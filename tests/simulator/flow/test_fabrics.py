@@ -232,7 +232,7 @@ def test_store_and_forward_switches_cost_a_transfer_more():
         (lambda: Network(workers=2, bandwidth_bps=1e9, racks=3), "racks: 3"),
         (lambda: Network(workers=2, bandwidth_bps=1e9, compute_scale=(1.0,)), "compute_scale"),
         (lambda: network(9, gpus_per_host=8), "gpus_per_host: 8 .expected a divisor of the 9 workers"),
-        (lambda: simulate_flow([job()], None, "ring", network(2)), "1 workloads for 2 workers"),
+        (lambda: simulate_flow([job()], None, "ring", network(2)), "1 workload for 2 workers"),
         (lambda: simulate_flow([job(), MANY], None, "ring", network(2)), "worker 1"),
         (lambda: simulate_flow(job(), None, "ring", network(2), iterations=0), "iterations: 0"),
         (lambda: simulate_flow(job(), None, fabric("multicast", servers=2, placement={"w0": 5}), network(2)), "w0"),
