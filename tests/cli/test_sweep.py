@@ -148,8 +148,8 @@ def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, wor
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("finished", "presses"), [(0, 2), (3, 1)], ids=["twice while workers start", "once later"])
-def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finished, presses):
+@pytest.mark.parametrize("finished", [0, 3])
+def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finished):
     ops = [legato.Op(f"f{i}", "forward", 1e-4) for i in range(200)]
     ops += [legato.Op(f"b{i}", "backward", 1e-4, (i,)) for i in range(200)]
     tensors = [legato.Tensor(f"w{i}", 10_000, 200 + i, (i,)) for i in range(200)]
@@ -179,9 +179,7 @@ def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finishe
     kept = tmp_path / "s.csv.cells.jsonl"
     while sweep.poll() is None and not (kept.exists() and kept.read_bytes().count(b"\n") > finished):
         time.sleep(0.05)
-    for _ in range(presses):
-        os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does: the workers too
-        time.sleep(0.05)
+    os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does: the workers too
     _, err = sweep.communicate(timeout=PATIENCE_S)
     lines = kept.read_bytes().splitlines()
     err = without_progress(err)

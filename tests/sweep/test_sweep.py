@@ -5,12 +5,10 @@ import dataclasses
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
 import sys
-import threading
 import time
 import types
 
@@ -246,27 +244,7 @@ def test_machines_of_all_kinds_are_what_the_simulator_says():
 
 
 @pytest.mark.processes
-def test_processes_end_without_a_word_while_they_get_work(monkeypatch):
-    """loky's thread is slow here: when it sees that the pool ends, it has not seen the last item."""
-    from joblib.externals.loky.process_executor import _ExecutorManagerThread
-
-    process_result, errors = _ExecutorManagerThread.process_result_item, []
-
-    def slow(self, item):
-        process_result(self, item)
-        time.sleep(0.3)
-
-    monkeypatch.setattr(_ExecutorManagerThread, "process_result_item", slow)
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    results = in_parallel(_where, range(0, -40, -1), jobs=2)
-    assert next(results)
-    results.close()
-    assert not errors
-
-
-@pytest.mark.processes
-def test_every_item_is_done_once_where_turns_end_early():
-    """Turns of several items, which take about as long as a turn may take."""
+def test_every_item_is_done_once():
     found = list(in_parallel(_where, [0.03] * 20 + [0.0] * 500 + [0.03] * 20, jobs=2))
     assert sorted(seconds for seconds, *_ in found) == [0.0] * 500 + [0.03] * 40
     assert os.getpid() not in {pid for _, pid, _ in found}
@@ -276,28 +254,6 @@ def test_every_item_is_done_once_where_turns_end_early():
 def test_a_worker_that_is_killed():
     with pytest.raises(LegatoError, match="a worker process was killed"):
         list(in_parallel(_ends, range(40), jobs=2))
-
-
-@pytest.mark.processes
-def test_ctrl_c_comes_between_results_and_never_to_the_workers():
-    """The first of three is raised when the pool has ended, and the handler from before is back."""
-    raised = []
-
-    def handler(number, frame):
-        raised.append(multiprocessing.active_children())
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        results = in_parallel(_where, range(0, -1000, -1), jobs=2)
-        assert next(results)[-1]
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            list(results)
-        assert raised == [[]] and signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _where(seconds):
