@@ -3,11 +3,9 @@
     python benchmarks/schedulers.py [--quick] [--grids zoo] [-o grids.json] [--picture grid.svg]
 
 The first grid is the zoo's models by bandwidths, workers and collectives; the second one,
-random layered networks by latencies and workers. Per cell: legato's gap to the bound, of
-the plan that can be run on an eager model and of the one that may compute in any order, which
-can only be simulated; the best of the others that can be run, among them p3 with the best
-slices; DDP; and the time that planning took. A plan of all-reduces is compared with the bound for
-these, and, where it can be run, also with the bound for all that can be run.
+random layered networks by latencies and workers. Per cell: legato's gap to the bound; the best of the others
+that can be run, among them p3 with the best slices; DDP; and the time that planning took. A plan of
+all-reduces is compared with the bound for these, and also with the bound for all that can be run.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ COLLECTIVES = {"ring": ["ring"], "halving-doubling": ["halving-doubling"], "best
 LATENCY_S = 30e-6
 LATENCIES_S = (1e-6, 30e-6, 300e-6, 1e-3)
 NETS = 24
-KINDS = ("run", "simulated")
 #: legato stops when it is as near to the bound as this.
 GAP = 0.005
 
@@ -55,34 +52,25 @@ def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     found: dict[str, Any] = {"seconds": seconds}
     for name in SCHEDULERS:
-        for kind in KINDS if name == "legato" else ("",):
-            start = time.perf_counter()
-            plan = schedule(name, job, cluster, **({"any_order": kind == "simulated"} if kind else {}))
-            if kind:
-                of = kind_of(plan, job)
-                bound = lower_bound(job, cluster, **of._asdict()).seconds
-                took = iteration_time(job, plan, cluster)
-                found[kind] = {
-                    "bound_s": bound, "gap": took / bound - 1, "order": of.order, "seconds": took,
-                    "plan_s": time.perf_counter() - start,
-                }  # fmt: skip
-                if kind == "run":
-                    found[kind]["gap_of_pairs"] = took / lower_bound(job, cluster, sends="pairs").seconds - 1
-            else:
-                seconds[name] = iteration_time(job, plan, cluster)
-                if not is_runnable(plan, job):
-                    found.setdefault("simulated_only", []).append(name)
+        start = time.perf_counter()
+        plan = schedule(name, job, cluster)
+        if name == "legato":
+            of = kind_of(plan, job)
+            bound = lower_bound(job, cluster, **of._asdict()).seconds
+            took = iteration_time(job, plan, cluster)
+            found |= {
+                "bound_s": bound, "gap": took / bound - 1, "taken_s": took, "plan_s": time.perf_counter() - start,
+                "gap_of_pairs": took / lower_bound(job, cluster, sends="pairs").seconds - 1,
+            }  # fmt: skip
+        elif is_runnable(plan, job):
+            seconds[name] = iteration_time(job, plan, cluster)
     slices = (max(16, int(job.nbytes / 2 ** (k / 2)) // 16 * 16) for k in range(1, 21))
     seconds["p3, best slices"] = min(
         iteration_time(job, schedule("p3", job, cluster, slice_bytes=nbytes), cluster) for nbytes in slices
     )
-    for kind in KINDS:
-        others = {
-            name: s for name, s in seconds.items() if kind == "simulated" or name not in found.get("simulated_only", [])
-        }
-        best = min(others, key=others.__getitem__)
-        mine = found[kind]["seconds"]
-        found[kind] |= {"best_other": best, "over_best_other": others[best] / mine, "over_ddp": seconds["ddp"] / mine}
+    best = min(seconds, key=seconds.__getitem__)
+    mine = found["taken_s"]
+    found |= {"best_other": best, "over_best_other": seconds[best] / mine, "over_ddp": seconds["ddp"] / mine}
     return found
 
 
@@ -107,22 +95,17 @@ def random_grid(quick: bool) -> Iterator[tuple[dict[str, Any], Workload, Cluster
 
 def summarise(cells: list[dict[str, Any]]) -> bool:
     """A grid in a few lines; returns whether legato was slower than another scheduler."""
-    slower = 0
-    for kind in KINDS:
-        part = [c[kind] for c in cells]
-        lost = sum(c["over_best_other"] < 1 - 1e-9 and c["gap"] > GAP for c in part)
-        slower += lost
-        print(f"plans that can be {'run' if kind == 'run' else 'simulated'}, {len(part)} cells:")
-        for key, label in (("gap", "gap"), ("gap_of_pairs", "gap to the bound for all plans that can be run")):
-            if key in part[0]:
-                print(f"  {label}: {spread(sorted(c[key] for c in part))}")
-        over_ddp, over_other, planning = ([c[key] for c in part] for key in ("over_ddp", "over_best_other", "plan_s"))
-        print(f"  over ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
-        print(
-            f"  over the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x, "
-            f"least {min(over_other):.3f}x; slower in {lost}, but for plans within {GAP:.1%} of the bound"
-        )
-        print(f"  planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
+    slower = sum(c["over_best_other"] < 1 - 1e-9 and c["gap"] > GAP for c in cells)
+    print(f"{len(cells)} cells:")
+    for key, label in (("gap", "gap"), ("gap_of_pairs", "gap to the bound for all plans that can be run")):
+        print(f"  {label}: {spread(sorted(c[key] for c in cells))}")
+    over_ddp, over_other, planning = ([c[key] for c in cells] for key in ("over_ddp", "over_best_other", "plan_s"))
+    print(f"  over ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
+    print(
+        f"  over the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x, "
+        f"least {min(over_other):.3f}x; slower in {slower}, but for plans within {GAP:.1%} of the bound"
+    )
+    print(f"  planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
     return slower > 0
 
 
@@ -135,8 +118,8 @@ def spread(gaps: list[float]) -> str:
 
 
 def picture(cells: list[dict[str, Any]]) -> str:
-    """The plans of the zoo's cells that can be run."""
-    return draw([c | c["run"] | {"seconds": c["seconds"] | {"legato": c["run"]["seconds"]}} for c in cells])
+    """The plans of the zoo's cells."""
+    return draw([c | {"seconds": c["seconds"] | {"legato": c["taken_s"]}} for c in cells])
 
 
 def main() -> None:
@@ -155,12 +138,12 @@ def main() -> None:
         cells = grids[name] = []
         for where, job, cluster in GRIDS[name](options.quick):
             cells.append(where | cell(job, cluster))
-            run, simulated = (cells[-1][kind] for kind in KINDS)
+            run = cells[-1]
             latency_s = where.get("latency_s", LATENCY_S)
             print(
                 f"{where['model']:14} {where['gigabits']:5} Gbit {latency_s * 1e6:4.0f} us {where['workers']:4} "
                 f"{where['collective']:16} "
-                f"gap {run['gap']:6.2%} {simulated['gap']:6.2%}  "
+                f"gap {run['gap']:6.2%}  "
                 f"best other {run['best_other']:15} {run['over_best_other']:.3f}x  "
                 f"ddp {run['over_ddp']:.3f}x  {run['plan_s']:.2f} s",
                 flush=True,

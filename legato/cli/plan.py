@@ -59,14 +59,6 @@ def plan(
     reduce: Reduce = None,
     collective: Collective = None,
     compute: Compute = "one",
-    any_order: Annotated[
-        bool,
-        typer.Option(
-            "--any-order",
-            help="Let `legato` plan any order of computation, also one that can only be simulated. "
-            "In the graphs of a compiled model it plans any order anyway.",
-        ),
-    ] = False,
     max_message: Annotated[
         str | None,
         typer.Option(
@@ -113,7 +105,6 @@ def plan(
         machines.cluster,
         collective=collective,
         compute=compute,
-        any_order=any_order,
         max_message_bytes=most,
         shard=shard,
         wire=wire,
@@ -146,7 +137,7 @@ def plan(
     if most is not None:
         _note_larger(found, job, most)
     if wire != "none":
-        _note_rounding(chosen, job, machines.cluster, collective, compute, any_order, most)
+        _note_rounding(chosen, job, machines.cluster, collective, compute, most)
     elif shard == "none":
         _note_stock_ddp(found, chosen, job, machines.cluster, collective, compute)
     else:
@@ -216,7 +207,6 @@ def _note_rounding(
     cluster: Cluster,
     collective: str | None,
     compute: Literal["one", "unlimited"],
-    any_order: bool,
     most: int | None,
 ) -> None:
     """Say what the chosen plan wins over the exact one of its scheduler, and what it rounds for that."""
@@ -225,13 +215,13 @@ def _note_rounding(
     from legato.schedule.search.rounding import MOST_SHARED, least_rounded
 
     plan, seconds = chosen.plan, chosen.iteration_s
-    options: dict[str, Any] = {"collective": collective, "compute": compute, "any_order": any_order}
+    options: dict[str, Any] = {"collective": collective, "compute": compute}
     (exact,) = compare(job, cluster, [plan.scheduler], max_message_bytes=most, **options)
     if not plan.rounded:
         note(f"{plan.scheduler} rounds nothing: its exact plan is predicted to be as fast ({format_seconds(seconds)})")
         return
     least = ""
-    captured = compute == "one" and not (any_order or has_free_order(job))
+    captured = compute == "one" and not has_free_order(job)
     if captured and len(job.tensors) <= MOST_SHARED:
         least = f" (no plan as fast rounds less than {percent(least_rounded(job, cluster, seconds))})"
     faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"

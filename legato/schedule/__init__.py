@@ -32,7 +32,6 @@ SCHEDULERS: dict[str, Callable[..., Plan]] = PUBLISHED | {"legato": legato}
 class PlanOptions(TypedDict, total=False):
     """The options of all schedulers, for type checkers; each scheduler has some of them, and explains its own."""
 
-    any_order: bool
     batching: bool
     bucket_bytes: int | None
     bucket_cap_mb_list: Sequence[float] | None

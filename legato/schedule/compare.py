@@ -95,7 +95,6 @@ def compare(
     *,
     collective: str | None = None,
     compute: Literal["one", "unlimited"] = "one",
-    any_order: bool = False,
     max_message_bytes: int | None = None,
     shard: Shard = "none",
     wire: Rounding = "none",
@@ -104,7 +103,6 @@ def compare(
 ) -> list[Candidate]:
     """Plan with each named scheduler (by default, all that fit the cluster) and predict each plan.
 
-    With `any_order`, `legato` plans for all orders of computation, as if none had to be run.
     No message with more than one tensor has more than `max_message_bytes`; schedulers that
     partition keep every message within it. With `shard`, all plans shard the optimizer, or
     also the gradients. With `wire`, gradients may travel in a wire format (`schedule`).
@@ -127,7 +125,7 @@ def compare(
     for i, name in enumerate(names):
         start = time.perf_counter()
         try:
-            options: dict[str, Any] = {"any_order": True} if any_order and name == "legato" else {}
+            options: dict[str, Any] = {}
             if max_message_bytes is not None:
                 options["max_message_bytes"] = max_message_bytes
             plan = schedule(name, workload, cluster, shard=shard, wire=wire, collective=collective, **options)

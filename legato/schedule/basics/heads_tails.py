@@ -11,14 +11,13 @@ to the end of the period (also called the delivery time). All times are in secon
     any order           directly or not                 directly or not
     unlimited           longest path to the gradient    longest path from the arrival
 
-On one stream, these are the times of sets of ops. Up to `MOST_BITS` ops, a set is a row of
+On one stream, these are the times of sets of ops. Up to `_MOST_BITS` ops, a set is a row of
 bits. Above, `reach.py` finds the times without the sets.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import accumulate
 from operator import getitem
 from typing import Literal, NamedTuple
@@ -29,12 +28,12 @@ from legato.schedule.basics.compose import release_times
 from legato.schedule.basics.reach import reached_s
 from legato.simulator.period import Compute, Period, check_compute
 
-__all__ = ["MOST_BITS", "Detours", "HeadsTails", "Order", "check_size", "heads_tails"]
+__all__ = ["HeadsTails", "Order", "check_size", "heads_tails"]
 
 #: The most ops to plan for. So many take a gigabyte, and some ten seconds to bound.
 _MOST_OPS = 2**20
 #: Up to so many ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
-MOST_BITS = 2**14
+_MOST_BITS = 2**14
 
 #: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
 #: workload, "any" keeps only their dependencies. In both, optimizer ops may run at the best time for them.
@@ -75,7 +74,7 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
     period = Period.of(workload)
     if compute == "unlimited":
         return _longest_paths(period)
-    if len(workload.ops) > MOST_BITS:
+    if len(workload.ops) > _MOST_BITS:
         return _without_sets(period, order)
     weigh = _Weights(period.duration_s)
     after = _closures(reversed(period.topological), _successors(period))
@@ -88,51 +87,6 @@ def _heads_tails(workload: Workload, compute: Compute, order: Order) -> HeadsTai
         before = _closures(period.topological, period.waits)
         heads = [weigh.of(before[op]) for op in period.ready_op]
     return HeadsTails(heads, [weigh.of(bits) for bits in tails], workload.compute_s)
-
-
-class Detours:
-    """What it costs to compute other gradients before those of a set, when ops run in any order on one stream.
-
-    The computation that all tensors of the set depend on comes before the first
-    gradient of the set. Any other gradient either comes before it as well, and
-    its op delays the set, or is sent after it. Sets of ops are bit masks, so there
-    should be at most `MOST_BITS` ops.
-    """
-
-    def __init__(self, workload: Workload, s_per_byte: float) -> None:
-        period = Period.of(workload)
-        before = _closures(period.topological, period.waits)
-        self.needs = [before[op] for op in period.ready_op]
-        self.weigh = _Weights(period.duration_s)
-        self.ready_op, self.duration_s = period.ready_op, period.duration_s
-        self.send_s = [s_per_byte * tensor.nbytes for tensor in workload.tensors]
-
-    def shared(self, tensors: Iterable[int]) -> int:
-        """The ops that all tensors of the set depend on."""
-        shared = -1
-        for t in tensors:
-            shared &= self.needs[t]
-        return shared
-
-    def least_s(self, computed: int, tensors: Collection[int], free_s: float) -> float:
-        """The least seconds for the ops `computed` in any case and for all other gradients.
-
-        Each of the other ops that make gradients costs its own time, or the time to
-        send what it makes. `tensors`, the set, cost nothing more. `free_s` seconds of
-        sending are free; they are spent where they save most computation. Parts of
-        ops count as well, which can only lower the result.
-        """
-        late: dict[int, float] = {}
-        for t, op in enumerate(self.ready_op):
-            if t not in tensors and not computed >> op & 1:
-                late[op] = late.get(op, 0.0) + self.send_s[t]
-        least = self.weigh.of(computed)
-        for op in sorted(late, key=lambda op: self.duration_s[op] / late[op] if late[op] else math.inf, reverse=True):
-            duration, send = self.duration_s[op], late[op]
-            spared = min(1.0, free_s / send) if send else 1.0
-            free_s -= spared * send
-            least += (1 - spared) * min(duration, send)
-        return least
 
 
 def _without_sets(period: Period, order: Order) -> HeadsTails:

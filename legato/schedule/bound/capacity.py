@@ -1,20 +1,7 @@
 """How much a network can carry before a moment, given release times and the cost of messages.
 
-Gradients are sent in the order of their release, partitioned anywhere, in messages
-that cost alpha + beta * n. Take f from `merge_optimal.py` for the first tensors whole,
-and the last one replaced by its first bytes: f then also tells when any amount can
-have been carried at the earliest. `carried` is its inverse. Both are exact for this
-relaxation. `lower_bound.py` has the argument, and looks at time from both ends: seen
-backwards in time, tails are release times.
-
-Where all-reduces may be sent in halves, a message pays alpha/2 first, and one half
-does half of the work of its bytes. Take all messages up to a moment x. If some of them
-are all-gathers, earlier ones have reduced and scattered the same bytes. So they pay
-alpha/2 at least twice, all after the first gradient is released, at h: the work is at
-most x - h - alpha. If none is an all-gather, the work is what can be collected by x in
-messages of alpha/2 + beta/2 * n. `HalvesCapacity` takes the larger of these two, and at
-most what messages of alpha/2 + beta * n allow, which cost no more than either half.
-Backwards in time, reduce-scatters and all-gathers change places.
+Gradients are sent in the order of their release, partitioned anywhere, in messages that cost alpha + beta * n.
+Backwards in time, tails are release times. docs/bounds.md has the argument. Units: seconds and bytes.
 """
 
 from __future__ import annotations

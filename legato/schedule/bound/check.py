@@ -2,14 +2,13 @@
 
 The checker shares nothing with the code that found the bound. It finds release times
 and tails by walking over the ops, and evaluates the recurrence of `merge_optimal.py` as
-it is written, everything in whole numbers: a float is a whole number of `1 / _SCALE`
+it is written, everything in whole numbers: a float is a whole number of `1 / SCALE`
 seconds, so there is no rounding. `lower_bound.py` has the proof that is checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -20,19 +19,15 @@ from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
 from legato.schedule.bound.check_gathers import check_gathers
-from legato.schedule.bound.check_ranges import check_ranges
-from legato.schedule.bound.check_sequences import check_sequences
 from legato.schedule.bound.check_sides import check_sides
-from legato.schedule.bound.check_whole import check_whole
 from legato.schedule.bound.lower_bound import Bound, Certificate
 from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
+from legato.schedule.bound.walk import SCALE, Walk, whole
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute
 
 __all__ = ["verify_bound"]
 
-#: Every finite float is a multiple of 2**-1074, and half of one of 2**-1075.
-_SCALE = 2**1075
 #: Parts of the claimed time, in which "nested" counts, everything rounded down.
 _CLAIMED = 2**60
 
@@ -69,7 +64,7 @@ def verify_bound(
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
     sizes = bound.certificate.sets
-    if case in ("nested", "ranges", "sides", "gathers") and not (
+    if case in ("nested", "sides", "gathers") and not (
         sizes and sizes[0] >= 1 and sizes[-1] == len(chosen) and all(a < b for a, b in pairwise(sizes))
     ):
         raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(chosen)})")
@@ -86,19 +81,15 @@ def verify_bound(
             workload = without_updates(workload)
     elif case in ("update", "step", "gathers"):
         raise InputError(f"certificate: case {case!r} without a shard")
-    walk, all_reduce_only = _Walk(workload, compute, order), sends == "all_reduces"
+    walk, all_reduce_only = Walk(workload, compute, order), sends == "all_reduces"
     if case == "compute":
-        proved = Fraction(walk.compute(), _SCALE)
+        proved = Fraction(walk.compute(), SCALE)
     elif case == "processor":
-        proved = Fraction(walk.compute(), _SCALE) + _shared_processor(workload, cluster, compute)
+        proved = Fraction(walk.compute(), SCALE) + _shared_processor(workload, cluster, compute)
     elif case == "both":
         proved = _both_ends(
             workload, cluster, {t: (walk.release(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
         )
-    elif case == "between":
-        proved = _between(workload, cluster, walk, chosen, all_reduce_only)
-    elif case == "last":
-        proved = _last(workload, cluster, walk, chosen, all_reduce_only)
     elif case == "update":
         proved = _update(every, cluster, walk, bound)
     elif case in ("step", "gathers"):
@@ -111,22 +102,14 @@ def verify_bound(
             proved = check_gathers(workload, cluster, walk, bound.certificate, from_s)
     elif case == "nested":
         proved = _nested(workload, cluster, walk, bound.certificate, sends)
-    elif case == "ranges":
-        if not all_reduce_only:
-            raise InputError(f"certificate: case 'ranges' for {sends} (expected all-reduces only)")
-        proved = check_ranges(workload, cluster, walk, bound.certificate)
     elif case == "sides":
         if sends == "halves":
             raise InputError("certificate: case 'sides' for halves (expected pairs or all-reduces)")
         proved = check_sides(workload, cluster, walk, bound.certificate)
-    elif case == "whole":
-        proved = check_whole(workload, cluster, walk, bound.certificate, sends)
-    elif case == "sequences":
-        proved = check_sequences(workload, cluster, walk, bound.certificate, sends)
     else:
         near, far = (walk.release, walk.tail) if case == "release" else (walk.tail, walk.release)
         proved = _network(workload, cluster, {t: near(t) for t in chosen}, sends) + Fraction(
-            min(map(far, chosen)), _SCALE
+            min(map(far, chosen)), SCALE
         )
     if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
         raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
@@ -160,12 +143,12 @@ def _both_ends(
         raise InputError(f"certificate: moment_s {moment} (expected finite seconds, at least 0)")
     front = _End(workload, cluster, {t: release for t, (release, _) in near.items()}, all_reduce_only)
     back = _End(workload, cluster, {t: tail for t, (_, tail) in near.items()}, all_reduce_only)
-    m = _whole(moment) * front.total
+    m = whole(moment) * front.total
     left = front.sent[-1] - front.done_by(m)
     return Fraction(m - front.half + back.time_for(left), front.unit)
 
 
-def _update(every: Workload, cluster: Cluster, walk: _Walk, bound: Bound) -> Fraction:
+def _update(every: Workload, cluster: Cluster, walk: Walk, bound: Bound) -> Fraction:
     """f(release times) + d + f(tails), with f for halves, of the tensors that an optimizer op reads."""
     chosen, op = bound.certificate.tensors, bound.certificate.op
     if op not in every.phase_ops("optimizer"):
@@ -179,52 +162,29 @@ def _update(every: Workload, cluster: Cluster, walk: _Walk, bound: Bound) -> Fra
     return total
 
 
-def _first_gather(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], step_last: bool) -> Fraction:
+def _first_gather(every: Workload, cluster: Cluster, walk: Walk, chosen: tuple[int, ...], step_last: bool) -> Fraction:
     """b + d."""
     updates = set(every.phase_ops("optimizer")) if step_last else set()
     least = []
     for t in chosen:
         own = updates & set(every.tensors[t].readers)
         least.append(sum((Fraction(every.ops[op].duration_s / cluster.workers) for op in own), Fraction(0)))
-    return Fraction(walk.backward_until[-1], _SCALE) + min(least)
+    return Fraction(walk.backward_until[-1], SCALE) + min(least)
 
 
-def _step(every: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], from_s: Fraction) -> Fraction:
+def _step(every: Workload, cluster: Cluster, walk: Walk, chosen: tuple[int, ...], from_s: Fraction) -> Fraction:
     """b + d + f(tails), or max(b, f(release times)) + alpha/2 + beta/2 * B + min q, with f for halves."""
-    backward = Fraction(walk.backward_until[-1], _SCALE)
+    backward = Fraction(walk.backward_until[-1], SCALE)
     front, back = (
         _End(every, cluster, {t: near(t) for t in chosen}, all_reduce_only=False, one_kind=True)
         for near in (walk.release, walk.tail)
     )
     busy = max(backward, Fraction(front.finish[-1], front.unit)) + Fraction(back.half + back.sent[-1], back.unit)
     one_after_another = from_s + Fraction(back.finish[-1], back.unit)
-    return max(one_after_another, busy + Fraction(min(map(walk.tail, chosen)), _SCALE))
+    return max(one_after_another, busy + Fraction(min(map(walk.tail, chosen)), SCALE))
 
 
-def _between(
-    workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
-) -> Fraction:
-    """h + alpha + beta * B + q, plus the work for other tensors that fits neither before h nor after q."""
-    first, last = min(map(walk.release, chosen)), min(map(walk.tail, chosen))
-    everything = range(len(workload.tensors))
-    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)  # for the slope of all bytes
-    others = [t for t in everything if t not in chosen]
-    work = entire.slope * sum(workload.tensors[t].nbytes for t in others)
-    before = _Carried(workload, cluster, {t: walk.release(t) for t in others}, all_reduce_only, entire).by(
-        first * entire.total
-    )
-    after = _Carried(workload, cluster, {t: walk.tail(t) for t in others}, all_reduce_only, entire).by(
-        last * entire.total
-    )
-    begin = Fraction(first * entire.total + max(0, work - before - after))
-    if walk.reorders:
-        shared = set.intersection(*(walk.needs(t) for t in chosen))
-        begin = max(begin, _detour(workload, walk, shared, chosen, entire, after))
-    own = entire.slope * sum(workload.tensors[t].nbytes for t in chosen)
-    return (begin + entire.alpha + own + last * entire.total) / entire.unit
-
-
-def _nested(workload: Workload, cluster: Cluster, walk: _Walk, certificate: Certificate, sends: Sends) -> Fraction:
+def _nested(workload: Workload, cluster: Cluster, walk: Walk, certificate: Certificate, sends: Sends) -> Fraction:
     """The claimed seconds, as `nested.py` defines them. Raises `InputError` if messages may take no longer.
 
     Counts in parts of the claimed time, everything rounded down. Goes through the sets from
@@ -282,7 +242,7 @@ def _nested(workload: Workload, cluster: Cluster, walk: _Walk, certificate: Cert
 class _Updates:
     """The least time of the updates of tensors that have some work, in the units of `entire`, rounded down."""
 
-    def __init__(self, workload: Workload, walk: _Walk, entire: _End) -> None:
+    def __init__(self, workload: Workload, walk: Walk, entire: _End) -> None:
         shares: dict[int, int] = {}
         for op, duration in enumerate(walk.duration):
             if walk.phase[op] == "optimizer" and walk.compute_setting == "one":
@@ -307,51 +267,8 @@ class _Updates:
         return least
 
 
-def _last(
-    workload: Workload, cluster: Cluster, walk: _Walk, chosen: tuple[int, ...], all_reduce_only: bool
-) -> Fraction:
-    """The least over all times after the arrival of the chosen tensor, as `last_message.py` defines it."""
-    if len(chosen) != 1 or not walk.reorders:
-        raise InputError(f"certificate: case 'last' with {len(chosen)} tensors, order {walk.order!r} (1, and any)")
-    everything = range(len(workload.tensors))
-    entire = _End(workload, cluster, dict.fromkeys(everything, 0), all_reduce_only)
-    released = _Carried(workload, cluster, {t: walk.release(t) for t in everything}, all_reduce_only, entire)
-    needed = _Carried(workload, cluster, {t: walk.tail(t) for t in everything}, all_reduce_only, entire)
-    work = [entire.slope * tensor.nbytes for tensor in workload.tensors]
-    tail = walk.tail(chosen[0]) * entire.total
-    room = [entire.alpha + work[t] + walk.tail(t) * entire.total for t in everything]
-    least = []
-    for after in {tail, *(seconds for seconds in room if seconds > tail)}:
-        computed = set.union(walk.needs(chosen[0]), *(walk.needs(t) for t in everything if room[t] > after))
-        begin = sum(walk.duration[i] for i in computed) * entire.total
-        busy = begin + sum(work) - released.by(begin) - needed.by(after)
-        least.append(after + max(_detour(workload, walk, computed, (), entire, needed.by(after)), Fraction(busy)))
-    return (entire.alpha + min(least)) / entire.unit
-
-
-def _detour(
-    workload: Workload, walk: _Walk, computed: set[int], chosen: tuple[int, ...], entire: _End, free: int
-) -> Fraction:
-    """The time of the ops `computed` anyway, and for each other op that makes gradients, its time or that of sending.
-
-    `free` work may be left for later at no cost. This is a linear program, which a greedy choice solves.
-    """
-    sent: dict[int, int] = {}
-    for t, tensor in enumerate(workload.tensors):
-        if tensor.ready_after not in computed and t not in chosen:
-            sent[tensor.ready_after] = sent.get(tensor.ready_after, 0) + entire.slope * tensor.nbytes
-    choices = [(walk.duration[op] * entire.total, work) for op, work in sent.items() if work]
-    needed = Fraction(sum(walk.duration[i] for i in computed) * entire.total)
-    left = Fraction(free)
-    for seconds, work in sorted(choices, key=lambda choice: Fraction(*choice), reverse=True):
-        spared = min(Fraction(1), left / work)
-        left -= spared * work
-        needed += (1 - spared) * min(seconds, work)
-    return needed
-
-
 class _End:
-    """f for tensors seen from one end of the period, in units of 1 / (_SCALE * bytes), so that the slope is whole."""
+    """f for tensors seen from one end of the period, in units of 1 / (SCALE * bytes), so that the slope is whole."""
 
     def __init__(
         self,
@@ -369,8 +286,8 @@ class _End:
         inward = sorted(near, key=near.__getitem__)
         sizes = [workload.tensors[t].nbytes for t in inward]
         self.total = total = sum(sizes) if of is None else of
-        self.unit = _SCALE * total
-        costs = [(_whole(c.alpha_s), _whole(c.beta_s_per_byte)) for c in cluster.least_costs()]
+        self.unit = SCALE * total
+        costs = [(whole(c.alpha_s), whole(c.beta_s_per_byte)) for c in cluster.least_costs()]
         alpha = min(a for a, _ in costs)
         self.slope = min(a + b * total for a, b in costs) - alpha  # of a byte, in the finer unit
         self.alpha = alpha * total
@@ -414,109 +331,3 @@ class _Carried:
         if self.all_reduce_only:
             return self.any.done_by(moment)
         return min(self.any.done_by(moment), max(self.one_kind.done_by(moment), moment - self.any.near[0] - self.alpha))
-
-
-def _whole(seconds: float) -> int:
-    exact = Fraction(seconds) * _SCALE
-    assert exact.denominator == 1
-    return exact.numerator
-
-
-class _Walk:
-    """Release times and tails by definition, in units of 1 / _SCALE seconds."""
-
-    scale = _SCALE
-
-    def __init__(self, workload: Workload, compute: Compute, order: Order) -> None:
-        self.workload, self.compute_setting, self.order = workload, compute, order
-        self.reorders = order == "any" and compute == "one"
-        self.duration = [_whole(op.duration_s) for op in workload.ops]
-        self.phase = [op.phase for op in workload.ops]
-        self.before = [
-            [d for d in op.deps if op.phase == "forward" or self.phase[d] != "forward"] for op in workload.ops
-        ]
-        for tensor in workload.tensors:
-            for reader in tensor.readers:
-                if self.phase[reader] == "forward":
-                    self.before[reader] += [u for u in tensor.readers if self.phase[u] == "optimizer"]
-        self.after: list[list[int]] = [[] for _ in workload.ops]
-        for i, ops in enumerate(self.before):
-            for op in ops:
-                self.after[op].append(i)
-        forward, backward = (
-            [d if p == phase else 0 for d, p in zip(self.duration, self.phase, strict=True)]
-            for phase in ("forward", "backward")
-        )
-        self.backward_until = list(accumulate(backward))
-        self.forward_from = list(accumulate(reversed(forward)))[::-1]
-        self.paths: dict[tuple[int, bool], int] = {}
-        self.releases: dict[int, int] = {}
-        self.tails: dict[int, int] = {}
-
-    def compute(self) -> int:
-        if self.compute_setting == "one":
-            return sum(self.duration)
-        through = [self.release(t) + self.tail(t) for t in range(len(self.workload.tensors))]
-        return max([*through, *(self.path(i, self.before.__getitem__, False) for i in range(len(self.duration)))])
-
-    def release(self, t: int) -> int:
-        if t not in self.releases:
-            self.releases[t] = self._release(t)
-        return self.releases[t]
-
-    def tail(self, t: int) -> int:
-        if t not in self.tails:
-            self.tails[t] = self._tail(t)
-        return self.tails[t]
-
-    def _release(self, t: int) -> int:
-        producer = self.workload.tensors[t].ready_after
-        if self.compute_setting == "unlimited":
-            return self.path(producer, self.before.__getitem__, False)
-        if self.order == "any":
-            return sum(self.duration[i] for i in self.needs(t))
-        return self.backward_until[producer]
-
-    def _tail(self, t: int) -> int:
-        readers = list(self.workload.tensors[t].readers)
-        if self.compute_setting == "unlimited":
-            return max((self.path(r, self.after.__getitem__, True) for r in readers), default=0)
-        later = self.reached(readers, self.after)
-        if self.order == "any":
-            return sum(self.duration[i] for i in later)
-        updates = sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
-        forward = [i for i in later if self.phase[i] == "forward"]
-        return updates + (self.forward_from[min(forward)] if forward else 0)
-
-    def forward(self, t: int) -> int:
-        """The forward ops of the tail of a tensor."""
-        if self.compute_setting == "unlimited":
-            return 0
-        later = self.reached(list(self.workload.tensors[t].readers), self.after)
-        return self.tail(t) - sum(self.duration[i] for i in later if self.phase[i] == "optimizer")
-
-    def needs(self, t: int) -> set[int]:
-        """The ops that the gradient of a tensor depends on, and the one that produces it."""
-        return self.reached([self.workload.tensors[t].ready_after], self.before)
-
-    def reached(self, start: list[int], neighbours: list[list[int]]) -> set[int]:
-        found, todo = set(start), list(start)
-        while todo:
-            for op in neighbours[todo.pop()]:
-                if op not in found:
-                    found.add(op)
-                    todo.append(op)
-        return found
-
-    def path(self, op: int, neighbours: Callable[[int], list[int]], later: bool) -> int:
-        """The longest path from an op along `neighbours`, without recursion."""
-        todo = [op]
-        while todo:
-            i = todo[-1]
-            missing = [n for n in neighbours(i) if (n, later) not in self.paths]
-            if missing:
-                todo += missing
-            else:
-                todo.pop()
-                self.paths[i, later] = self.duration[i] + max((self.paths[n, later] for n in neighbours(i)), default=0)
-        return self.paths[op, later]

@@ -14,8 +14,8 @@ from itertools import accumulate, count
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.workload import Workload
-from legato.schedule.bound.check_sequences import Walk
 from legato.schedule.bound.lower_bound import Certificate
+from legato.schedule.bound.walk import Walk
 
 __all__ = ["check_gathers"]
 

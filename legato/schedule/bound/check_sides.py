@@ -20,8 +20,8 @@ import numpy as np
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, TooLargeError
 from legato.core.workload import Workload
-from legato.schedule.bound.check_sequences import Walk
 from legato.schedule.bound.lower_bound import Certificate
+from legato.schedule.bound.walk import Walk
 
 __all__ = ["check_sides"]
 

@@ -1,33 +1,6 @@
 """The bound "gathers": what is scattered beside the backward pass is gathered after it, in as many messages.
 
-Where workers update their shards only, no parameters are gathered before some moment b: the end of the backward pass,
-or, if all updates follow it, the least update of any of the tensors later. So reduce-scatters overlap with one pass
-and all-gathers with the other one. Each side alone could be merged at its best, but both have the same messages.
-
-Let S(1), S(2), ..., S(n) be sets inside each other, the innermost first, with r, q and B as in `nested.py`. Only
-the bytes of S(n) count. As in `sides.py` ("Order"), these can be dealt out anew among the pairs of halves of any
-schedule, so that each pair has a stretch of a line that ends with the bytes of S(1). It is of class t if the last
-byte of its stretch is in S(t), but not in S(t - 1). Then it is scattered at r(t) or later, and gathered by T - q(t).
-
-Number the pairs from the end of the line, let t(k) be the class of the k-th one, and let h(k) be the time that
-the reduce-scatters of the first k pairs take, or their all-gathers: alpha/2 each, and beta/2 for each byte. The
-reduce-scatters of the first j pairs begin at r(t(j)) or later. For j <= k, each of them ends before an all-gather
-that ends by T - q(t(k)). The all-gathers of the first k pairs end by T - q(t(k)), too, and none begins before b or
-r(t(j)). The network carries one of these halves at a time, so
-
-    T >= max(b, r(t(1)) + h(1), ..., r(t(k)) + h(k)) + h(k) + q(t(k))     for each k.
-
-A schedule of T seconds exists only if the line can be divided among pairs such that this holds for all of them. For a
-given maximum, it is best to give each pair in turn as many bytes as it may have: the next one is then of a higher
-class, with more time on both sides. So intervals of the maximum are followed side by side, each with the most work
-that m pairs can have, for m = 1, 2, 3 and so on. In an interval, the maximum may be as large as its end, and counts as
-its begin. It never falls from one pair to the next, so what was reached in a lower interval counts in the
-higher ones, too. A pair must reach beyond its class, so there are n at most. Bisection finds the longest T that is
-too short.
-
-If tails rise as release times do, updates take no time, and everything is scattered before anything is gathered, the
-inequalities are not only necessary, if the whole maximum counts for each k: reduce-scatters from the begin of the
-line, and all-gathers from its end, take T seconds (`search/best_groups.py`). Units: seconds and bytes.
+docs/bounds.md ("Gathers") has the proof, for plans whose optimizer is sharded. Units: seconds and bytes.
 """
 
 from __future__ import annotations

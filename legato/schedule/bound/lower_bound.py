@@ -1,167 +1,8 @@
 """A time that no schedule can beat, and the set of tensors that proves it.
 
-Take any schedule: any merging, partitioning and order of messages, all-reduces or
-their two halves, any mixture of the cluster's collectives, with forward overlap. Let
-S be any set of tensors, B their bytes, r the release time (Carlier's head) and q the
-tail of a tensor (`heads_tails.py`).
-
-*Cost.* Let alpha be the least of the collectives' alphas and beta the slope at
-which alpha + beta * B is the cost of the cheapest collective for B bytes. The
-cheapest cost is concave in the size, so a message that carries b <= B bytes of
-S costs at least alpha + beta * b, whichever its collective (with one
-collective, this is its own cost); a half costs at least half of that.
-
-*Release.* List the messages that aggregate bytes of S (all-reduces and first
-halves) in time order; the j-th starts no earlier than R(j), the largest release time
-in it or before it. From then until the last byte of S arrives, the network carries
-the messages l >= j, each at least alpha/2 + beta/2 * b(l), and delivers these
-bytes (the other half of each all-reduce, or later second halves, at
-least one), for at least alpha/2 + beta/2 * (sum of b(l)). So S arrives after
-
-    alpha/2 + max over j of  R(j) + sum over l >= j of (alpha/2 + beta * b(l)).
-
-Moving each byte into the first message with R >= its release time only lowers
-this, and then every message carries neighbours in order of release: it is at least
-alpha/2 + f, with f from `merge_optimal.py` for alpha/2 and beta. The tensor that arrives
-last still has a tail of at least min q(S):
-
-    T >= f(release times of S) + alpha/2 + min q(S).
-
-*Tail.* The same backwards in time, with the messages that deliver bytes of S:
-
-    T >= min r(S) + alpha/2 + f(tails of S).
-
-*Both.* Count only the network's work, beta * b of a message that carries b bytes
-of S (half of it for a half): B in all. Let U(x) be the most work that can be
-done by x when each message pays alpha/2 first and carries what is released by
-its start (`capacity.py`), and V(y) the same backwards in time. Take any moment m,
-and the message from s to e in which it lies, with a work of w <= e - s - alpha/2.
-The messages before it have done a <= U(s), those after it c <= V(T - e). Divide
-w so that a + w1 could be done by m: if m >= s + alpha/2, take w1 = m - s -
-alpha/2, then a + w1 <= U(m), and c + w2 <= V(T - e + alpha/2 + w2) <=
-V(T - m + alpha/2); if not, w1 = 0 does the same. (No message at m: even less.) So
-
-    beta * B <= U(m) + V(T - m + alpha/2)
-
-and T is at least m - alpha/2 plus the time that V needs for the rest. This
-counts what the network loses at both ends of the period: the small messages
-with which it has to begin, and those with which it has to end so that the forward
-pass does not wait.
-
-*Between.* Let h be the least release time of S and q its least tail. All messages with
-bytes of S lie between h and T - q and take alpha + beta * B at least. Let W be
-the work for the other tensors, beta * b for b bytes, and U and V as above, but
-for the others only, and sharper where there are halves (`HalvesCapacity`). The
-messages that start before h have done a <= U(e) of it when the last of them
-ends, at e; if e > h, then e - a is at least h - U(h), since U grows no faster
-than time. The same at the other end. What neither has done is done between, so
-
-    T >= h + alpha + beta * B + max(0, W - U(h) - V(q)) + q.
-
-Sets that are small but late (the first layers) wait for everything that could go
-neither before them nor after.
-
-*Detours.* Where ops may run in any order on one stream, "between" proves more.
-Let K be the ops that every gradient of S depends on, and g >= sum of d(K) the
-moment at which the first gradient of S is ready. An op outside of K that
-produces gradients of other tensors, with w seconds of network work, either runs
-before g and delays g by its duration d, or what it produces is not sent by messages
-that start before g. With V as above,
-
-    T >= sum of d(K) + sum of d of those before g + alpha + beta * B
-         + max(0, sum of w of the others - V(q)) + q.
-
-The least of this over all choices of ops, or of parts of ops, is a linear
-program that a greedy choice solves: V(q) goes to those with the largest d/w, and
-of each of the rest the smaller of d and w counts.
-
-*Last.* In any order of ops, what is not computed before the message that a tensor
-waits for needs a message of its own after it (`last_message.py`).
-
-*Nested.* Sets that lie inside each other are sent in stretches of time that do, too,
-each of a whole number of messages; what arrives last is updated last (`nested.py`).
-
-*Ranges.* The same sets, with the latest end of each of their messages: what a message brings is
-updated after it, and so is all that comes later (`ranges.py`; for all-reduces only).
-
-*Sides.* The same sets, and what is sent before the last gradients are scattered, and after that:
-what is scattered on one side is gathered on the other one, or on the same (`sides.py`; for
-all-reduces and pairs only).
-
-*Whole.* Large tensors are updated when they are complete, and meanwhile the stream has little to
-do. In which order they arrive is a path, and the best one gives a bound (`whole.py`).
-
-*Sequences.* Where messages are expensive, all sequences of them are followed at once,
-with the least time that each state needs (`sequences.py`).
-
-*All-reduces only.* If every message is an all-reduce, alpha stands where alpha/2 stands
-above: S arrives after max over j of R(j) + sum over l >= j of (alpha + beta *
-b(l)), nothing comes on top, and both ends give beta * B <= U(m) + V(T - m +
-alpha) with messages that pay alpha first.
-
-*Pairs.* If every message is an all-reduce or one of two halves, and what one half
-scatters is what the other one gathers, then both halves of the pairs l >= j come after
-R(j). So "release" and "tail" are those of all-reduces only. "Nested" and "whole" also
-prove more for pairs than for any halves, and "sequences" follows which of them are
-under way.
-
-*Processor.* Where messages and computation share a processor (`Cluster.contention`),
-take a message that needs c seconds on its own and takes o from computation, and let p
-be the part of its way on which it is beside computation: the stream is busy p * o
-longer, and waits for (1 - p) * c. In one period, for all bytes B, with o never more than
-the simulator lets it take,
-
-    T >= computation and packing + sum over messages of min(o, c)
-      >= computation and packing + min(alphas) + min(betas) * B.
-
-*Shards.* Where workers update their shards only (`Plan.shard`), leave the optimizer ops
-out of the workload: every message still waits for its gradients, and every forward op for
-the all-gathers of what it reads, in the same times or earlier. So what a sharded plan does
-is a schedule of this workload, in pairs, and all of the above holds for it, with tails
-of forward ops alone. And no worker computes less than its own shard's updates and all
-other ops ("compute" and "processor", with updates divided by the number of workers).
-
-*Update.* Let S be the tensors that an optimizer op reads, and d its time for one shard.
-All reduce-scatters with bytes of S end before it begins, and no all-gather of S begins
-before it ends. Each message with b bytes of S takes alpha/2 + beta/2 * b at least, so with
-f for these costs,
-
-    T >= f(release times of S) + d + f(tails of S).
-
-*Step.* Parameters are gathered when the whole backward pass has ended, which takes b
-seconds on one stream. If updates follow it, too, as they do where `optimizer.step()`
-makes them (`step_last`), let d be the least time that those of a tensor of S take for one
-shard; else, let d be 0. No all-gather of S begins before b + d, so
-
-    T >= b + d + f(tails of S).
-
-The network also has to finish the reduce-scatters of S. After b all gradients are ready,
-so those that are left could go one after another, and by the definition of f they take
-f(release times of S) - b at least. All all-gathers of S come after b as well, so
-
-    T >= max(b, f(release times of S)) + alpha/2 + beta/2 * B + min q(S).
-
-*Gathers.* The same for nested sets, whose messages are as many beside one pass as beside the other one:
-what is scattered during the backward pass is gathered after it (`gathers.py`).
-
-*Floors.* A message costs no less than the smallest one. So all arguments also hold where
-every message costs that much, whatever its bytes (`Cluster.at_floors`), and otherwise
-without floors.
-
-*Wire formats.* A message of b bytes costs what its collective takes for b bytes or, in a
-wire format, for half of them, rounded up: no less than alpha + beta/2 * b, and its
-overhead no less than that with half the slope. All of these arguments use costs and
-overheads only from below. So with all slopes halved (`Cluster.in_wire_format`) they hold
-for all plans, whichever of their messages are in a format.
-
-"Release" and "tail" are at least min r + (alpha + beta * B) + min q, the value of Jackson's
-preemptive schedule (the exact optimum when alpha is 0: PACE's problem) with
-one alpha added, and more where S cannot go in one message. And no schedule is
-faster than its computation alone.
-
-Every S gives a valid bound. A few dozen promising ones are tried, so the bound may
-miss the best S, but it never claims too much. `check.py` proves a bound again from
-its certificate alone, in exact arithmetic.
+Every set of tensors gives a valid bound, by each of the arguments of docs/bounds.md. A few dozen promising sets are
+tried, so the bound may miss the best one, but it never claims too much. `check.py` proves a bound again from its
+certificate alone, in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -179,21 +20,14 @@ from legato.core.errors import InputError
 from legato.core.plan import Shard
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
-from legato.schedule.basics.heads_tails import MOST_BITS, Detours, HeadsTails, Order, heads_tails
+from legato.schedule.basics.heads_tails import HeadsTails, Order, heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.sharded import check_shard, with_sharded_updates, without_updates
-from legato.schedule.bound.between import between
 from legato.schedule.bound.capacity import Capacity
 from legato.schedule.bound.gathers import gathers
-from legato.schedule.bound.last_message import last_message
 from legato.schedule.bound.nested import SetsBound, nested
 from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
-from legato.schedule.bound.ranges import ranges
-from legato.schedule.bound.release_times import AnyOrderReleaseTimes, FixedReleaseTimes
-from legato.schedule.bound.sequences import Levels, sequences
 from legato.schedule.bound.sides import sides
-from legato.schedule.bound.waiting_updates import Updates
-from legato.schedule.bound.whole import whole
 from legato.schedule.published.merge_optimal import merge_neighbours
 from legato.simulator.collective import LEAST_PACE
 from legato.simulator.period import Compute, Period
@@ -220,13 +54,8 @@ Case = Literal[
     "release",
     "tail",
     "both",
-    "between",
-    "last",
     "nested",
-    "ranges",
     "sides",
-    "whole",
-    "sequences",
     "update",
     "step",
     "gathers",
@@ -239,11 +68,9 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `case` names the argument above that gives the bound; S is empty with "compute",
     where computation alone takes as long, and with "processor". Three times follow one
     another and add up to the bound, in seconds: `before_s`, the computation before the
-    first tensor of S is ready (with "last", before its message); `network_s`, the
+    first tensor of S is ready; `network_s`, the
     network with its unavoidable waits; and `after_s`, the time after. `moment_s` is the
-    m of "both".
-    `levels` are the bytes to which "sequences" rounds; its S is in the order of its
-    limits. With "nested", "ranges", "sides" and "gathers", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
+    m of "both". With "nested", "sides" and "gathers", the first `sets[0]`, `sets[1]`, ... of its S are the sets.
     `op` is the optimizer op of "update". The times of updates are part of `network_s`.
     `kind` is a wider kind of plans for which this is proved, or None where it is the one asked for. With
     `at_floors`, every message counts as much as the smallest one.
@@ -255,7 +82,6 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_s: float
     after_s: float
     moment_s: float = 0.0
-    levels: Levels = ((), ())
     sets: tuple[int, ...] = ()
     op: int = -1
     kind: PlanKind | None = None
@@ -297,10 +123,7 @@ def lower_bound(
     plans do. With `shard`
     and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
     plans with messages in a wire format (`Message.wire`) only with `wire`. Without
-    `thorough`, it leaves out "ranges", "sides" and "sequences", which take longest to find, and "nested"
-    tries fewer sets. In any order,
-    "last" and the detours of "between" need sets of ops and are left out above
-    `MOST_BITS` ops, and "sequences" then takes each release time for itself. What holds for
+    `thorough`, it leaves out "sides", which takes longest to find, and "nested" tries fewer sets. What holds for
     a wider kind of plans (`wider_kinds`) holds for this one, too, so it is never less than for
     these, if it is thorough and there are at most 64 tensors, or 4,096 and the kinds differ in `sends` only. Raises
     `InputError` on an unknown setting, and `TooLargeError` on too many ops.
@@ -350,41 +173,16 @@ def _of_kind(
     for tensors in dict.fromkeys([tuple(range(len(workload.tensors))), *best[:_BOTH]]):
         bounds.append(_both_ends(tensors, workload, cluster, times, all_reduce_only))
     found = max([nothing, *bounds], key=lambda bound: bound.seconds)
-    reorders = order == "any" and compute == "one" and len(workload.ops) <= MOST_BITS
-    detours = Detours(workload, line.beta_s_per_byte) if reorders else None
-    nbytes = [tensor.nbytes for tensor in workload.tensors]
-    late = between(times, nbytes, line, all_reduce_only, beat_s=found.seconds, detours=detours)
-    if late is not None:
-        found = _certified("between", late.seconds, late.tensors, late.first_s, late.last_s)
-    last = detours and last_message(times, nbytes, line, all_reduce_only, detours, beat_s=found.seconds)
-    if last:
-        found = _certified("last", last.seconds, (last.tensor,), last.before_s, last.after_s)
     first, last_s = min(times.release_s), min(times.tail_s)
     most = {} if thorough else {"most": _FEW_SETS}
     chain = nested(workload, times, line, sends, beat_s=found.seconds, one_stream=compute == "one", **most)
     if chain is not None:
         found = _of_sets("nested", chain, first, last_s)
-    updates = Updates(workload, order) if compute == "one" and workload.phase_ops("optimizer") else None
-    if updates is not None:
-        large = whole(workload, times, updates, line, sends, beat_s=found.seconds)
-        if large is not None:
-            found = _certified("whole", large.seconds, large.tensors, first, last_s)
-    if not thorough:
-        return found
-    if compute == "one" and all_reduce_only:
-        stretch = ranges(workload, times, line, beat_s=found.seconds)
-        if stretch is not None:
-            found = _of_sets("ranges", stretch, first, last_s)
-    if sends == "pairs":
-        divided = sides(times, nbytes, line, beat_s=found.seconds)
+    if thorough and sends == "pairs":
+        divided = sides(times, [tensor.nbytes for tensor in workload.tensors], line, beat_s=found.seconds)
         if divided is not None:
             found = _of_sets("sides", divided, first, last_s)
-    ready = AnyOrderReleaseTimes(detours, nbytes) if detours else FixedReleaseTimes(times.release_s, nbytes)
-    relaxed = sequences(times, nbytes, line, sends, ready, beat_s=found.seconds, updates=updates)
-    if relaxed is None:
-        return found
-    sure = _certified("sequences", relaxed.seconds, relaxed.tensors, first, last_s)
-    return msgspec.structs.replace(sure, certificate=msgspec.structs.replace(sure.certificate, levels=relaxed.levels))
+    return found
 
 
 def _sharded(

@@ -1,58 +1,7 @@
 """The bound "nested": sets of tensors, each inside the next, and the messages between the first and last byte of each.
 
-What is ready last is needed first. So the tensors that are ready after some moment, and
-needed before some other one, form sets that lie inside each other, and so do the stretches
-of time in which they can be sent. Each stretch holds a whole number of messages.
-
-Let S(1), S(2), ..., S(n) be such sets, the innermost first; r, q and f the least release
-time of a set, its least tail, and the least computation of the forward pass from a first
-reader on; B its bytes. The messages from the first to the last one that carry bytes of
-S(t) are its range; the range of S(t) begins no later and ends no earlier than that of
-S(t - 1).
-
-- *Range.* Let the range of S(t) begin with the first message of S(i), and end with the
-  last one of S(j), for the least such i and j. Then it starts at r(i) at the earliest and
-  ends at T - q(j) at the latest. It has m messages: one more for each time that a range
-  began earlier than the one inside it, and for each time that it ended later. So
-
-      T >= r(i) + m * alpha + beta * B(t) + q(j).
-
-- *Updates.* Let U be the most work that can be done before r(i) (`capacity.py`; U grows no
-  faster than time), and let g(b) be the least time of the updates of tensors that have b
-  bytes or more. A tensor of which anything is in the last message of the range, or in a
-  later one, is updated after it. One of these is of S(j), and is sent within the range; let
-  c(j) be the least bytes of a tensor of S(j). If the range does w >= beta * B(t) of work,
-  the tensors that are complete before its last message have (U + w) / beta - c(j) bytes at
-  most, so
-
-      T >= r(i) + m * alpha + w + f(j) + g(bytes of all - (U + w) / beta + c(j)).
-
-  This is least for the smallest w if g is replaced by G, which grows by beta a byte where g
-  grows faster. If the range of S(t) is that of S(1), it may be one message, which carries
-  all of S(t), and no byte of it has arrived before:
-
-      T >= r(1) + alpha + beta * B(t) + f(1) + max(g(B(t)), G(bytes of all - U / beta)).
-
-  Or it has one message more, and the least of both counts. Here c(j) is used for j = 1, and
-  0 for the others.
-
-Where halves of all-reduces may be sent, the innermost range has two of them, and every
-other range one more at least for each of its new ends: alpha/2 stands for alpha, and
-another alpha/2 is added once. If halves are sent in pairs, both of a pair with bytes of S(t)
-are in the range of S(t). Where this begins earlier or ends later than the one inside it, the
-half that does belongs to a pair without bytes of S(t - 1). So a range has one pair more, at
-alpha, if it has one new end or two, since both may be of the same pair.
-
-A schedule of T seconds exists only if, from the innermost set outwards, i, j and m can be
-chosen such that these hold for every set. For given i and j, the least m is the best, so one
-number for each is enough (a table of n * n). Bisection finds the longest T that is too
-short. Units: seconds and bytes.
-
-If tails rise as release times do, all messages are all-reduces of one collective, and there
-are no updates, the inequalities are not only necessary: messages from each of the chosen r to
-the next, and from each of the chosen T - q to the next, each filled with what is ready and
-needed first, take T seconds (`search/nested_messages.py`). Then the bound is
-the optimum, up to its precision, unless there are more than `_SETS` sets.
+What is ready last is needed first, so sets lie inside each other, and so do the stretches of time in which they can
+be sent, each of a whole number of messages. docs/bounds.md ("Nested") has the proof. Units: seconds and bytes.
 """
 
 from __future__ import annotations

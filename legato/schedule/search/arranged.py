@@ -76,7 +76,7 @@ def _in_turns(fastest: Fastest, bound_s: float, budget: Budget, least_divided: i
         if not annealed and before <= value(order) * (1 + gap):  # only another order can win anything
             annealed, part, moves = True, budget.part(OP_MOVES_SHARE), OP_MOVES * rounds
             better = partial(annealed_order, rounds=moves, enough_s=bound_s, budget=part, seed=seed)
-            order = better(workload, value, order, anywhere=False)
+            order = better(workload, value, order)
         ready, tails = times_in_order(workload, order)
         sent = AllReduces(problem, (ready, tails), bound_s, turns, least_divided)
         for search in (nested_messages, partial(local_search, gap=gap, rounds=rounds, seed=seed)):

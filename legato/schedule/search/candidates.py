@@ -26,9 +26,8 @@ _MERGING = ("fifo", "single", "ddp", "mg-wfbp", "horovod")
 
 
 class Fastest:
-    """The fastest plan seen so far; of equally fast ones, the one with the fewest messages.
+    """The fastest plan seen so far that can be run; of equally fast ones, the one with the fewest messages.
 
-    Unless plans in any order count, it is one that the runtime carries out as predicted.
     Messages that are too large are divided first.
     """
 
@@ -49,7 +48,7 @@ class Fastest:
         """
         problem, times = self.problem, []
         for plan in plans:
-            if not (problem.any_order or is_runnable(plan, problem.workload)):
+            if not is_runnable(plan, problem.workload):
                 times.append(math.inf)
                 continue
             if any(message.nbytes > problem.most for message in plan.messages):

@@ -30,12 +30,8 @@ Where the startup time of a message is a considerable part of the iteration, few
 sent. Each of them is then tried in two halves, a reduce-scatter and an all-gather, which are
 arranged and improved like those of sharded plans (`paired_halves.py`, `group_search.py`).
 
-All this is for the captured order of computation. Where the order is free, it is also
-done for other orders (`op_orders.py`), for halves of all-reduces (`halves.py`), and, where
-messages are expensive, for both at once (`annealing.py`). The order is free in the graphs of
-a compiled model, and where plans need not be run. In the latter case, an order for which the bound
-is low becomes the captured one, and the order and the messages are at last searched together, for
-all-reduces (`moved_ops.py`) and for their halves (`moved_halves.py`). Sharded plans have a search of their own
+All this is for the captured order of computation. In the graphs of a compiled model the order
+is free, and it is also done for other orders (`op_orders.py`). Sharded plans have a search of their own
 (`sharded_plans.py`), which starts from all of this. Where messages may travel in a wire
 format, all is done for what exact and for what rounded ones cost, and then as few as
 possible are rounded (`wire_format.py`). The plans of all other schedulers are
@@ -52,8 +48,6 @@ searches for other plans first (`contended.py`, `sharded_plans.py`, `wire_format
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from legato.core.cluster import Cluster
@@ -62,18 +56,12 @@ from legato.core.plan import Plan, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
 from legato.schedule.basics.sharded import check_shard
-from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.published import PUBLISHED
 from legato.schedule.search.all_reduces import search_order
 from legato.schedule.search.arranged import arrange_updates
-from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
-from legato.schedule.search.halves import halves
-from legato.schedule.search.moved_halves import move_halves
-from legato.schedule.search.moved_ops import search_any_order
-from legato.schedule.search.op_orders import bounded_orders, times_in_order
+from legato.schedule.search.op_orders import bounded_orders
 from legato.schedule.search.paired_halves import pair_halves
 from legato.schedule.search.problem import Problem
 from legato.schedule.search.rounding import Rounding, check_rounding
@@ -84,16 +72,9 @@ __all__ = ["legato"]
 
 #: The largest fraction of the budget for other orders than the captured one, where there are updates to arrange.
 _FREE_SHARE = 0.6
-#: The largest fraction of the budget for the annealing, and its tries from each start for every round of the local
-#: search. They cost less.
-_ANNEALING_SHARE, _ANNEALING_TRIES = 0.8, 64
 #: Where updates are arranged, the largest fraction of the budget for plans in the captured order before that, and the
 #: fraction of the rest that is left for messages in two halves.
 _CAPTURED_SHARE, _PAIRS_SHARE = 0.4, 0.2
-#: How many budgets there are for plans that only count with `any_order`, and the fraction for those of all-reduces.
-_ANY_ORDER_SHARE, _ALL_REDUCES_SHARE = 4.0, 0.75
-#: By how much a plan that gathers other messages than it scattered should be faster than one that does not.
-_WORTH = 0.002
 
 
 def legato(
@@ -106,7 +87,6 @@ def legato(
     limit_s: float = 20.0,
     rounds: int = 400,
     seed: int = 0,
-    any_order: bool = False,
     max_message_bytes: int | None = None,
     shard: Shard = "none",
     wire: Rounding = "none",
@@ -116,11 +96,8 @@ def legato(
     `work` is counted in seconds of a processor of today (`budget.py`), so the same input
     gives the same plan everywhere, unless the search is ended after `limit_s` seconds,
     which is logged. By default every message takes the cheapest collective; `collective`
-    restricts the choice to one. Messages in halves take one that has halves. With `any_order`,
-    plans count too that can only be simulated: those that reorder more than the nodes of compiled graphs, or that
-    gather other messages than they scattered, and `work` and `limit_s` count up to seven times: the best plan without
-    them is looked for as well, the best plan in one more order, and for four times the work, orders
-    together with messages. No message has more than `max_message_bytes`;
+    restricts the choice to one. Messages in halves take one that has halves. No message has more than
+    `max_message_bytes`;
     tensors are partitioned where that is necessary. With `shard`, it is the best plan that
     shards the optimizer or also the gradients. With `wire`, as few bytes as possible travel
     in a wire format, or all; then `work` and `limit_s` count four times: for exact messages, for
@@ -134,7 +111,7 @@ def legato(
     within, costs = (gap, work, limit_s, rounds), cluster
     if shard != "none":
         costs = in_halves(cluster, collective, f"shard {shard!r}")
-    plan = _solve(Problem(workload, costs, collective, *within, seed, any_order, max_message_bytes, shard, wire))
+    plan = _solve(Problem(workload, costs, collective, *within, seed, max_message_bytes, shard, wire))
     return msgspec.structs.replace(plan, scheduler="legato", cluster_id=identity(cluster))
 
 
@@ -163,12 +140,6 @@ def _unsharded(problem: Problem) -> Plan:
     free = budget.part(_FREE_SHARE) if problem.free_order and arranges else budget
     orders, least_s = bounded_orders(problem, free)
     halved, _ = collectives.halved.lines.choose(workload.nbytes) if collectives.halved else (None, 0)
-    if problem.free_order and halved:
-        fastest.consider(_in_halves(problem, halved, order) for order, _ in orders)
-        least_in_order_s = orders[0][1]
-        dear = cluster.cost(halved).startup_s > least_in_order_s * gap
-        if dear and not _good_enough(fastest, least_in_order_s):
-            fastest.consider([_annealed(problem, halved, free)])
     captured = budget.part(_CAPTURED_SHARE) if arranges else budget
     for k, (order, bound_s) in enumerate(orders):
         own = free if order else captured
@@ -185,51 +156,5 @@ def _unsharded(problem: Problem) -> Plan:
         arrange_updates(fastest, captured_s, budget.part(1 - _PAIRS_SHARE) if paired else budget)
     if paired:
         pair_halves(fastest, budget)
-    if problem.any_order and fastest.seconds > least_s * (1 + gap):
-        fastest.consider([_unsharded(replace(problem, any_order=False))])
-    if problem.any_order and not large:
-        _in_any_order(fastest, least_s)
     problem.warn_if_cut(budget)
     return fastest.plan
-
-
-def _in_any_order(fastest: Fastest, least_s: float) -> None:
-    """Search for plans that can only be simulated, of all-reduces and then of halves, with a budget of its own."""
-    problem, gap = fastest.problem, fastest.problem.gap
-    budget = problem.budget(_ANY_ORDER_SHARE)
-    if fastest.seconds > least_s * (1 + gap):
-        search_any_order(fastest, least_s, budget.part(_ALL_REDUCES_SHARE), _unsharded)
-    kind = kind_of(fastest.plan, problem.workload)
-    enough_s = lower_bound(problem.workload, problem.cluster, **kind._asdict()).seconds * (1 + gap)
-    if fastest.seconds > enough_s and problem.collectives.halved:
-        moved = Fastest(problem)
-        moved.consider([move_halves(problem, fastest.plan, enough_s, budget)])
-        if moved.seconds < fastest.seconds * (1 - (_WORTH if kind.sends != "halves" else 0.0)):
-            fastest.consider([moved.plan])
-    problem.warn_if_cut(budget)
-
-
-def _good_enough(fastest: Fastest, all_reduces_s: float) -> bool:
-    """Whether no plan can be much faster, even with halves; all-reduces take at least `all_reduces_s`."""
-    workload, cluster, gap = fastest.problem.workload, fastest.problem.cluster, fastest.problem.gap
-    if fastest.seconds > all_reduces_s * (1 + gap):
-        return False
-    bound = lower_bound(workload, cluster, order="any", thorough=False)
-    return fastest.seconds <= bound.seconds * (1 + gap)
-
-
-def _annealed(problem: Problem, collective: str, budget: Budget) -> Plan:
-    # imported here because it compiles: other planning does without numba
-    from legato.schedule.search.annealing import annealing, load_kernel
-
-    budget.wait(load_kernel())  # takes seconds on its first use on a machine
-    part, tries = budget.part(_ANNEALING_SHARE), _ANNEALING_TRIES * problem.rounds
-    return annealing(problem.workload, problem.cluster, collective, rounds=tries, budget=part, seed=problem.seed)
-
-
-def _in_halves(problem: Problem, collective: str, order: tuple[int, ...]) -> Plan:
-    """The best plan in this order that sends all reduce-scatters first."""
-    workload = problem.workload
-    times = times_in_order(workload, order or workload.iteration_order())
-    plan = halves(workload, problem.cluster, *times, collective, problem.most)
-    return msgspec.structs.replace(plan, op_order=order)

@@ -39,7 +39,6 @@ __all__ = [
     "OP_MOVES",
     "OP_MOVES_SHARE",
     "OrderValue",
-    "Places",
     "annealed_order",
     "bounded_orders",
     "promising_orders",
@@ -85,15 +84,14 @@ class OrderValue:
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
 
 
-class Places:
+class _Places:
     """Where an op can stand, from its dependencies and from what may change places.
 
     Backward ops stay before all others: an update among them could only make gradients late.
-    Unless `anywhere`, all but the optimizer ops stay in the captured order, or inside their
-    stretch of nodes of one graph.
+    All but the optimizer ops stay in the captured order, or inside their stretch of nodes of one graph.
     """
 
-    def __init__(self, workload: Workload, *, anywhere: bool) -> None:
+    def __init__(self, workload: Workload) -> None:
         period = Period.of(workload)
         self.after = [set(ops) for ops in period.waits]
         for op, tensors in enumerate(period.reads):
@@ -108,7 +106,7 @@ class Places:
         key, number = None, 0
         for op in fixed:
             of = workload.ops[op]
-            last, key = key, (of.phase, "" if anywhere else of.graph or op)
+            last, key = key, (of.phase, of.graph or op)
             number += key != last
             self.stretch[op] = number
 
@@ -120,16 +118,6 @@ class Places:
         while last + 1 < len(order) and self._may_pass(op, order[last + 1], self.before[op]):
             last += 1
         return first, last
-
-    def moved(self, order: Sequence[int], rng: random.Random) -> tuple[int, ...] | None:
-        """The order after a random move of one op, or None if the op that is drawn has no other place."""
-        place = rng.randrange(len(order))
-        first, last = self.of(order[place], place, order)
-        if first == last:
-            return None
-        moved = list(order)
-        moved.insert(rng.randint(first, last), moved.pop(place))
-        return tuple(moved)
 
     def _may_pass(self, op: int, other: int, bound: set[int]) -> bool:
         if other in bound or self.backward[op] != self.backward[other]:
@@ -143,7 +131,6 @@ def annealed_order(
     value: OrderValue,
     order: Sequence[int],
     *,
-    anywhere: bool,
     rounds: int,
     enough_s: float,
     budget: Budget,
@@ -151,10 +138,10 @@ def annealed_order(
 ) -> tuple[int, ...]:
     """The best order found from this one by `rounds` moves of single ops, or until it is worth `enough_s` seconds.
 
-    `anywhere`: all ops move, not only optimizer ops and the nodes of compiled graphs.
+    Only optimizer ops and the nodes of compiled graphs move.
     """
-    places, rng = Places(workload, anywhere=anywhere), random.Random(seed)
-    movable = [op for op in order if anywhere or places.stretch[op] < 0 or workload.ops[op].graph]
+    places, rng = _Places(workload), random.Random(seed)
+    movable = [op for op in order if places.stretch[op] < 0 or workload.ops[op].graph]
     now, now_s = list(order), value(order)
     best, best_s = now, now_s
     for k in range(rounds if movable else 0):
@@ -180,7 +167,6 @@ def promising_orders(
     workload: Workload,
     value: OrderValue,
     *,
-    anywhere: bool,
     moves: tuple[int, int],
     enough_s: float,
     budget: Budget,
@@ -189,7 +175,7 @@ def promising_orders(
     """Distinct orders of all ops of a period, without the captured one.
 
     Moves updates, and then single ops, so many times, or until the value is `enough_s` seconds or the
-    budget is spent. `anywhere` is that of `annealed_order`.
+    budget is spent.
     """
     updates = update_order(workload)
     tail: dict[int, float] = {}
@@ -216,10 +202,8 @@ def promising_orders(
         if seconds < least:
             best, least = moved, seconds
     orders = [serialized_order(workload, chosen) for chosen in (best, updates, urgent)]
-    start = orders[0] if anywhere else workload.iteration_order()
-    found = annealed_order(
-        workload, value, start, anywhere=anywhere, rounds=moves[1], enough_s=enough_s, budget=budget, seed=seed
-    )
+    start = workload.iteration_order()
+    found = annealed_order(workload, value, start, rounds=moves[1], enough_s=enough_s, budget=budget, seed=seed)
     orders.insert(0, found)
     return [order for order in dict.fromkeys(orders) if order != workload.iteration_order()]
 
@@ -241,7 +225,6 @@ def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[i
         orders = promising_orders(
             workload,
             value,
-            anywhere=problem.any_order,
             moves=(int(_MOVES * problem.rounds), OP_MOVES * problem.rounds),
             enough_s=least_s * (1 + problem.gap / 2),
             budget=budget.part(OP_MOVES_SHARE),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
-from copy import copy
 
 from legato.core.workload import Workload
 from legato.simulator.period import Period
@@ -38,32 +37,13 @@ class WorkConserving:
             tensors = period.reads[op]
             self.forward.append((op, tensors, {place[update] for t in tensors for update in period.updates[t]}))
         self.forward.append((None, [], range(len(self.updates))))
-        # the rank of each update by need, and the update of each rank
-        self.need = self.by_need = [*range(len(self.updates))]
-
-    def in_order(self, order: Sequence[int]) -> WorkConserving:
-        """The same for another order of the backward and forward ops."""
-        other = copy(self)
-        backward, forward = set(self.backward), {of[0]: of for of in self.forward}
-        other.backward = [op for op in order if op in backward]
-        other.forward = [*(forward[op] for op in order if op in forward), self.forward[-1]]
-        first = [len(order)] * len(self.updates)
-        for place, (_, _, needed) in reversed([*enumerate(other.forward[:-1])]):
-            for k in needed:
-                first[k] = place
-        for k in reversed(range(len(first))):  # what others depend on is needed as early as they are
-            for dep in self.deps[k]:
-                first[dep] = min(first[dep], first[k])
-        other.by_need = sorted(range(len(first)), key=lambda k: (first[k], self.updates[k]))
-        other.need = sorted(range(len(first)), key=other.by_need.__getitem__)
-        return other
 
     def __call__(self, arrival_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
         """The order for gradients that arrive at these seconds of the period, by tensor, in O(n log n).
 
         Also the seconds until its last op ends.
         """
-        duration_s, updates, need, by_need = self.duration_s, self.updates, self.need, self.by_need
+        duration_s, updates = self.duration_s, self.updates
         can_run_s: list[float] = []
         for tensors, deps in zip(self.reads, self.deps, strict=True):
             at = _latest(arrival_s, tensors)
@@ -76,11 +56,11 @@ class WorkConserving:
             missing = len(needed) - sum(map(done.__contains__, needed))
             while True:
                 while coming and can_run_s[coming[-1]] <= now:
-                    heapq.heappush(there, need[coming.pop()])
+                    heapq.heappush(there, coming.pop())
                 if not missing and arrived_s <= now:
                     break
                 if there:
-                    k = by_need[heapq.heappop(there)]
+                    k = heapq.heappop(there)
                     done.add(k)
                     missing -= k in needed
                     order.append(updates[k])

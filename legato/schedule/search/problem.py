@@ -33,7 +33,6 @@ class Problem:
     limit_s: float
     rounds: int
     seed: int
-    any_order: bool
     max_message_bytes: int | None
     shard: Shard
     wire: Rounding
@@ -52,7 +51,7 @@ class Problem:
     @property
     def free_order(self) -> bool:
         """Whether other ops than optimizer ops may move."""
-        return self.any_order or has_free_order(self.workload)
+        return has_free_order(self.workload)
 
     @property
     def large(self) -> bool:

@@ -44,7 +44,7 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
         if not problem.large:
             name = problem.collective or cluster.default_collective
             found = published(replace(exact, cluster=changed(costs)), name)
-            plans += [plan for plan in found if problem.any_order or is_runnable(plan, workload)]
+            plans += [plan for plan in found if is_runnable(plan, workload)]
 
     def fit(message: Message) -> Message:
         if cluster.contention is not None:  # what is cheapest on the network may take more from computation

@@ -36,7 +36,6 @@ def test_what_is_not_a_node_of_one_graph_keeps_its_place():
         assert not is_runnable(order, workload)
         assert not with_node_order(replace(order, node_order=()), workload).node_order
         assert not schedule("legato", workload, CLUSTER).op_order
-    assert schedule("legato", EAGER, CLUSTER, any_order=True).op_order
 
 
 def test_the_captured_order_needs_no_names():
@@ -49,4 +48,3 @@ def test_comparisons_know_what_can_be_run():
     names = ["ddp", "caramel", "legato"]
     assert [c.runnable for c in compare(COMPILED, CLUSTER, names)] == [True, True, True]
     assert [c.runnable for c in compare(EAGER, CLUSTER, names)] == [True, False, True]
-    assert [c.runnable for c in compare(EAGER, CLUSTER, names, any_order=True)] == [True, False, False]

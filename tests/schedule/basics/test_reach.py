@@ -60,5 +60,5 @@ def test_a_deep_network_reaches_few_chains():
 def test_release_times_and_tails_are_the_same_with_sets_and_without(workload, order):
     expected = heads_tails(workload, "one", order)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_BITS", 0)
+        patch.setattr(module, "_MOST_BITS", 0)
         assert heads_tails(workload, "one", order) == expected

@@ -146,7 +146,7 @@ def test_the_certificate_proves_the_bound(workload, cluster, setting, sends):
     proved = verify_bound(bound, workload, cluster, compute=compute, order=order, sends=sends)
     certificate = bound.certificate
     assert bound.seconds <= float(proved) * (1 + 1e-12)
-    if certificate.case not in ("both", "last"):  # which are rounded down where they would jump
+    if certificate.case != "both":  # which is rounded down where it would jump
         assert float(proved) == pytest.approx(bound.seconds, rel=1e-12)
     parts = certificate.before_s + certificate.network_s + certificate.after_s
     assert parts == pytest.approx(bound.seconds) and min(parts, certificate.network_s) >= 0
@@ -239,25 +239,3 @@ def test_a_trace_of_one_more_tensor_is_not_taken_for_all_of_its_delay():
     plan = Plan("swapped", (Message((x,), collective="c"), Message(rest, collective="d")), True, (2, 1, 0))
     assert iteration_time(work, plan, cluster) == 1.0
     assert lower_bound(work, cluster, order="any", sends="all_reduces").seconds <= 1.0
-
-
-def test_what_comes_late_is_squeezed_by_what_fits_nowhere_else():
-    """A big tensor in the middle: too long for before the last gradient, and for after the first reading."""
-    ops = [Op(f"f{i}", "forward", 1.0, (i - 1,) if i else ()) for i in range(2)]
-    ops += [Op("b1", "backward", 2.0, (1,)), Op("b0", "backward", 2.0, (2,))]
-    work = Workload("w", tuple(ops), (Tensor("big", 10, 2, (1,)), Tensor("late", 1, 3, (0,))))
-    bound = lower_bound(work, Cluster(2, {"c": LinearCost(1.0, 1.0)}), sends="all_reduces")
-    # late: ready at 4, 2 s of forward pass after it, 1 + 1 on the network; of big, 1 fits before 4 (2 + 1 + 1), none
-    # after the tail of 2 (1 + 1 + 0): 9 have to go between.
-    assert bound.certificate.case == "between" and bound.certificate.tensors == (1,)
-    assert bound.seconds == 4 + 2 + 9 + 2
-
-
-def test_a_free_order_can_skip_computation_or_sending_but_not_both():
-    """The wanted gradient needs b0 alone; the other one's op delays it, or its bytes follow it."""
-    ops = [Op("f0", "forward", 1.0), Op("b", "backward", 1.0), Op("b0", "backward", 1.0, (1,))]
-    ops += [Op("b1", "backward", 3.0, (1,))]
-    work = Workload("w", tuple(ops), (Tensor("wanted", 4, 2, (0,)), Tensor("other", 6, 3, (0,))))
-    cluster = Cluster(2, {"c": LinearCost(0.5, 1.0)})
-    # 2 s before `wanted`; then 3 s for b1 (or 6 for sending what it makes), 0.5 + 4 and the forward pass.
-    assert lower_bound(work, cluster, order="any", sends="all_reduces").seconds >= 2 + 3 + 4.5 + 1

@@ -168,15 +168,15 @@ def rounded_single(workload):
 
 
 @examples(8)
-@given(workloads(max_ops=4, max_tensors=4).map(in_floats), clusters(contended=True), st.booleans())
-def test_legato_is_the_fastest_and_above_the_bound(workload, cluster, any_order):
-    found = compare(workload, cluster, wire="bf16", any_order=any_order)
+@given(workloads(max_ops=4, max_tensors=4).map(in_floats), clusters(contended=True))
+def test_legato_is_the_fastest_and_above_the_bound(workload, cluster):
+    found = compare(workload, cluster, wire="bf16")
     check_bounds(found, workload, cluster)
     own = next(c for c in found if c.plan.scheduler == "legato")
     for candidate in found:
         assert candidate.kind.wire and candidate.row()["rounded"] == candidate.plan.rounded
         assert candidate.iteration_s >= candidate.bound.seconds * (1 - 1e-9)
-        if candidate.runnable or any_order:
+        if candidate.runnable:
             assert own.iteration_s <= candidate.iteration_s * (1 + 2 * TOLERANCE)
         assert candidate.plan.cluster_id == own.plan.cluster_id == legato.identity(cluster)
     chosen = best(found)
