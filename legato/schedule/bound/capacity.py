@@ -40,9 +40,9 @@ class Capacity(NamedTuple):
         start = ready - self.work_s[i - 1] if i else inf
         return start if i > j else min(start, self.finish_s[i] - self.work_s[i])
 
-    def carried(self, until_s: float, *, of: int | None = None) -> float:
-        """The most seconds of work (beta times bytes) that can be done by then, on the first `of` tensors."""
-        last = len(self.release_s) if of is None else of
+    def carried(self, until_s: float) -> float:
+        """The most seconds of work (beta times bytes) that can be done by then."""
+        last = len(self.release_s)
         j = bisect_right(self.finish_s, until_s, hi=last + 1) - 1
         if j == last:
             return self.work_s[j]
@@ -66,12 +66,10 @@ class HalvesCapacity:
         self.any = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta))
         self.one_kind = Capacity.of(release_s, nbytes, LinearCost(half_alpha, beta / 2))
 
-    def carried(self, until_s: float, *, of: int | None = None) -> float:
+    def carried(self, until_s: float) -> float:
         """The same as `Capacity.carried`."""
-        if of == 0:
-            return 0.0
         both_kinds = until_s - self.release_s[0] - self.alpha_s
-        return min(self.any.carried(until_s, of=of), max(self.one_kind.carried(until_s, of=of), both_kinds))
+        return min(self.any.carried(until_s), max(self.one_kind.carried(until_s), both_kinds))
 
 
 def capacities(
