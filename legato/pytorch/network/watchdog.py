@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import re
@@ -67,13 +66,9 @@ class Watchdog:
         self._wake, self._asked = threading.Event(), threading.Event()
         self._raised: RankError | None = None
         if self.size > 1:
-            self._thread = threading.Thread(target=_look, args=(weakref.ref(self), self._wake), daemon=True)
-            self._thread.start()
             _note_exits()
-            leave = functools.partial(_leave, weakref.ref(self))
-            atexit.register(leave)
-            for over in (weakref.finalize(self, self._wake.set), weakref.finalize(self, atexit.unregister, leave)):
-                over.atexit = False
+            _Watch(self, self._wake).start()
+            weakref.finalize(self, self._wake.set).atexit = False
 
     @property
     def failed(self) -> bool:
@@ -188,7 +183,6 @@ class Watchdog:
 
     def leave(self) -> None:
         """Report how this process ends, for the ranks that wait for it."""
-        self._left = True
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._raised is not None:
             return
@@ -218,29 +212,57 @@ def _note_exits() -> None:
 
     vars(exit)["_legato_notes"] = True
     sys.exit = exit
+    atexit.register(_leave)
 
 
-def _look(of: weakref.ref[Watchdog], wake: threading.Event) -> None:
-    """Poll the store, on the thread, until the watchdog or the store is gone, or a failure was reported."""
-    while True:
-        wake.wait(POLL_S)
-        watchdog = of()
+_watches: set[_Watch] = set()  # those that run
+
+
+class _Watch(threading.Thread):
+    """Polls the store until the watchdog or the store is gone, or a failure was reported.
+
+    [Note: exits] A thread that is inside the store when the interpreter ends aborts
+    the process, so the process waits for its threads before it ends. A store that
+    hangs does not make it wait for ever, so these are daemons all the same.
+    """
+
+    def __init__(self, watchdog: Watchdog, wake: threading.Event) -> None:
+        super().__init__(name="legato-watchdog", daemon=True)
+        self.of, self.wake = weakref.ref(watchdog), wake
+        _watches.add(self)
+
+    def run(self) -> None:
+        goes_on = True
+        while goes_on:
+            self.wake.wait(POLL_S)
+            goes_on = self._look()
+        _watches.discard(self)
+
+    def _look(self) -> bool:
+        watchdog = self.of()
         try:
-            if watchdog is None or not watchdog._look_once():
-                return
+            return watchdog is not None and watchdog._look_once()
         except RuntimeError:
             if watchdog is not None:
                 watchdog._store_lost = True
                 watchdog._asked.set()
-            return
-        del watchdog
+            return False
+
+    def leave(self) -> None:
+        """End the thread, and report how the process ends."""
+        watchdog = self.of()
+        if watchdog is not None:
+            watchdog._left = True
+        self.wake.set()
+        self.join(ANSWER_S)
+        if watchdog is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                watchdog.leave()
 
 
-def _leave(of: weakref.ref[Watchdog]) -> None:
-    watchdog = of()
-    if watchdog is not None:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            watchdog.leave()
+def _leave() -> None:
+    for watch in list(_watches):
+        watch.leave()
 
 
 def _reason(error: BaseException) -> str:

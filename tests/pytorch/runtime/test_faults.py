@@ -92,3 +92,23 @@ def test_the_flight_record_tells_the_last_messages(outcomes):
     went = [(e["pass"], e["message"]) for e in events if e["event"] == "message goes out"]
     came = [(e["pass"], e["message"]) for e in events if e["event"] == "message came in"]
     assert went == sorted(went) and set(came) < set(went)
+
+
+_BUSY = """
+import time, types
+import torch.distributed as dist
+from legato.pytorch.network import watchdog
+
+watchdog.POLL_S = 0.0
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2, name=lambda: "gloo", group_name="busy")
+dogs = [watchdog.Watchdog(group, watchdog.FlightRecorder(0), str) for _ in range(4)]
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_while_its_watchdogs_are_in_the_store():
+    """Python ends a thread that comes back from the store then, which aborts the process."""
+    for _ in range(6):
+        done = subprocess.run([sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
