@@ -1,161 +1,103 @@
-"""What each part of Caramel gives, as in Figs. 11 and 12 of its paper: simulated, and measured.
+"""What each module of the planner buys: plans with it, and without it.
 
-    python benchmarks/ablation.py [--bandwidth 3.19Gbit]
-    python benchmarks/ablation.py --measured inception-v3 --workers 2 --bandwidth 2Gbit
+    python benchmarks/ablation.py [--every 13] [--grids zoo,random,captured,sharded,compiled]
 
-Simulated: compute utilization of the paper's models on 8 and 16 workers, first with the parts added one by one in
-the paper's order, starting from Horovod; then the whole of it, with any one part switched off, on a network where
-adding up gradients takes time (or no depth is of use). The setting, and what is fitted in it, is that of
-`legato/papers/caramel.py`: by default the bandwidth that the paper's own first stage asks for.
-
-Measured: the same between hosts with shaped links, where computation, which is emulated, takes as long as one message
-of all gradients. Plans run in compiled models, whose graphs are sorted by the order of computation, in turns.
+Per grid and module: in how many cells the plan without the module is slower (by more than a part in 10**6), by how
+much in the mean and in the worst cell, and how long planning takes compared with everything together. The grids are
+those of `schedulers.py`, three small models that are captured here (with optimizer ops), the zoo with a sharded
+optimizer, and the zoo as compiled models, whose nodes may change places. A module that makes plans of models less
+than 0.1% faster in the mean, and random ones less than 0.2%, is not worth its lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import itertools
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
-from legato.core.units import format_bandwidth, parse_bandwidth
-from legato.papers.caramel import MODELS, SHUFFLE_BPS, STAGES, WORKERS, stages, without
+from fabrics import captured
+from schedulers import random_grid, zoo_grid
 
-PARTS = ("serialization", "batching", "scheduling", "depth")
-#: What is measured: the scheduler, and the parts of Caramel that are switched off.
-ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "horovod": ("horovod", ()),
-    "ddp": ("ddp", ()),
-    "all-reduce of each tensor": ("caramel", PARTS),
-    "+ batching": ("caramel", ("serialization", "scheduling", "depth")),
-    "+ transfer boundaries": ("caramel", ("depth",)),
-    "+ depth: all parts": ("caramel", ()),
-    **{f"all but {part}": ("caramel", (part,)) for part in PARTS[:3]},
-    "legato": ("legato", ()),
+from legato.core.cluster import Cluster
+from legato.core.workload import Workload
+from legato.schedule import schedule
+from legato.simulator.collective import iteration_time
+from legato.testbed.graphs import with_nodes
+
+Cell = tuple[Workload, Cluster, dict[str, Any]]
+SEARCH = "legato.schedule.search."
+#: What stands in for a module that is left out, by the name under which its user imports it.
+MODULES: dict[str, dict[str, Any]] = {
+    "nested_messages": {
+        SEARCH + "message_search.nested_messages": lambda instance: instance.fill([sum(instance.nbytes)])
+    },
+    "search for messages": {SEARCH + "message_search._LEVELS": ()},
+    "paired_halves": {SEARCH + "legato.pair_halves": lambda *_: None},
+    "op_orders": {SEARCH + "op_orders.promising_orders": lambda *_, **__: []},
+    "best_groups": {SEARCH + "sharded_plans.best_groups": lambda *_, **__: None},
+    "group_search": {SEARCH + "sharded_plans.plans_in_groups": lambda *_: []},
 }
-WARM, TIMED, ROUNDS = 4, 4, 3
+NONE = 1e-6
 
 
-def table(title: str, columns: list[str], rows: dict[str, list[float]]) -> None:
-    """Shares as per cents; the column names above."""
-    print(f"\n{title}\n{'':26}" + "".join(f"{name:>22}" for name in columns))
-    for name, shares in rows.items():
-        print(f"{name:26}" + "".join(f"{share:>22.1%}" for share in shares))
+def captured_grid() -> Iterator[Cell]:
+    """Networks on which the gradients take half as long as the computation, as long, and twice as long."""
+    for job in captured():
+        for ratio, latency_s, workers in itertools.product((0.5, 1, 2), (30e-6, 300e-6), (4, 64)):
+            bandwidth_bps = 2 * 8 * job.nbytes / (ratio * job.compute_s)
+            yield job, Cluster.derive(workers, bandwidth_bps, latency_s, collectives=["ring"]), {}
 
 
-def simulated(bandwidth_bps: float) -> None:
-    places = {f"{model}, {n} workers": (model, n) for model in MODELS for n in WORKERS}
-    added = {"published, Inception-v3, 8": list(STAGES.values())}
-    added |= {name: stages(*place, bandwidth_bps) for name, place in places.items()}
-    table(f"parts added one by one, shuffle at {format_bandwidth(bandwidth_bps)}", list(STAGES), added)
-    off: list[tuple[str, ...]] = [(), *((part,) for part in PARTS), PARTS]
-    names = ["all parts", *(f"no {part}" for part in PARTS), "none"]
-    table(
-        "one part switched off, with a cost of adding up",
-        names,
-        {name: [without(*place, bandwidth_bps, parts) for parts in off] for name, place in places.items()},
-    )
+GRIDS: dict[str, Callable[[], Iterator[Cell]]] = {
+    "zoo": lambda: ((job, cluster, {}) for _, job, cluster in zoo_grid(False)),
+    "random": lambda: ((job, cluster, {}) for _, job, cluster in random_grid(False)),
+    "captured": captured_grid,
+    "sharded": lambda: ((job, cluster, {"shard": "optimizer"}) for _, job, cluster in zoo_grid(False)),
+    "compiled": lambda: ((with_nodes(job), cluster, {}) for _, job, cluster in zoo_grid(False)),
+}
 
 
-def measured(model: str, workers: int, bandwidth_bps: float) -> None:
-    from legato.testbed.launch import run_workers
-
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where the workers find this file
-        run_workers(
-            [Path(__file__).stem, model, str(result)], workers, Path(folder) / "log", lambda *_: None, bandwidth_bps
-        )
-        rows = json.loads(result.read_text())
-    table(
-        f"{model}, {workers} workers, {format_bandwidth(bandwidth_bps)}: compute utilization",
-        ["measured", "predicted"],
-        rows,
-    )
-
-
-def worker(model: str, output: Path) -> None:
-    """One rank; rank 0 writes the rows."""
-    import msgspec
-    import torch.distributed as dist
-
-    from legato import zoo
-    from legato.core.files import write_text
-    from legato.core.plan import Plan
-    from legato.pytorch import attach, attachment
-    from legato.pytorch.network.agreement import broadcast_bytes
-    from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-    from legato.schedule import schedule
-    from legato.simulator.collective import iteration_time
-    from legato.testbed.accelerator import Clock, EmulatedOptimizer
-    from legato.testbed.graphs import CompiledModel, with_nodes
-    from legato.testbed.rank import gloo_rank
-
-    with gloo_rank():
-        workload = zoo.workload(model)
-        cluster = calibrate(sizes=sizes_up_to(workload.nbytes)).cluster
-        ratio = cluster.cost().cost(workload.nbytes) / workload.compute_s
-        workload = with_nodes(zoo.scale_compute(workload, 1 / ratio))
-        made = b""
-        if dist.get_rank() == 0:
-            made = msgspec.json.encode(
-                [schedule(name, workload, cluster, **dict.fromkeys(off, False)) for name, off in ROWS.values()]
-            )
-        plans = msgspec.json.decode(broadcast_bytes(made, dist.group.WORLD), type=list[Plan])
-        emulated = CompiledModel(workload, clock=Clock(), seed=dist.get_rank())
-        wrapped, optimizer = attach(emulated, EmulatedOptimizer(emulated), plans[0])
-
-        def train(plan: Plan) -> list[float]:
-            """The seconds of each iteration."""
-            attachment(wrapped).adopt(plan)
-            dist.barrier()
-            emulated.clock.begin()
-            began = []
-            for _ in range(WARM + TIMED + 1):
-                optimizer.zero_grad()
-                emulated.clock.ask()
-                loss = wrapped()
-                began.append(time.perf_counter())
-                loss.backward()
-                optimizer.step()
-            attachment(wrapped).flush()
-            return [b - a for a, b in zip(began[WARM:], began[WARM + 1 :], strict=False)]
-
-        times: dict[str, list[float]] = {name: [] for name in ROWS}
-        for _ in range(ROUNDS):
-            for name, plan in zip(ROWS, plans, strict=True):
-                times[name] += train(plan)
-        if dist.get_rank() == 0:
-            predicted = [iteration_time(workload, plan, cluster) for plan in plans]
-            compute_s = workload.compute_s
-            rows = {
-                name: [compute_s / statistics.median(seconds), compute_s / expected]
-                for (name, seconds), expected in zip(times.items(), predicted, strict=True)
-            }
-            write_text(output, json.dumps(rows))
+def plans(cells: list[Cell], off: dict[str, Any]) -> tuple[list[float], float]:
+    """The seconds of the iterations that are planned, and of all planning."""
+    patches = [patch(name, put) for name, put in off.items()]
+    for each in patches:
+        each.start()
+    try:
+        start = time.process_time()
+        found = [schedule("legato", job, cluster, limit_s=600.0, **more) for job, cluster, more in cells]
+        took = time.process_time() - start
+    finally:
+        for each in patches:
+            each.stop()
+    return [iteration_time(job, plan, cluster) for plan, (job, cluster, _) in zip(found, cells, strict=True)], took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth")
-    parser.add_argument("--measured", metavar="MODEL", help="rehearse this model of the zoo")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--every", type=int, default=13, help="only every k-th cell of the large grids")
+    parser.add_argument("--grids", default=",".join(GRIDS))
+    parser.add_argument("--modules", default=",".join(MODULES))
     chosen = parser.parse_args()
-    if chosen.measured:
-        measured(chosen.measured, chosen.workers, parse_bandwidth(chosen.bandwidth or "2Gbit"))
-    else:
-        simulated(parse_bandwidth(chosen.bandwidth) if chosen.bandwidth else SHUFFLE_BPS)
+    for grid in chosen.grids.split(","):
+        cells = list(GRIDS[grid]())
+        cells = cells[:: chosen.every if len(cells) > 100 else 1]
+        plans(cells[:1], {})  # what is compiled on first use
+        best, all_s = plans(cells, {})
+        print(f"\n{grid}: {len(cells)} cells, planned in {all_s:.1f} s")
+        print(f"{'without':22}{'slower':>8}{'mean':>10}{'worst':>8}{'planning':>10}")
+        for name in chosen.modules.split(","):
+            seconds, took_s = plans(cells, MODULES[name])
+            slower = [s / least - 1 for s, least in zip(seconds, best, strict=True)]
+            print(
+                f"{name:22}{sum(s > NONE for s in slower):>8}{statistics.mean(slower):>10.3%}{max(slower):>8.2%}"
+                f"{took_s / all_s - 1:>+10.0%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        arguments: Any = sys.argv[1:]
-        worker(arguments[0], Path(arguments[1]))
-    else:
-        main()
+    main()

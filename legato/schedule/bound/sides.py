@@ -6,7 +6,9 @@ docs/bounds.md ("Sides") has the proof. Units: seconds and bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from legato.schedule.bound.bisection import longest_too_short
 from legato.schedule.bound.nested import Chain, NestedSets, SetsBound
 
 __all__ = ["TwoSides", "sides"]
+
+_log = logging.getLogger("legato")
 
 #: Below this fraction of the bound, a message is too cheap for the number of messages to matter.
 _DEAR = 0.005
@@ -29,8 +33,8 @@ _STEP, _EXACT, _ROUNDING = 1e-3, 5e-4, 1e-9
 
 
 def sides(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, *, beat_s: float) -> SetsBound | None:
-    """The best of these bounds for plans in pairs, or None if none found is above `beat_s`."""
-    if line.alpha_s <= _DEAR * beat_s:
+    """The best of these bounds for plans in pairs, or None if none found is above `beat_s`, or without numba."""
+    if line.alpha_s <= _DEAR * beat_s or not _can_compile():
         return None
     chain = Chain(times.release_s, times.tail_s, nbytes, line, sends="pairs")
     best = None
@@ -43,6 +47,16 @@ def sides(times: HeadsTails, nbytes: Sequence[int], line: LinearCost, *, beat_s:
                 beat_s = short * (1 - _ROUNDING)
                 best = SetsBound(beat_s, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
     return best
+
+
+@cache
+def _can_compile() -> bool:
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        _log.warning('the bound may be lower than with numba, which its argument "sides" needs: pip install numba')
+        return False
+    return True
 
 
 class TwoSides:

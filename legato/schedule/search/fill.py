@@ -14,8 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from legato.schedule.basics.joined import ALIGNMENT
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.collectives import CheapestCollective
 
-__all__ = ["Filled", "Piece", "fill", "fill_greedily"]
+__all__ = ["Filled", "Instance", "Piece", "fill"]
+
+#: What it costs to fill messages: for each tensor and each message.
+_FILL_S = 1.5e-6
 
 
 class Piece(NamedTuple):
@@ -31,6 +36,44 @@ class Filled(NamedTuple):
 
     seconds: float
     messages: list[list[Piece]]
+
+
+class Instance(NamedTuple):
+    """What has to be sent, by tensor (or block of tensors); `whole_below` is as in `fill`."""
+
+    release_s: list[float]
+    tail_s: list[float]
+    nbytes: list[int]
+    collectives: CheapestCollective
+    bound_s: float
+    budget: Budget
+    whole_below: int | None = None
+
+    def cost(self, nbytes: int) -> float:
+        return self.collectives.seconds(nbytes)
+
+    def arrival_s(self, filled: Filled) -> list[float]:
+        """When each tensor has arrived."""
+        arrival_s = [0.0] * len(self.nbytes)
+        now = 0.0
+        for pieces in filled.messages:
+            now = max(now, *[self.release_s[t] for t, _, _ in pieces]) + self.cost(sum([n for _, _, n in pieces]))
+            for t, _, _ in pieces:
+                arrival_s[t] = now
+        return arrival_s
+
+    def fill(self, sizes: Sequence[int], first_come: int = 0, not_before_s: Sequence[float] = ()) -> Filled:
+        self.budget.spend(_FILL_S * (len(self.nbytes) + len(sizes)))
+        return fill(
+            sizes,
+            self.release_s,
+            self.tail_s,
+            self.nbytes,
+            self.cost,
+            first_come=first_come,
+            not_before_s=not_before_s,
+            whole_below=self.whole_below,
+        )
 
 
 def fill(
@@ -95,48 +138,6 @@ def fill(
     for _, t in sorted(urgent):  # the rest, where partitions were aligned
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
-    return Filled(out.late, out.messages)
-
-
-def fill_greedily(
-    quantum: int,
-    release_s: Sequence[float],
-    tail_s: Sequence[float],
-    nbytes: Sequence[int],
-    cost: Callable[[int], float],
-    *,
-    merge: bool = True,
-    whole_below: int | None = None,
-) -> Filled:
-    """Whenever the network is free, send up to `quantum` bytes of what is ready, the longest tail first.
-
-    Nothing waits for more gradients to come, so sizes differ. Without `merge`, each message has bytes of
-    one tensor only, as P3's have. The other arguments are those of `fill`.
-    """
-    quantum = max(quantum // ALIGNMENT, 1) * ALIGNMENT
-    arriving = sorted(range(len(nbytes)), key=release_s.__getitem__, reverse=True)
-    urgent: list[tuple[float, int]] = []
-    sent = [0] * len(nbytes)
-    out = _Outbox(tail_s, nbytes, cost, one_piece=whole_below is not None)
-    while arriving or urgent:
-        if not urgent:
-            out.now = max(out.now, release_s[arriving[-1]])
-        while arriving and release_s[arriving[-1]] <= out.now:
-            t = arriving.pop()
-            heapq.heappush(urgent, (-tail_s[t], t))
-        space = quantum
-        while urgent and space:
-            t = urgent[0][1]
-            left = nbytes[t] - sent[t]
-            take = left if left <= space or nbytes[t] < (whole_below or 0) else space - space % ALIGNMENT
-            if take == 0 or (take > space and space < quantum):
-                break
-            out.put(Piece(t, sent[t], take))
-            sent[t] += take
-            space = max(space - take, 0) if merge else 0
-            if sent[t] == nbytes[t]:
-                heapq.heappop(urgent)
-        out.close()
     return Filled(out.late, out.messages)
 
 

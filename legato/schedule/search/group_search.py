@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from legato.core.plan import Plan
 from legato.schedule.basics.compose import compose
 from legato.schedule.basics.joined import ALIGNMENT, Joined
+from legato.schedule.search.anneal import anneal
 from legato.schedule.search.groups_in_halves import Arranged, GroupedPeriod, Groups, Part
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
@@ -28,13 +30,15 @@ from legato.simulator.period import Period
 __all__ = ["plan_in_groups", "plans_in_groups"]
 
 #: How many changes to try for every round. They cost less than those of all-reduces.
-_CHANGES = 16
+_CHANGES = 32
 #: How many groups of equal sizes to try.
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 #: How many starts are improved, and the share of the changes for orders.
-_IMPROVED, _REORDERED = 3, 0.6
+_IMPROVED, _REORDERED = 6, 0.6
 #: Which part of the changes for orders moves a border between two groups, if it can.
 _RESIZED = 0.5
+#: By how much, relatively, a state may be slower than the one before it at the start of the changes; not at their end.
+_HEAT = 0.005
 
 
 def plans_in_groups(
@@ -49,8 +53,14 @@ def plans_in_groups(
     `starts` are groups of other plans, at least one, the best first. Those that are `arranged` are only
     rearranged.
     """
-    for groups, found in _found(problem, period, starts, enough_s, arranged):
-        yield plan_in_groups(problem, period, groups, found)
+    search = _Search(period, not problem.cluster.unpack_s_per_byte, enough_s, random.Random(problem.seed), arranged)
+    first, *others = starts
+    for groups in itertools.chain([first], _equal_groups(period, search.partition, len(first)), others):
+        search.start(groups)
+        if search.done:
+            break
+    for state in search.improve(_CHANGES * problem.rounds):
+        yield plan_in_groups(problem, period, state.groups, state.arranged)
 
 
 def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arranged: Arranged) -> Plan:
@@ -58,23 +68,6 @@ def plan_in_groups(problem: Problem, period: GroupedPeriod, groups: Groups, arra
     messages = problem.collectives.fit(period.messages(groups, arranged))
     plan = compose("legato", messages, problem.workload, problem.cluster, forward_overlap=True)
     return msgspec.structs.replace(plan, op_order=arranged.op_order)
-
-
-def _found(
-    problem: Problem,
-    period: GroupedPeriod,
-    starts: Iterable[Groups],
-    enough_s: float,
-    given: Sequence[tuple[Groups, Arranged]],
-) -> Iterator[tuple[Groups, Arranged]]:
-    partition = not problem.cluster.unpack_s_per_byte
-    search = _Search(period, partition, enough_s, random.Random(problem.seed), given)
-    first, *others = starts
-    for groups in itertools.chain([first], _equal_groups(period, partition, len(first)), others):
-        search.start(groups)
-        if search.done:
-            break
-    yield from search.improve(_CHANGES * problem.rounds)
 
 
 def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator[Groups]:
@@ -111,8 +104,26 @@ def _equal_groups(period: GroupedPeriod, partition: bool, near: int) -> Iterator
             ]
 
 
+class _State(NamedTuple):
+    """Groups, the iteration that they make, and which of the ways to rank them makes it."""
+
+    seconds: float
+    number: int  # of groups
+    groups: Groups
+    arranged: Arranged
+    way: int
+
+
+def _state(groups: Groups, arranged: Arranged, way: int = 0) -> _State:
+    return _State(arranged.seconds, len(groups), groups, arranged, way)
+
+
+def _rank(state: _State) -> tuple[float, int]:
+    return state.seconds, state.number
+
+
 class _Search:
-    """The best iterations so far, each with its groups and its way to rank them."""
+    """The best iterations so far."""
 
     def __init__(
         self,
@@ -122,56 +133,51 @@ class _Search:
         rng: random.Random,
         given: Sequence[tuple[Groups, Arranged]],
     ) -> None:
-        self.period, self.partition, self.enough_s, self.rng, self.given = period, partition, enough_s, rng, given
-        self.found: list[tuple[float, int, int, int, Groups, Arranged]] = []
+        self.period, self.partition, self.enough_s, self.rng = period, partition, enough_s, rng
+        self.given = [_state(groups, arranged) for groups, arranged in given]
+        self.found: list[_State] = []
 
     @property
     def done(self) -> bool:
-        least = min([arranged.seconds for _, arranged in self.given] + [start[0] for start in self.found], default=None)
-        return self.period.budget.spent or (least is not None and least <= self.enough_s)
+        return self.period.budget.spent or any(map(self._is_enough, (*self.given, *self.found)))
+
+    def _is_enough(self, state: _State) -> bool:
+        return state.seconds <= self.enough_s or self.period.budget.spent
 
     def start(self, groups: Groups) -> None:
         """Try all ways to rank these groups."""
         for way, rank in enumerate(self.period.ranks(groups)):
-            arranged = self.period.arrange(groups, rank)
-            self.found.append((arranged.seconds, len(groups), len(self.found), way, groups, arranged))
+            self.found.append(_state(groups, self.period.arrange(groups, rank), way))
             if self.period.budget.spent:
                 return
 
-    def improve(self, rounds: int) -> Iterator[tuple[Groups, Arranged]]:
+    def improve(self, changes: int) -> Iterator[_State]:
         """Improve the best starts by other groups, and then the best of these by other orders."""
-        self.found.sort()
         yield from self.given
-        ends: list[tuple[float, int, int, Groups, Arranged]] = []
-        for _, _, _, way, groups, arranged in self.found[:_IMPROVED]:
-            yield groups, arranged
-            for _ in range(int(rounds * (1 - _REORDERED) / _IMPROVED)):
-                if arranged.seconds <= self.enough_s or self.period.budget.spent:
-                    break
-                changed = self._change(groups)
-                tried = self.period.arrange(changed, self.period.ranks(changed)[way])
-                if (tried.seconds, len(changed)) <= (arranged.seconds, len(groups)):
-                    groups, arranged = changed, tried
-            ends.append((arranged.seconds, len(groups), len(ends), groups, arranged))
-            yield groups, arranged
-        best = [min(ends)[3:]] if ends else []
-        for groups, arranged in [*best, *self.given]:
-            yield self._reordered(groups, arranged, int(rounds * _REORDERED))
+        ends = []
+        best: dict[int, _State] = {}  # by number of groups, since others lie far apart
+        for state in sorted(self.found, key=_rank):
+            best.setdefault(state.number, state)
+        for state in [*best.values()][:_IMPROVED]:
+            yield state
+            ends.append(self._anneal(state, self._regrouped, int(changes * (1 - _REORDERED) / _IMPROVED)))
+            yield ends[-1]
+        for state in (*sorted(ends, key=_rank)[:1], *self.given):
+            yield self._anneal(state, self._reordered, int(changes * _REORDERED))
 
-    def _reordered(self, groups: Groups, arranged: Arranged, rounds: int) -> tuple[Groups, Arranged]:
-        """The same with other orders, and borders moved under them."""
-        for _ in range(rounds):
-            if arranged.seconds <= self.enough_s or self.period.budget.spent:
-                break
-            changed = self._change(groups) if self.rng.random() < _RESIZED else groups
-            if changed == groups or len(changed) != len(groups):
-                tried = self.period.moved(groups, arranged, self.rng)
-                changed = groups
-            else:
-                tried = self.period.again(changed, arranged)
-            if tried.seconds <= arranged.seconds:
-                groups, arranged = changed, tried
-        return groups, arranged
+    def _anneal(self, state: _State, change: Callable[[_State], _State], changes: int) -> _State:
+        return anneal(state, change, changes=changes, heat=_HEAT, rng=self.rng, done=self._is_enough)
+
+    def _regrouped(self, state: _State) -> _State:
+        groups = self._change(state.groups)
+        return _state(groups, self.period.arrange(groups, self.period.ranks(groups)[state.way]), state.way)
+
+    def _reordered(self, state: _State) -> _State:
+        """The same with a half or an update elsewhere, or with a border moved under this order."""
+        groups = self._change(state.groups) if self.rng.random() < _RESIZED else state.groups
+        if groups != state.groups and len(groups) == state.number:
+            return _state(groups, self.period.again(groups, state.arranged), state.way)
+        return _state(state.groups, self.period.moved(state.groups, state.arranged, self.rng), state.way)
 
     def _change(self, groups: Groups) -> Groups:
         """Merge two neighbours, divide a group, or move parts across a border."""

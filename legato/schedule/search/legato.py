@@ -2,22 +2,15 @@
 
 Idea: each published scheduler decides one thing. MG-WFBP merges and ignores the forward
 pass; PACE and P3 order and partition, and do not count the alpha that a message costs.
-Here the sizes of the messages and their contents are improved in turns, each step exact
-for what the other one has fixed:
-
-- for an order of pieces, the best way to merge neighbours into messages
-  (`merge_deadlines.py`: a dynamic program with deadlines, and bisection over the
-  iteration time);
-- for sizes of messages, the best contents (`fill.py`: of what is ready, what is needed
-  first).
+Here all are decided together. For given sizes of messages, the best contents are known: of what
+is ready, what is needed first (`fill.py`). So the search is for sizes.
 
 First come the messages that the bound of nested sets asks for, which are the best ones for
-chains of layers (`nested_messages.py`). The turns start from several orders: ready order,
-Jackson's preemptive order (PACE's), and messages of equal sizes (P3's). Then single
-messages are merged, divided and shifted at random and filled again, until the iteration is
-within `gap` of the proven lower bound or the budget is spent (`local_search.py`). A worker
-has to put a tensor together whose pieces are scattered over messages. Where this is known
-to take time, everything is done first without partitioning, then with partitions that leave
+chains of layers (`nested_messages.py`). From these, from messages of equal sizes and from those of
+the best published scheduler, messages are merged, divided and shifted at random and filled again, until
+the iteration is within `gap` of the proven lower bound or the budget is spent (`message_search.py`).
+A worker has to put a tensor together whose pieces are scattered over messages. Where this is known
+to take time, the search also goes without partitioning, and with partitions that leave
 every tensor in one piece of memory. Every message takes the collective and the depth that
 are cheapest for its size. Of models with thousands of tensors, the search sends blocks of
 neighbours (`blocks.py`).
@@ -41,8 +34,8 @@ of the bound. So none of them is faster by more than `gap`.
 
 Source: ours. Units: seconds and bytes.
 
-`problem.py` has what is asked for, `candidates.py` the fastest plan so far, `all_reduces.py` the plans in one
-order of computation, and `collectives.py` what each message costs. Imports go from here to all of them; what
+`problem.py` has what is asked for, `candidates.py` the fastest plan so far, `message_search.py` the search in one
+order of computation, `all_reduces.py` the plans of its messages, and `collectives.py` what each message costs. Imports go from here to all of them; what
 searches for other plans first (`contended.py`, `sharded_plans.py`, `wire_format.py`) gets the search as an argument.
 """
 
@@ -57,10 +50,9 @@ from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
 from legato.schedule.basics.sharded import check_shard
 from legato.schedule.published import PUBLISHED
-from legato.schedule.search.all_reduces import search_order
-from legato.schedule.search.arranged import arrange_updates
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
+from legato.schedule.search.message_search import search_order
 from legato.schedule.search.op_orders import bounded_orders
 from legato.schedule.search.paired_halves import pair_halves
 from legato.schedule.search.problem import Problem
@@ -70,11 +62,8 @@ from legato.schedule.search.wire_format import plan_in_wire_format
 
 __all__ = ["legato"]
 
-#: The largest fraction of the budget for other orders than the captured one, where there are updates to arrange.
-_FREE_SHARE = 0.6
-#: Where updates are arranged, the largest fraction of the budget for plans in the captured order before that, and the
-#: fraction of the rest that is left for messages in two halves.
-_CAPTURED_SHARE, _PAIRS_SHARE = 0.4, 0.2
+#: The largest fraction of what is left of the budget for an order of computation, if something follows.
+_PART = 0.8
 
 
 def legato(
@@ -135,14 +124,11 @@ def _unsharded(problem: Problem) -> Plan:
     tried = dict.fromkeys((names[0], cheapest) if problem.free_order else names[:1])
     for name in tried:
         fastest.consider(published(problem, name, FIRST if large else PUBLISHED))
-    # Arranging updates takes work, too, which only plans in the captured order have.
-    arranges = bool(workload.phase_ops("optimizer")) and not large
-    free = budget.part(_FREE_SHARE) if problem.free_order and arranges else budget
-    orders, least_s = bounded_orders(problem, free)
     halved, _ = collectives.halved.lines.choose(workload.nbytes) if collectives.halved else (None, 0)
-    captured = budget.part(_CAPTURED_SHARE) if arranges else budget
+    orders, least_s = bounded_orders(problem, budget)
+    paired = not large and halved and cluster.cost(halved).startup_s > least_s * gap
     for k, (order, bound_s) in enumerate(orders):
-        own = free if order else captured
+        own = budget.part(_PART if paired or k + 1 < len(orders) else 1.0)
         if not (k and own.spent):
             search_order(fastest, order, bound_s, least_s, own)
     if large:
@@ -150,10 +136,6 @@ def _unsharded(problem: Problem) -> Plan:
             for scheduler in contenders(cluster):
                 if fastest.seconds > least_s * (1 + gap):
                     fastest.consider(published(problem, name, [scheduler]))
-    paired = not large and halved and cluster.cost(halved).startup_s > least_s * gap
-    if arranges:
-        captured_s = next(bound_s for order, bound_s in orders if not order)
-        arrange_updates(fastest, captured_s, budget.part(1 - _PAIRS_SHARE) if paired else budget)
     if paired:
         pair_halves(fastest, budget)
     problem.warn_if_cut(budget)

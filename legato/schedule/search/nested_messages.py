@@ -18,8 +18,7 @@ import numpy as np
 from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.bound.nested import Chain, NestedSets
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.fill import Filled
-from legato.schedule.search.local_search import Instance
+from legato.schedule.search.fill import Filled, Instance
 
 __all__ = ["nested_messages"]
 

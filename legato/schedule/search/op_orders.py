@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from legato.core.cluster import LinearCost
 from legato.core.workload import Workload
@@ -31,6 +32,7 @@ from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.schedule.bound.lower_bound import cheapest_line, lower_bound
+from legato.schedule.search.anneal import anneal
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
@@ -82,6 +84,13 @@ class OrderValue:
         ready, tail = times_in_order(self.workload, order)
         arrival = {t: stop for t, _, stop in jackson(ready, self.send_s, tail)}
         return self.alpha_s + max(stop + tail[t] for t, stop in arrival.items())
+
+
+class _Order(NamedTuple):
+    """Some ops in an order, and what it is worth."""
+
+    seconds: float
+    ops: tuple[int, ...]
 
 
 class _Places:
@@ -142,25 +151,26 @@ def annealed_order(
     """
     places, rng = _Places(workload), random.Random(seed)
     movable = [op for op in order if places.stretch[op] < 0 or workload.ops[op].graph]
-    now, now_s = list(order), value(order)
-    best, best_s = now, now_s
-    for k in range(rounds if movable else 0):
-        if best_s <= enough_s or budget.spent:
-            break
+
+    def moved(state: _Order) -> _Order | None:
         budget.spend(_VALUE_S * (len(workload.ops) + len(workload.tensors)))
         op = rng.choice(movable)
-        place = now.index(op)
-        first, last = places.of(op, place, now)
+        place = state.ops.index(op)
+        first, last = places.of(op, place, state.ops)
         if first == last:
-            continue
-        moved = now.copy()
-        moved.insert(rng.randint(first, last), moved.pop(place))
-        seconds = value(moved)
-        if seconds <= now_s + _HEAT * best_s * (1 - k / rounds) * rng.random():
-            now, now_s = moved, seconds
-            if now_s < best_s:
-                best, best_s = now, now_s
-    return tuple(best)
+            return None
+        ops = list(state.ops)
+        ops.insert(rng.randint(first, last), ops.pop(place))
+        return _Order(value(ops), tuple(ops))
+
+    return anneal(
+        _Order(value(order), tuple(order)),
+        moved,
+        changes=rounds if movable else 0,
+        heat=_HEAT,
+        rng=rng,
+        done=lambda best: best.seconds <= enough_s or budget.spent,
+    ).ops
 
 
 def promising_orders(
@@ -191,21 +201,25 @@ def promising_orders(
         budget.spend(_VALUE_S * (len(workload.ops) + len(workload.tensors)))
         return value(serialized_order(workload, sequence))
 
-    best = split(coarse_to_fine(len(limits), lambda k: -takes(split(k)), first=_LIMITS))
-    least, rng = takes(best), random.Random(seed)
-    for _ in range(moves[0]):
-        if least <= enough_s or budget.spent:
-            break
-        moved = best.copy()
-        moved.insert(rng.randrange(len(best)), moved.pop(rng.randrange(len(best))))
-        seconds = takes(moved)
-        if seconds < least:
-            best, least = moved, seconds
+    def moved(state: _Order) -> _Order:
+        order = list(state.ops)
+        order.insert(rng.randrange(len(order)), order.pop(rng.randrange(len(order))))
+        return _Order(takes(order), tuple(order))
+
+    start, rng = split(coarse_to_fine(len(limits), lambda k: -takes(split(k)), first=_LIMITS)), random.Random(seed)
+    best = anneal(
+        _Order(takes(start), tuple(start)),
+        moved,
+        changes=moves[0],
+        heat=0.0,
+        rng=rng,
+        done=lambda best: best.seconds <= enough_s or budget.spent,
+    ).ops
     orders = [serialized_order(workload, chosen) for chosen in (best, updates, urgent)]
-    start = workload.iteration_order()
-    found = annealed_order(workload, value, start, rounds=moves[1], enough_s=enough_s, budget=budget, seed=seed)
+    captured = workload.iteration_order()
+    found = annealed_order(workload, value, captured, rounds=moves[1], enough_s=enough_s, budget=budget, seed=seed)
     orders.insert(0, found)
-    return [order for order in dict.fromkeys(orders) if order != workload.iteration_order()]
+    return [order for order in dict.fromkeys(orders) if order != captured]
 
 
 def bounded_orders(problem: Problem, budget: Budget) -> tuple[list[tuple[tuple[int, ...], float]], float]:

@@ -28,9 +28,6 @@ _WORTH = 0.002
 
 def pair_halves(fastest: Fastest, budget: Budget) -> None:
     """Search for such plans, from the messages of the fastest one."""
-    # imported here because it compiles: other planning does without numba
-    from legato.schedule.search.best_pairs import best_pairs
-
     problem, plan = fastest.problem, fastest.plan
     workload, cluster = problem.workload, problem.cluster
     paired = Fastest(problem)
@@ -43,10 +40,7 @@ def pair_halves(fastest: Fastest, budget: Budget) -> None:
         if min(fastest.seconds, paired.seconds) <= enough_s or budget.spent:
             break
         period = PairedPeriod(workload, problem.collectives.half_s, (*order, *updates), budget)
-        low_s, high_s = enough_s / (1 + problem.gap), min(fastest.seconds, paired.seconds)
-        best = best_pairs(period, low_s, high_s, partition=not cluster.unpack_s_per_byte)
-        arranged = [best] if best else []
-        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s, arranged)
+        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s)
         paired.consider(
             msgspec.structs.replace(plan, op_order=()) if plan.op_order == captured else plan for plan in found
         )

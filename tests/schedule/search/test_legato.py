@@ -1,9 +1,10 @@
 """Our own scheduler: exact steps, never worse than any other, never better than the bound."""
 
 import itertools
+import math
 import random
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +21,11 @@ from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.joined import ALIGNMENT
 from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.search.anneal import anneal
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.collectives import CheapestCollective
-from legato.schedule.search.fill import fill, fill_greedily
+from legato.schedule.search.fill import Instance, fill
 from legato.schedule.search.halves import halves
-from legato.schedule.search.local_search import Instance
-from legato.schedule.search.merge_deadlines import merge_with_deadlines
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.optimizer_ops import WorkConserving
 from legato.simulator.collective import iteration_time
@@ -33,34 +33,25 @@ from legato.simulator.collective import iteration_time
 PIECES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=8)
 
 
-def lateness(messages, ready, tail, nbytes, alpha):
-    now = late = 0
-    for start, stop in messages:
-        now = max(now, *ready[start:stop]) + alpha + sum(nbytes[start:stop])
-        late = max(late, now + max(tail[start:stop]))
-    return late
+class State(NamedTuple):
+    seconds: float
+    place: int
 
 
-@given(PIECES, st.integers(0, 6))
-def test_grouping_is_exact_for_its_order(pieces, alpha):
-    """Against all 2^(n-1) ways to merge neighbours."""
-    ready, tail, nbytes = map(list, zip(*pieces, strict=True))
-    found = merge_with_deadlines(
-        ready, tail, nbytes, lambda n: alpha + n, at_least_s=0.0, at_most_s=np.inf, precision=1e-6
-    )
-    n = len(pieces)
-    best = min(
-        lateness(list(itertools.pairwise((0, *cuts, n))), ready, tail, nbytes, alpha)
-        for k in range(n)
-        for cuts in itertools.combinations(range(1, n), k)
-    )
-    assert found.seconds == pytest.approx(best, rel=1e-5)
-    assert lateness(found.messages, ready, tail, nbytes, alpha) == pytest.approx(found.seconds)
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=9), st.floats(0, 1), st.integers(0, 99))
+def test_annealing_returns_the_best_state_that_it_has_seen(values, heat, seed):
+    rng, seen = random.Random(seed), [State(values[0], 0)]
 
+    def change(state):
+        if rng.random() < 0.2:
+            return None
+        place = rng.randrange(len(values))
+        seen.append(State(values[place], place))
+        return seen[-1]
 
-def test_grouping_says_when_there_is_nothing_to_win():
-    assert merge_with_deadlines([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.0) is None
-    assert merge_with_deadlines([0], [0], [5], lambda n: 1 + n, at_least_s=0.0, at_most_s=6.1).seconds == 6.0
+    found = anneal(seen[0], change, changes=30, heat=heat, rng=rng, done=lambda best: best.seconds < 0.1)
+    assert found.seconds == min(seen).seconds
+    assert all(state.seconds >= 0.1 for state in seen[:-1])  # it ends when the best one is good enough
 
 
 def random_sizes(units, rng):
@@ -160,7 +151,7 @@ def test_the_stream_is_idle_only_if_nothing_can_run(workload, rng):
         needed = {dep for dep in ops[op].deps if dep in updates}
         if op in forward:
             needed |= {update for update in updates if set(reads[update]) & set(reads[op])}
-        return max((arrival[t] for t in reads[op]), default=0.0) if needed <= set(order) else np.inf
+        return max((arrival[t] for t in reads[op]), default=0.0) if needed <= set(order) else math.inf
 
     now = sum(ops[op].duration_s for op in order)
     while left := [op for op in (*forward[:1], *updates) if op not in order]:
@@ -194,34 +185,6 @@ def test_messages_are_valued_by_the_iteration_with_their_updates_arranged(worklo
     )
     plan = legato.Plan("x", messages, True, op_order=order)
     assert iteration_time(workload, plan, cluster) == pytest.approx(max(seconds, max(instance.arrival_s(filled))))
-
-
-@given(PIECES, st.integers(0, 6), st.integers(1, 30), st.booleans(), st.sampled_from([None, 0, 3]))
-def test_nothing_that_is_ready_waits_for_more(pieces, alpha, quantum, merge, units_whole):
-    """Everything is sent once, at most the quantum at a time, and the network is idle only if nothing is ready."""
-    ready, tail, units = map(list, zip(*pieces, strict=True))
-    nbytes = [ALIGNMENT * n for n in units]
-    whole_below = None if units_whole is None else ALIGNMENT * units_whole
-    cost = lambda n: alpha + n / ALIGNMENT  # noqa: E731
-    found = fill_greedily(ALIGNMENT * quantum, ready, tail, nbytes, cost, merge=merge, whole_below=whole_below)
-    names = {str(t): n for t, n in enumerate(nbytes)}
-    messages = [
-        legato.Message(tuple(legato.Slice(str(p.tensor), p.start, p.start + p.nbytes) for p in m))
-        for m in found.messages
-    ]
-    check_messages(legato.Plan("x", tuple(messages)), names)
-    left, now, late = dict(enumerate(nbytes)), 0.0, 0.0
-    for message in found.messages:
-        size = sum(p.nbytes for p in message)
-        assert size <= ALIGNMENT * quantum or all(nbytes[p.tensor] < (whole_below or 0) for p in message)
-        assert merge or len(message) == 1
-        now = max(now, min(ready[t] for t, n in left.items() if n))
-        assert all(ready[p.tensor] <= now for p in message)
-        for p in message:
-            left[p.tensor] -= p.nbytes
-        now += cost(size)
-        late = max(late, now + max(tail[p.tensor] for p in message))
-    assert not any(left.values()) and found.seconds == pytest.approx(late)
 
 
 @given(workloads(), clusters())
@@ -346,11 +309,11 @@ def chain_with_updates(seed, layers):
     return Workload("chain", tuple(ops), tuple(tensors))
 
 
-@pytest.mark.parametrize("work", [0.0, 1e-3, np.inf])
+@pytest.mark.parametrize("work", [0.0, 1e-3, math.inf])
 def test_any_work_gives_a_plan(work):
     workload = chain_with_updates(24, 8)
     cluster = Cluster(2, {"c": LinearCost(0.05, workload.compute_s / workload.nbytes)})
-    plan = schedule("legato", workload, cluster, rounds=20, work=work, limit_s=np.inf)
+    plan = schedule("legato", workload, cluster, rounds=20, work=work, limit_s=math.inf)
     check_plan(plan, workload)
     assert iteration_time(workload, plan, cluster) <= iteration_time(
         workload, schedule("pace", workload, cluster), cluster

@@ -12,8 +12,7 @@ from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.nested import nested
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.collectives import CheapestCollective
-from legato.schedule.search.fill import fill
-from legato.schedule.search.local_search import Instance
+from legato.schedule.search.fill import Instance, fill
 from legato.schedule.search.nested_messages import nested_messages
 from legato.simulator.collective import iteration_time
 

@@ -1,0 +1,44 @@
+"""Simulated annealing, the loop of every search: changes at random, of which slower ones are accepted less and less."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+__all__ = ["anneal"]
+
+
+class _Valued(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+S = TypeVar("S", bound=_Valued)
+
+
+def anneal(
+    start: S,
+    change: Callable[[S], S | None],
+    *,
+    changes: int,
+    heat: float,
+    rng: random.Random,
+    done: Callable[[S], bool],
+) -> S:
+    """The best state seen in some changes, or until the best one is `done`.
+
+    A state may be slower than the one before it by a fraction `heat` at first, and by nothing at the end
+    (Kirkpatrick, Gelatt, Vecchi: Optimization by Simulated Annealing, Science 1983). `change` returns None where
+    nothing can change.
+    """
+    state = best = start
+    for k in range(changes):
+        if done(best):
+            break
+        changed, warmth = change(state), heat * best.seconds * (1 - k / changes)
+        if changed is not None and changed.seconds <= state.seconds + warmth * rng.random():
+            state = changed
+            if state.seconds <= best.seconds:
+                best = state
+    return best
