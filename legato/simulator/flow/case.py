@@ -120,17 +120,11 @@ def run_graph(
     `profiles` are those of what is disturbed, `computing` what computes (`Unrolled.computing`). `priority` is that of
     each service, on links that serve higher ones first.
     """
-    if isinstance(topology, Alone):
-        return topology.run(services)
     found = profiles.of_services(services.records["link"], computing) if profiles else None
     if topology.network.sharing == "fair":
         from legato.simulator.flow.fair import run_fair
 
         return run_fair(services, topology.s_per_byte(), found, profiles.changes() if profiles else (), priority)
-    if priority is not None:
-        from legato.simulator.flow.priority import run_by_priority
-
-        return int(run_by_priority(*services, priority, found) if found else run_by_priority(*services, priority))
     from legato.simulator.flow.engine import run_services
 
-    return int(run_services(*services, found) if found else run_services(*services))
+    return run_services(*services, found, priority, topology.trips() if isinstance(topology, Alone) else None)
