@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,9 @@ class Case:
     network: Network
     iterations: int
     alike: bool
+
+    def __post_init__(self) -> None:
+        import_module("legato.simulator.flow.engine")  # an `InputError` where numba is not installed
 
     @property
     def symmetric(self) -> bool:

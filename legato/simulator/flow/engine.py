@@ -27,9 +27,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from legato.core.errors import missing_extra
+
+try:
+    import numba
+except ModuleNotFoundError:
+    raise missing_extra("numba", "flow", "a simulation of every transfer") from None
 
 __all__ = ["Trips", "compiled", "link_edges", "run_services", "served"]
 
