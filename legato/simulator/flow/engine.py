@@ -41,7 +41,8 @@ __all__ = ["Trips", "compiled", "link_edges", "run_services", "served"]
 
 compiled = numba.njit(cache=True)
 #: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
-_inlined = numba.njit(cache=True, forceinline=True, _nrt=False)
+#: `_nrt` is private to numba; without it, times are the same and the loop takes several times as long.
+_inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # type: ignore[call-overload]
 
 _NONE = -1
 #: Values of `next` that are not a service: it is the last one of its queue; it has left its queue.
