@@ -91,10 +91,12 @@ def test_a_report_is_made_without_pytorch(clean, tmp_path):
     [
         (("demo",), "pip install jinja2 plotly torch transformers\n"),
         (("capture", "train.py:training", "-o", "w.json"), "pip install torch\n"),
+        (("simulate", "resnet.json"), "pip install numba\n"),
     ],
-    ids=["demo", "capture"],
+    ids=["demo", "capture", "simulate"],
 )
 def test_what_is_not_installed_is_named_in_one_line(clean, tmp_path, command, said):
     (tmp_path / "train.py").touch()
+    run(clean / "legato", "workload", "resnet-v1-50", "-o", "resnet.json", folder=tmp_path)
     done = run(clean / "legato", *command, folder=tmp_path, expected=2)
     assert not done.stdout and len(done.stderr.splitlines()) == 1 and said in done.stderr

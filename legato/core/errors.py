@@ -36,6 +36,7 @@ EXTRAS = {
     "report": "jinja2 plotly",
     "parquet": "pyarrow",
     "torch": "torch",
+    "flow": "numba",
     "demo": "jinja2 plotly torch transformers",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from importlib import import_module
 
 from msgspec.structs import replace
 
@@ -33,8 +34,10 @@ def sweep(
     as soon as it is done. `jobs` is the number of cores (None: all), on this
     machine or on a `backend` (`legato.sweep.parallel`). `progress(done, total)`
     is called as cells finish. A cell that fails is a row with an error. Raises
-    `InputError` if the backend cannot be used.
+    `InputError` if the backend cannot be used, or numba is missing at flow fidelity.
     """
+    if grid.fidelity == "flow":
+        import_module("legato.simulator.flow.engine")  # an `InputError` where numba is not installed
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
     done = {} if journal is None else journal.done

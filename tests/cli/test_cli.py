@@ -534,6 +534,26 @@ def test_what_is_not_installed_is_named_before_any_work(workload, library, argum
     assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install {EXTRAS[extra]}\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("simulate", "W"),
+        ("simulate", "W", "W", "--share", "--fabric", "ring"),
+        ("sweep", "W", "--fabric", "ring", "--workers", "2,4"),
+    ],
+)
+def test_every_transfer_is_simulated_with_numba_only(workload, arguments):
+    done = run_without("numba", *(workload if word == "W" else word for word in arguments))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"legato: a simulation of every transfer needs numba: pip install {EXTRAS['flow']}\n"
+
+
+def test_planners_are_simulated_without_numba(workload):
+    for command in (("simulate", workload, "--fabric", "ring"), ("sweep", workload, "--workers", "2,4")):
+        done = run_without("numba", *command, "--fidelity", "collective")
+        assert done.returncode == 0, done.stderr
+
+
 def test_planning_needs_no_torch(workload):
     done = run_without("torch", "plan", workload, "--json")
     assert done.returncode == 0, done.stderr

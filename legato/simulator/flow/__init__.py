@@ -3,8 +3,8 @@
 A *fabric* turns a plan's messages into transfers that wait for one another
 (`fabrics/`, one file per fabric, using `topology.py`); `unroll.py` adds the
 workers' computation; the *engine* runs the resulting graph (`graph.py`,
-`engine.py`). Of identical workers, few are simulated where that is enough
-(`few.py`). Links and workers can be disturbed (`disturbances.py`), and several jobs
+`engine.py`). Where one worker can stand for all, it alone is simulated
+(`alone.py`). Links and workers can be disturbed (`disturbances.py`), and several jobs
 can share a network (`jobs.py`, `placement.py`, `phases.py`). docs/simulator.md and
 docs/shared_networks.md explain the model. Importing this package compiles
 nothing.

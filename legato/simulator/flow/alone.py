@@ -6,8 +6,8 @@ incoming link ([Note: symmetry] in `topology.py`). All that the incoming link
 receives, the outgoing link has sent, in the same order. So a transfer is one
 service here, a *trip*, and a ring's n-1 steps, or the n-1 transfers of an
 all-to-all exchange, are one trip with a number. The graph has the same size for
-any number of workers. `trips.py` runs it, and does the same sums in the same
-order as the engine does on all transfers: times are equal to the last bit.
+any number of workers. The engine does the same sums in the same order as on all
+transfers: times are equal to the last bit.
 
 This does not hold for transfers that are so short that the time does not change
 when theirs is added to it (in 64 bits). Links may serve these in another order.
@@ -16,14 +16,17 @@ when theirs is added to it (in 64 bits). Links may serve these in another order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from legato.simulator.flow.graph import Graph, Ids, Services
+from legato.simulator.flow.graph import Graph, Ids
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.topology import Hosts, Topology
+
+if TYPE_CHECKING:
+    from legato.simulator.flow import engine
 
 __all__ = ["Alone"]
 
@@ -102,14 +105,12 @@ class Alone(Topology):
         trips = sum(trips.size * (laps * (sent + received) - 1) for trips, laps, sent, received in self._numbers)
         return self.graph.num_services + trips
 
-    def run(self, services: Services) -> int:
-        """Run all services that can run, and return how many ran."""
-        from legato.simulator.flow.trips import run_trips
+    def trips(self) -> engine.Trips:
+        """The trips, for the engine."""
+        from legato.simulator.flow.engine import Trips
 
-        laps, sent, received = np.ones((3, len(services.records)), np.int64)
+        laps, sent, received = np.ones((3, self.graph.num_services), np.int64)
         for trips, *numbers in self._numbers:
             laps[trips], sent[trips], received[trips] = numbers
         network = self.network
-        records, successors, _ = services
-        times = network.sending_s, network.on_the_way_s
-        return int(run_trips(records, successors, laps, sent, received, *times, network.cut_through))
+        return Trips(laps, sent, received, network.sending_s, network.on_the_way_s, network.cut_through)

@@ -13,19 +13,37 @@ change, so rates are constant in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from legato.simulator.flow.disturbances import ServiceProfiles
-from legato.simulator.flow.engine import served
+from legato.simulator.flow.engine import compiled, served
 from legato.simulator.flow.graph import Services
 
 __all__ = ["fair_rates", "run_fair"]
 
 #: A flow has ended when this share of its bytes is left.
 _NOTHING = 1e-12
+#: A flow: when it is ready and when it starts; its bytes on links, those that are left, and their rate; its time on no
+#: link; and the number of flows' services that it waits for.
+_STATE = np.dtype(
+    [(name, "f8") for name in ("ready_s", "start_s", "size", "left", "rate", "fixed_s")] + [("held_back", "i8")]
+)
+
+
+class _Flows(NamedTuple):
+    """The flow of each service, how many seconds its times are after those of its flow, and its bytes.
+
+    The services of flow f are `by_flow[first[f]:first[f + 1]]`.
+    """
+
+    of: NDArray[np.int64]
+    lag_s: NDArray[np.float64]
+    nbytes: NDArray[np.float64]
+    by_flow: NDArray[np.int64]
+    first: NDArray[np.int64]
 
 
 def run_fair(
@@ -41,23 +59,22 @@ def run_fair(
     links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have
     the same `priority`, if there is one; higher ones go first.
     """
-    records, successors, num_links = services
-    flow, lag_s = _flows(records, successors)
+    records, successors, _ = services
+    of, lag_s = _flows(records, successors)
     nbytes = np.zeros(len(records))
     wired = records["link"] >= 0
     nbytes[wired] = records["work_s"][wired] / s_per_byte[records["link"][wired]]
-    by_flow = np.argsort(flow, kind="stable").astype(np.int64)
-    first = np.searchsorted(flow[by_flow], np.arange(flow.max(initial=-1) + 2))
+    by_flow = np.argsort(of, kind="stable").astype(np.int64)
+    first = np.searchsorted(of[by_flow], np.arange(of.max(initial=-1) + 2))
+    flows = _Flows(of, lag_s, nbytes, by_flow, first)
     change_s = np.array([change[0] for change in changes])
     link = np.array([change[1] for change in changes], np.int64)
     to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
-    arguments = (records, successors, num_links, flow, lag_s, nbytes, 1 / s_per_byte, by_flow, first)
-    if priority is None:
-        return int(_run(*arguments, (change_s, link, to), profiles))
-    return int(_run(*arguments, (change_s, link, to), profiles, priority[by_flow[first[:-1]]]))
+    of_flows = None if priority is None else priority[by_flow[first[:-1]]]
+    return int(_run(records, successors, flows, 1 / s_per_byte, (change_s, link, to), profiles, of_flows))
 
 
-@numba.njit(cache=True)
+@compiled
 def _flows(records, successors):  # type: ignore[no-untyped-def]
     """(the flow of each service, how many seconds its times are after those of its flow)."""
     total = len(records)
@@ -93,7 +110,7 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
     return flow, lag_s
 
 
-@numba.njit(cache=True)
+@compiled
 def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
     """The max-min fair rate of each flow, in the unit of `capacity[link]`.
 
@@ -135,7 +152,7 @@ def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
     return rate
 
 
-@numba.njit(cache=True)
+@compiled
 def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-untyped-def]
     """The max-min fair rates of the flows of each priority on what those with higher ones leave."""
     rate, left = np.zeros(len(priority)), capacity.copy()
@@ -158,7 +175,7 @@ def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-unt
     return rate
 
 
-@numba.njit(cache=True)
+@compiled
 def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
     """The links of the active flows, each once per flow, as arguments for `fair_rates`."""
     starts = np.zeros(len(active) + 1, np.int64)
@@ -180,86 +197,106 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
     return links[:at], starts
 
 
-@numba.njit(cache=True)
-def _run(  # type: ignore[no-untyped-def]
-    records, successors, num_links, flow, lag_s, nbytes, capacity, by_flow, first, changes, profiles, priority=None
-):
-    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows."""
-    change_s, change_link, change_to = changes
-    changed = 0
-    total, flows = len(records), len(first) - 1
-    held_back = np.zeros(flows, np.int64)  # number of services of other flows that it waits for
-    ready_s = np.zeros(flows)
-    size = np.zeros(flows)  # bytes on links
-    fixed_s = np.zeros(flows)  # time on no link
-    for i in range(total):
+@compiled
+def _states(records, successors, flows):  # type: ignore[no-untyped-def]
+    """All flows before the first one starts."""
+    states = np.zeros(len(flows.first) - 1, _STATE)
+    for i in range(len(records)):
+        mine = states[flows.of[i]]
         if records[i].link < 0:
-            fixed_s[flow[i]] = max(fixed_s[flow[i]], records[i].work_s)
-        size[flow[i]] = max(size[flow[i]], nbytes[i])
+            mine.fixed_s = max(mine.fixed_s, records[i].work_s)
+        mine.size = max(mine.size, flows.nbytes[i])
         for e in range(records[i].first, records[i].first + records[i].count):
             if successors[e] & 1 == 0:
-                held_back[flow[successors[e] >> 1]] += 1
-    waiting = [f for f in range(flows) if held_back[f] == 0]  # may start at ready_s
+                states[flows.of[successors[e] >> 1]].held_back += 1
+    for f in range(len(states)):
+        states[f].left = states[f].size
+    return states
+
+
+@compiled
+def _next_s(states, waiting, active, now):  # type: ignore[no-untyped-def]
+    """The earliest moment at which a flow starts or ends."""
+    until = np.inf
+    for f in waiting:
+        until = min(until, states[f].ready_s)
+    for f in active:
+        if states[f].rate > 0:
+            until = min(until, now + states[f].left / states[f].rate)
+    return until
+
+
+@compiled
+def _moved(states, active, now, until):  # type: ignore[no-untyped-def]
+    """(flows that go on, flows that end) after moving until then."""
+    moving, ended = [0][:0], [0][:0]
+    for f in active:
+        flow = states[f]
+        flow.left -= flow.rate * (until - now)
+        if flow.left <= flow.size * _NOTHING or (flow.rate > 0 and now + flow.left / flow.rate == now):
+            ended.append(f)
+        else:
+            moving.append(f)
+    return moving, ended
+
+
+@compiled
+def _end(records, successors, flows, states, f, now, profiles, waiting):  # type: ignore[no-untyped-def]
+    """End flow f, and put those that may start after it to the ones that are `waiting`."""
+    first, last, start = flows.first[f], flows.first[f + 1], states[f].start_s
+    end = now
+    if states[f].size == 0:
+        end = start + states[f].fixed_s
+        if profiles is not None and last - first == 1:
+            end = served(profiles, flows.by_flow[first], start, states[f].fixed_s)
+    for i in flows.by_flow[first:last]:
+        records[i].begin_s, records[i].end_s = start + flows.lag_s[i], end + flows.lag_s[i]
+        for e in range(records[i].first, records[i].first + records[i].count):
+            if successors[e] & 1 == 0:
+                g = flows.of[successors[e] >> 1]
+                states[g].ready_s = max(states[g].ready_s, records[i].end_s + records[i].delay_s)
+                states[g].held_back -= 1
+                if states[g].held_back == 0:
+                    waiting.append(g)
+
+
+@compiled
+def _run(records, successors, flows, capacity, changes, profiles, priority):  # type: ignore[no-untyped-def]
+    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows."""
+    change_s, change_link, change_to = changes
+    states, changed, now, done = _states(records, successors, flows), 0, 0.0, 0
+    waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # may start at ready_s
     active = [0][:0]
-    left = size.copy()
-    start_s, rate = np.zeros(flows), np.zeros(flows)
-    now, done = 0.0, 0
     while len(waiting) > 0 or len(active) > 0:
-        until = np.inf
+        until = _next_s(states, waiting, active, now)
         if changed < len(change_s):
-            until = max(change_s[changed], now)
-        for f in waiting:
-            until = min(until, ready_s[f])
-        for f in active:
-            if rate[f] > 0:
-                until = min(until, now + left[f] / rate[f])
-        ended = [0][:0]
-        moving = [0][:0]
-        for f in active:
-            left[f] -= rate[f] * (until - now)
-            if left[f] <= size[f] * _NOTHING or (rate[f] > 0 and now + left[f] / rate[f] == now):
-                ended.append(f)
-            else:
-                moving.append(f)
+            until = min(until, max(change_s[changed], now))
+        moving, ended = _moved(states, active, now, until)
         now = max(now, until)
         while changed < len(change_s) and change_s[changed] <= now:
             capacity[change_link[changed]] = change_to[changed]
             changed += 1
         later = [0][:0]
         for f in waiting:
-            if ready_s[f] > now:
+            if states[f].ready_s > now:
                 later.append(f)
-            elif size[f] > 0:
-                start_s[f] = ready_s[f]
+                continue
+            states[f].start_s = states[f].ready_s
+            if states[f].size > 0:
                 moving.append(f)
             else:
-                start_s[f] = ready_s[f]
                 ended.append(f)
         active, waiting = moving, later
         for f in ended:
-            end = now
-            if size[f] == 0:
-                end = start_s[f] + fixed_s[f]
-                if profiles is not None and first[f + 1] - first[f] == 1:
-                    end = served(profiles, by_flow[first[f]], start_s[f], fixed_s[f])
-            for m in range(first[f], first[f + 1]):
-                i = by_flow[m]
-                records[i].begin_s, records[i].end_s = start_s[f] + lag_s[i], end + lag_s[i]
-                done += 1
-                for e in range(records[i].first, records[i].first + records[i].count):
-                    if successors[e] & 1 == 0:
-                        g = flow[successors[e] >> 1]
-                        ready_s[g] = max(ready_s[g], records[i].end_s + records[i].delay_s)
-                        held_back[g] -= 1
-                        if held_back[g] == 0:
-                            waiting.append(g)
+            _end(records, successors, flows, states, f, now, profiles, waiting)
+            done += flows.first[f + 1] - flows.first[f]
         if len(active) > 0:
             chosen = np.array(active)
-            links, starts = _links_of(records, chosen, by_flow, first)
+            links, starts = _links_of(records, chosen, flows.by_flow, flows.first)
             if priority is None:
                 rates = fair_rates(links, starts, capacity)
             else:
                 rates = _rates_by_priority(links, starts, capacity, priority[chosen])
             for k in range(len(chosen)):
-                rate[chosen[k]] = rates[k]
+                states[chosen[k]].rate = rates[k]
     return done

@@ -210,9 +210,7 @@ class SharedTimes:
         last = int(np.searchsorted(ends_s, until_s)) + 1  # an iteration may begin before the one before it has ended
         spans = []
         for k in range(first, min(last + 1, len(runs))):
-            found = FlowResult.read(
-                unrolled, runs[: k + 1], ranks=topology.stand_ins, members=topology.members, num_events=0
-            )
+            found = FlowResult.of(unrolled, runs[: k + 1])
             for rank, lane, label, start, end, *rest in found.spans(range(min(topology.size, _MOST_DRAWN))):
                 if start < until_s and from_s < end:
                     times = max(start, from_s) - from_s, min(end, until_s) - from_s
@@ -376,7 +374,7 @@ class SharedNetwork:
                 seed=self._cases[i].network.seed,
             )
             begins.append(graph.add(((count if self.jobs[i].pace_s else 1) if wait else 0,)))
-            unrolled.append(replace(self._cases[i], iterations=count).unroll(topology).build(begins[-1]))
+            unrolled.append(replace(self._cases[i], iterations=count).unroll(topology, begins[-1]))
         return unrolled, begins, graph.freeze(unrolled[0].topology.num_links)
 
     def _of_services(self, levels: Sequence[int]) -> NDArray[np.int64] | None:

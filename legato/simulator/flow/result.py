@@ -162,8 +162,7 @@ class FlowResult:
 
     If workers are identical, W may be smaller than the network's number of
     workers. Then column w is worker `ranks[w]`, and `members[w]` workers have the
-    same times, itself included; those for which no column stands have other times
-    than all columns, but do not change any metric. `num_events` is the number of
+    same times, itself included. `num_events` is the number of
     simulated services on links and streams. Metrics are those of the last
     iteration, but for `iteration_s`.
     """
@@ -183,33 +182,9 @@ class FlowResult:
     transfers: Transfers | None = field(repr=False)
 
     @classmethod
-    def of(cls, unrolled: Unrolled, records: NDArray[np.void], *, keep_transfers: bool) -> FlowResult:
-        """Read the result from the services of the unrolled iterations, after the engine has run them."""
-
-        runs = [IterationTimes.of(run, records) for run in unrolled.iterations]
-        topology = unrolled.topology
-        return cls.read(
-            unrolled,
-            runs,
-            ranks=topology.stand_ins,
-            members=topology.members,
-            num_events=topology.num_events,
-            transfers=Transfers.of(records, topology) if keep_transfers else None,
-        )
-
-    @classmethod
-    def read(
-        cls,
-        unrolled: Unrolled,
-        runs: Sequence[IterationTimes],
-        *,
-        ranks: NDArray[np.int64],
-        members: NDArray[np.int64],
-        num_events: int,
-        transfers: Transfers | None = None,
-    ) -> FlowResult:
+    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes], transfers: Transfers | None = None) -> FlowResult:
         """Read the result from the times of the iterations."""
-        compute = ComputeTimes.of(unrolled, runs)
+        compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
         ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
         carriers = unrolled.fragments_of_tensor(unrolled.reducing)
         aggregated_s = np.array([[run.summed_s[i].max() for i in carriers] for run in runs])
@@ -218,13 +193,13 @@ class FlowResult:
             workload=unrolled.workload,
             plan=unrolled.plan,
             servers=unrolled.fabric.servers,
-            ranks=ranks,
-            members=members,
+            ranks=topology.ranks,
+            members=topology.members,
             end_s=np.array([iteration_end_s(unrolled.fabric, run) for run in runs]),
             gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
             aggregated_s=aggregated_s,
             received_s=received_s.transpose(0, 2, 1),
-            num_events=num_events,
+            num_events=topology.num_events,
             compute=compute,
             messages=MessageTimes.of(unrolled, runs[-1]),
             transfers=transfers,

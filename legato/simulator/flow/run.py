@@ -14,7 +14,6 @@ from legato.simulator.flow.disturbances import check_numbers
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fabrics.servers import creation_order
-from legato.simulator.flow.few import check_few, simulate_few
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.result import FlowResult
 from legato.simulator.flow.unroll import Unrolled
@@ -59,18 +58,16 @@ def simulate_flow(
     may differ only in the durations of ops. Without a plan, `plain_plan` is used.
     `iterations` None means 1 if all workers start together (with a barrier, or
     if they are identical) or the network is disturbed, else 3. `keep_transfers` False drops the data that only
-    the link lanes of `FlowResult.timeline` need; then identical workers take little
-    time and memory on most fabrics (`FlowResult.ranks` are those that are kept).
-    `symmetry` False simulates every worker even if few can stand for all.
+    the link lanes of `FlowResult.timeline` need; then identical workers in a ring, a
+    shuffle or doublings take little time and memory. `symmetry` False simulates every
+    worker even if few can stand for all.
 
     Raises `InputError` on arguments out of range or that contradict each other,
     and `PlanError` on a plan that does not fit the workload or waits for itself.
     """
     case = _case(workload, plan, fabric, network, iterations)
     try:
-        if symmetry and not keep_transfers and (found := simulate_few(case)) is not None:
-            return found
-        return case.simulate(case.topology(symmetry=symmetry), keep_transfers=keep_transfers)
+        return case.simulate(symmetry=symmetry, keep_transfers=keep_transfers)
     except MemoryError:
         raise InputError(f"{network.workers} workers: too many transfers for this machine's memory") from None
 
@@ -84,9 +81,7 @@ def check_flow(
     iterations: int | None = None,
 ) -> None:
     """Raise what `simulate_flow` would raise before it simulates, if it kept no transfers; arguments are the same."""
-    case = _case(workload, plan, fabric, network, iterations)
-    if not check_few(case):
-        case.topology(symmetry=True)
+    _case(workload, plan, fabric, network, iterations).topology(symmetry=True, keep_transfers=False)
 
 
 def compile_flow(
@@ -100,7 +95,7 @@ def compile_flow(
 ) -> Unrolled:
     """Build the graph that `simulate_flow` runs if it keeps transfers. Arguments and errors are the same."""
     case = _case(workload, plan, fabric, network, iterations)
-    return case.build(case.topology(symmetry=symmetry))
+    return case.unroll(case.topology(symmetry=symmetry, keep_transfers=True))
 
 
 def check_flow_plan(plan: Plan) -> None:

@@ -35,7 +35,7 @@ from legato.simulator.flow.graph import NO_LINK, NO_TAG, Graph, Ids
 from legato.simulator.flow.network import Network
 from legato.simulator.flow.switches import HostShape
 
-__all__ = ["Branches", "Hosts", "Routes", "Topology"]
+__all__ = ["Hosts", "Routes", "Topology"]
 
 Hosts = NDArray[np.int64]
 _ONE_WORKER = HostShape()
@@ -47,18 +47,6 @@ class Routes(NamedTuple):
     first: Hosts
     between: Hosts
     last: Hosts
-
-
-class Branches(NamedTuple):
-    """A round of a tree: who sends to whom. Receiver k receives what sender `come_from[k]` sends.
-
-    `level` is that of the receivers, or None where they are the parents.
-    """
-
-    senders: Hosts
-    receivers: Hosts
-    come_from: Hosts
-    level: int | None
 
 
 class Topology:
@@ -91,14 +79,9 @@ class Topology:
         )
 
     @property
-    def stand_ins(self) -> Hosts:
-        """The number of the worker that each rank stands for, among others."""
-        return self.ranks
-
-    @property
     def numbers(self) -> Hosts:
         """The number of each rank's worker in the network."""
-        return self.stand_ins
+        return self.ranks
 
     @property
     def members(self) -> Hosts:
@@ -248,26 +231,6 @@ class Topology:
         summed = self.graph.add(received.shape, work_s=self.network.reduce_s_per_byte * nbytes[:, None] * len(steps))
         self.graph.edge(received, summed)
         return summed
-
-    def branches(self, level: int, *, up: bool) -> Branches:
-        """A round of a binomial tree: the workers at a level send to their parents (`up`), or receive from them.
-
-        A worker is at the level of the lowest bit of its number, and its parent's number does not have that bit.
-        """
-        children = np.arange(1 << level, self.workers, 2 << level)
-        parents, each = children - (1 << level), np.arange(len(children))
-        return Branches(children, parents, each, None) if up else Branches(parents, children, each, level)
-
-    def relay(
-        self, branches: Branches, nbytes: NDArray[np.float64], after: Ids, *, key: ArrayLike, adds: bool = False
-    ) -> Ids:
-        """Send `nbytes[fragment]` in a round of a tree, from sender k once `after[:, k]` has ended.
-
-        Returns [fragment, receiver]: services that end as those of `send`.
-        """
-        senders, receivers, come_from, _ = branches
-        sizes, key, after = nbytes[:, None], np.asarray(key)[:, None], after[:, come_from]
-        return self.send(senders[come_from], receivers, sizes, [after], key=key, adds=adds)
 
     def _routes(
         self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None

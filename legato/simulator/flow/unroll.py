@@ -175,13 +175,13 @@ class Unrolled:
             if message.kind not in sends:
                 continue
             if message.kind in REDUCING:
-                graph.edge(backward[self.ready_segment(i)], launched[i])
+                graph.edge(backward[self._ready_segment(i)], launched[i])
             if self._launched:
                 graph.edge(self._launched[-1], launched[i])
             self._launched.append(launched[i])
         return launched
 
-    def ready_segment(self, i: int) -> int:
+    def _ready_segment(self, i: int) -> int:
         """The segment of the backward pass that makes message i ready."""
         ops = self.backward
         return int(ops.segment[max(ops.at[self._ready_after[piece.tensor]] for piece in self.plan.messages[i].slices)])

@@ -13,7 +13,6 @@ from legato.simulator.flow.disturbances import Profiles
 from legato.simulator.flow.engine import run_services
 from legato.simulator.flow.fair import run_fair
 from legato.simulator.flow.graph import NO_LINK, Graph
-from legato.simulator.flow.priority import run_by_priority
 
 LINKS = 3
 #: Eighths, so that sums are exact and ties are many.
@@ -78,7 +77,7 @@ def priorities(services):
 @examples(200)
 def test_the_engine_does_what_the_naive_one_does(services):
     graph = built(services)
-    assert run_by_priority(*graph, priorities(services)) == len(services)
+    assert run_services(*graph, priority=priorities(services)) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(services)
 
 
@@ -88,16 +87,16 @@ def test_it_follows_rates_that_change_exactly(services, disturbed):
     graph = built(services)
     profiles = Profiles.of(disturbed, lambda kind, number: [number])
     found = profiles.of_services(graph.records["link"], []) if profiles else None
-    assert run_by_priority(*graph, priorities(services), found) == len(services)
+    assert run_services(*graph, found, priorities(services)) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(services, disturbed)
 
 
 @given(graphs(seconds=st.floats(0.001, 1.0)))
 @examples(100)
-def test_with_equal_priorities_it_is_the_other_engine(services):
+def test_with_equal_priorities_it_is_first_come_first_served(services):
     """To the last bit, where nothing happens at the same time by chance; what does, may be in another order."""
     found, wanted = built(services), built(services)
-    assert run_by_priority(*found, np.zeros(len(services), np.int64)) == run_services(*wanted) == len(services)
+    assert run_services(*found, priority=np.zeros(len(services), np.int64)) == run_services(*wanted) == len(services)
     waits = [wanted.records["begin_s"][wanted.records["link"] == link] for link in range(LINKS)]
     if all(len(set(times)) == len(times) for times in waits):
         assert (found.records["begin_s"] == wanted.records["begin_s"]).all()
@@ -109,7 +108,7 @@ def test_a_circle_never_runs():
     ids = graph.add((3,), work_s=1.0, link=0)
     graph.edge(ids[1:], ids[:-1])
     graph.edge(ids[0], ids[1])
-    assert run_by_priority(*graph.freeze(1), np.arange(3)) == 1
+    assert run_services(*graph.freeze(1), priority=np.arange(3)) == 1
 
 
 def test_what_is_left_is_shared_by_those_with_lower_priorities():

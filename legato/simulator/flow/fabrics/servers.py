@@ -106,7 +106,7 @@ class Servers:
         return self.placement
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        servers, nbytes, key = self.hosts(topology, fragments), self.shard_bytes(fragments), fragments.order[:, None]
+        servers, nbytes, key = self._hosts(topology, fragments), self._shard_bytes(fragments), fragments.order[:, None]
         after = np.broadcast_to(ready[:, None, :], (len(fragments), self.shards, topology.size))
         if self.aggregation is None:
             sent = topology.send(
@@ -120,7 +120,11 @@ class Servers:
         if self.barrier:
             held = topology.graph.join(held.reshape(1, -1))[:, None]
         held = np.broadcast_to(held, (len(fragments), self.shards))
-        servers, nbytes, order = self.hosts(topology, fragments), self.shard_bytes(fragments), fragments.order[:, None]
+        servers, nbytes, order = (
+            self._hosts(topology, fragments),
+            self._shard_bytes(fragments),
+            fragments.order[:, None],
+        )
         if self.multicast:
             sent = topology.multicast(servers, topology.ranks, nbytes, [held], key=order)
         else:
@@ -131,7 +135,7 @@ class Servers:
             )
         return sent[:, 0] if self.shards == 1 else topology.graph.join(sent, axis=1)
 
-    def hosts(self, topology: Topology, fragments: Fragments) -> np.ndarray:
+    def _hosts(self, topology: Topology, fragments: Fragments) -> np.ndarray:
         """[fragment, shard]: the servers' hosts."""
         if self.shards > 1:
             return np.broadcast_to(topology.server(np.arange(self.servers)), (len(fragments), self.servers))
@@ -139,7 +143,7 @@ class Servers:
             raise InputError(f"server: {worst} (expected one of 0 to {self.servers - 1})")
         return topology.server(fragments.server)[:, None]
 
-    def shard_bytes(self, fragments: Fragments) -> np.ndarray:
+    def _shard_bytes(self, fragments: Fragments) -> np.ndarray:
         """[fragment, shard]: the bytes."""
         return np.broadcast_to(fragments.nbytes[:, None] / self.shards, (len(fragments), self.shards))
 

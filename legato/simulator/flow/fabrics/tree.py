@@ -13,7 +13,7 @@ from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
 from legato.simulator.flow.graph import Ids
 from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.topology import Hosts, Topology
 
 __all__ = ["Tree"]
 
@@ -28,22 +28,27 @@ class Tree(Collective):
         return 2 * (workers - 1), 2 * (workers - 1)
 
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
-        held = ready.copy()
+        held, nbytes, key = ready.copy(), fragments.nbytes[:, None], fragments.order[:, None]
         for level in range(_height(topology)):
-            branches = topology.branches(level, up=True)
-            here, there = branches.senders, branches.receivers
-            sent = topology.relay(branches, fragments.nbytes, held[:, here], key=fragments.order, adds=True)
-            held[:, there] = topology.graph.join(np.stack([held[:, there], sent], axis=-1))
+            children, parents = _branches(topology, level)
+            sent = topology.send(children, parents, nbytes, [held[:, children]], key=key, adds=True)
+            held[:, parents] = topology.graph.join(np.stack([held[:, parents], sent], axis=-1))
         return held[:, :1]
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         received = np.broadcast_to(held[:, :1], (len(fragments), topology.size)).copy()
+        nbytes, key = fragments.nbytes[:, None], fragments.order[:, None]
         for level in reversed(range(_height(topology))):
-            branches = topology.branches(level, up=False)
-            after = received[:, branches.senders]
-            received[:, branches.receivers] = topology.relay(branches, fragments.nbytes, after, key=fragments.order)
+            children, parents = _branches(topology, level)
+            received[:, children] = topology.send(parents, children, nbytes, [received[:, parents]], key=key)
         return received
 
 
 def _height(topology: Topology) -> int:
     return (topology.workers - 1).bit_length()
+
+
+def _branches(topology: Topology, level: int) -> tuple[Hosts, Hosts]:
+    """(children, parents) of a round. A worker's level is the lowest bit of its number; its parent lacks that bit."""
+    children = np.arange(1 << level, topology.workers, 2 << level)
+    return children, children - (1 << level)
