@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from legato.cli.options import WORKERS_HELP, Json, keep_apart, quantity
+from legato.cli.axes import option
+from legato.cli.options import Json, keep_apart, quantity
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -46,7 +47,7 @@ def calibrate(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help=WORKERS_HELP, show_default="the ranks that FILE lists", min=2, max=2**20),
+        option("workers", show_default="the ranks that FILE lists", min=2, rich_help_panel=None),
     ] = None,
     json: Json = False,
 ) -> None:
