@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,20 +18,22 @@ from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds, parse_bytes
 
 
-def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="C.json", help="Write the cluster to this file.")],
-    backend: Annotated[str, typer.Option(help="Backend of torch.distributed, such as gloo or nccl.")] = "gloo",
+@dataclass(frozen=True)
+class Measured:
+    """What is measured."""
+
+    backend: Annotated[str, typer.Option(help="Backend of torch.distributed, such as gloo or nccl.")] = "gloo"
     collectives: Annotated[
         str,
         typer.Option(
             help="Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
             show_default="none",
         ),
-    ] = "",
-    depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4",
+    ] = ""
+    depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4"
     max_message: Annotated[
         str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
-    ] = "64MiB",
+    ] = "64MiB"
     training: Annotated[
         str | None,
         typer.Option(
@@ -38,7 +41,13 @@ def calibrate(
             help="Measure also how much messages and the computation of this training step, which legato capture "
             "takes too, slow each other down on the processors.",
         ),
-    ] = None,
+    ] = None
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="C.json", help="Write the cluster to this file.")],
+    *,
+    what: Measured,
     nccl_tests: Annotated[
         Path | None,
         typer.Option(
@@ -74,10 +83,10 @@ def calibrate(
 
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
-    names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
-    sizes = sizes_up_to(quantity("max-message", max_message, parse_bytes))
-    compute = None if training is None else _passes(training)
-    dist.init_process_group(backend)
+    names, chunks = [name.strip() for name in what.collectives.split(",") if name.strip()], _numbers(what.depths)
+    sizes = sizes_up_to(quantity("max-message", what.max_message, parse_bytes))
+    compute = None if what.training is None else _passes(what.training)
+    dist.init_process_group(what.backend)
     try:
         if dist.get_rank() == 0:
             with progress("measuring all-reduce") as advance:

@@ -119,10 +119,16 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, annotation: Any) -> Group | None:
-        """The group that a parameter of this type stands for: a dataclass is one, and what is annotated with one."""
+        """The group that a parameter of this type stands for: a dataclass is one, and what is annotated with one.
+
+        A dataclass may have a `PANEL`, which is that of all its options in the help.
+        """
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             types = get_type_hints(annotation, include_extras=True)
-            fields = [inspect.signature(annotation).parameters[name] for name in types]
+            fields = inspect.signature(annotation).parameters.values()
+            if panel := getattr(annotation, "PANEL", None):
+                for one in fields:
+                    types[one.name].__metadata__[0].rich_help_panel = panel
             return cls([one.replace(kind=one.KEYWORD_ONLY, annotation=types[one.name]) for one in fields], annotation)
         return next((one for one in get_args(annotation) if isinstance(one, cls)), None)
 

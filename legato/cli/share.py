@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 from rich.table import Table
@@ -35,13 +35,14 @@ BY_INTENSITY = "intensity"
 class JobOptions:
     """The options of jobs as they were given: most have one value for all jobs, or one for each."""
 
+    PANEL: ClassVar = "Jobs"
+
     share: Annotated[
         bool,
         typer.Option(
             "--share",
             help="Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of "
             "jobs take one value for all jobs, or one for each, separated by commas.",
-            rich_help_panel="Jobs",
         ),
     ] = False
     hosts: Annotated[
@@ -50,19 +51,13 @@ class JobOptions:
             help="Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the "
             "same hosts.",
             show_default="packed",
-            rich_help_panel="Jobs",
         ),
     ] = None
-    shift: Annotated[
-        str | None,
-        typer.Option(help="Time after which a job begins.", show_default="0", rich_help_panel="Jobs"),
-    ] = None
+    shift: Annotated[str | None, typer.Option(help="Time after which a job begins.", show_default="0")] = None
     best_shift: Annotated[
         bool,
         typer.Option(
-            "--best-shift",
-            help="Find the shifts with the smallest slowdowns, and say what it costs to miss them.",
-            rich_help_panel="Jobs",
+            "--best-shift", help="Find the shifts with the smallest slowdowns, and say what it costs to miss them."
         ),
     ] = False
     pace: Annotated[
@@ -70,7 +65,6 @@ class JobOptions:
         typer.Option(
             help="Least time between the beginnings of a job's iterations, which keeps its shift up.",
             show_default="none",
-            rich_help_panel="Jobs",
         ),
     ] = None
     priority: Annotated[
@@ -78,7 +72,6 @@ class JobOptions:
         typer.Option(
             help="Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
             show_default="equal",
-            rich_help_panel="Jobs",
         ),
     ] = None
 
