@@ -41,7 +41,7 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
         mine = [row for row in rows if row.workload == name]
         drawn = []
         several = len({(row.fabric, row.scheduler) for row in mine}) > 1
-        for x in [name for name in varying(mine) if name != "disturb"] or [""]:  # which is no number
+        for x in [name for name in varying(mine) if not isinstance(_AXES[name].usual, str)] or [""]:
             for y, caption in (("iteration_s", "Iteration time"), ("speedup", _over(mine))):
                 if y == "speedup" and not several:
                     continue
