@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from legato.cli.axes import option
-from legato.cli.options import Json, keep_apart, quantity
+from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -22,26 +22,22 @@ from legato.core.units import format_bytes, format_seconds, parse_bytes
 class Measured:
     """What is measured."""
 
-    backend: Annotated[str, typer.Option(help="Backend of torch.distributed, such as gloo or nccl.")] = "gloo"
-    collectives: Annotated[
-        str,
-        typer.Option(
-            help="Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
-            show_default="none",
-        ),
-    ] = ""
-    depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4"
-    max_message: Annotated[
-        str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
-    ] = "64MiB"
-    training: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Measure also how much messages and the computation of this training step, which legato capture "
-            "takes too, slow each other down on the processors.",
-        ),
-    ] = None
+    backend: str = setting("gloo", "Backend of torch.distributed, such as gloo or nccl.")
+    collectives: str = setting(
+        "",
+        "Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
+        show_default="none",
+    )
+    depths: str = setting("1,4", "Numbers of chunks in which these collectives are measured.")
+    max_message: str = setting(
+        "64MiB", "Measure no messages larger than this, but at least up to 1 MiB.", metavar="BYTES"
+    )
+    training: str | None = setting(
+        None,
+        "Measure also how much messages and the computation of this training step, which legato capture takes"
+        " too, slow each other down on the processors.",
+        metavar="FILE.py:FUNCTION",
+    )
 
 
 def calibrate(

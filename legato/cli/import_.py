@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from legato.cli.options import Json, keep_apart, quantity
+from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -29,30 +29,23 @@ _FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
 class Chosen:
     """What is imported of the traces."""
 
-    name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the first file's")] = None
-    rank: Annotated[int | None, typer.Option(help="Rank to import.", show_default="the lowest")] = None
-    step: Annotated[str | None, typer.Option(help="Step to import.", show_default="the one of median length")] = None
-    idle: Annotated[
-        Literal["keep", "drop"], typer.Option(help="Whether op times keep a device's waits for its host.")
-    ] = "keep"
-    batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.", min=1)] = 1
+    name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
+    rank: int | None = setting(None, "Rank to import.", show_default="the lowest")
+    step: str | None = setting(None, "Step to import.", show_default="the one of median length")
+    idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
+    batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
 
 
 @dataclass(frozen=True)
 class OfSends:
     """What only traces of sends need."""
 
-    forward: Annotated[str | None, typer.Option(help="Duration of the forward pass, such as 176ms (send-trace).")] = (
-        None
+    forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
+    worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
+    after: str | None = setting(None, "Leave out gradients sent before this operation (send-trace).")
+    drop: list[str] | None = setting(
+        None, "Leave out parameters that match (send-trace); may be repeated.", metavar="REGEX"
     )
-    worker: Annotated[str | None, typer.Option(help="Worker to import (send-trace).", show_default="the first")] = None
-    after: Annotated[str | None, typer.Option(help="Leave out gradients sent before this operation (send-trace).")] = (
-        None
-    )
-    drop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="REGEX", help="Leave out parameters that match (send-trace); may be repeated."),
-    ] = None
 
 
 def import_(

@@ -37,6 +37,7 @@ __all__ = [
     "in_flight_words",
     "keep_apart",
     "quantity",
+    "setting",
     "split",
     "with_options",
 ]
@@ -93,22 +94,22 @@ Iterations = Annotated[
 ]
 
 
+def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """A field of a dataclass of options, with its default, its help, and what else `typer.Option` takes."""
+    return dataclasses.field(default=default, metadata={"help": help, "flags": flags, **more})
+
+
 @dataclasses.dataclass(frozen=True)
 class Simulated:
     """What is simulated on the network, beside workloads."""
 
-    fabric: Annotated[str, typer.Option(help=FABRIC_HELP)] = "all"
+    fabric: str = setting("all", FABRIC_HELP)
     fidelity: Fidelity = "flow"
     iterations: Iterations = None
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
-        ),
-    ] = None
-    plan: Annotated[
-        Path | None, typer.Option(metavar="P.json", help="Run the plan in this file instead of a scheduler's.")
-    ] = None
+    scheduler: str | None = setting(
+        None, "Name of the scheduler that plans; plain sends one message per tensor.", show_default="plain"
+    )
+    plan: Path | None = setting(None, "Run the plan in this file instead of a scheduler's.", metavar="P.json")
 
 
 class Group(NamedTuple):
@@ -125,11 +126,17 @@ class Group(NamedTuple):
         """
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             types = get_type_hints(annotation, include_extras=True)
-            fields = inspect.signature(annotation).parameters.values()
-            if panel := getattr(annotation, "PANEL", None):
-                for one in fields:
-                    types[one.name].__metadata__[0].rich_help_panel = panel
-            return cls([one.replace(kind=one.KEYWORD_ONLY, annotation=types[one.name]) for one in fields], annotation)
+            panel = {"rich_help_panel": annotation.PANEL} if hasattr(annotation, "PANEL") else {}
+            options = []
+            for one in dataclasses.fields(annotation):
+                kind = types[one.name]
+                if one.metadata:
+                    more = panel | dict(one.metadata)
+                    kind = Annotated[kind, typer.Option(*more.pop("flags"), **more)]  # type: ignore[valid-type]
+                options.append(
+                    inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kind)
+                )
+            return cls(options, annotation)
         return next((one for one in get_args(annotation) if isinstance(one, cls)), None)
 
 

@@ -22,6 +22,7 @@ from legato.cli.options import (
     Wire,
     keep_apart,
     quantity,
+    setting,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
@@ -47,18 +48,16 @@ _WHY_NOT_THE_FASTEST = (
 class Planning:
     """What is planned, and how."""
 
-    scheduler: Annotated[str, typer.Option(help=SCHEDULER_HELP)] = "all"
+    scheduler: str = setting("all", SCHEDULER_HELP)
     collective: Collective = None
     compute: Compute = "one"
-    max_message: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
-            "every message within it; the others send a larger tensor alone.",
-            show_default="no limit",
-        ),
-    ] = None
+    max_message: str | None = setting(
+        None,
+        "Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
+        "every message within it; the others send a larger tensor alone.",
+        metavar="SIZE",
+        show_default="no limit",
+    )
     shard: Shard = "none"
     wire: Wire = "none"
 

@@ -18,6 +18,7 @@ from legato.cli.options import (
     Wire,
     check_installed,
     quantity,
+    setting,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, stages
@@ -43,22 +44,18 @@ WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The worklo
 class Trials:
     """How plans are run."""
 
-    iterations: Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1, max=2**20)] = 20
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            help="Scale computation so that one message of all gradients takes this many times as long.",
-            show_default="computation as in the workload",
-        ),
-    ] = None
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compiled",
-            help="Run plans in a compiled model, so that they may have orders of computation of their own. "
-            "DDP's model is not compiled, which is never slower.",
-        ),
-    ] = False
+    iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
+    ratio: float | None = setting(
+        None,
+        "Scale computation so that one message of all gradients takes this many times as long.",
+        show_default="computation as in the workload",
+    )
+    compiled: bool = setting(
+        False,
+        "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
+        " is not compiled, which is never slower.",
+        "--compiled",
+    )
     shard: Shard = "none"
     wire: Wire = "none"
 
@@ -67,18 +64,14 @@ class Trials:
 class Results:
     """Where results go."""
 
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Write what was measured, timelines, plans, the workload and the cluster to this folder.",
-        ),
-    ] = None
-    report: Annotated[
-        Path | None, typer.Option(metavar="R.html", help="Write the page of [bold]legato report DIR[/] to this file.")
-    ] = None
+    output: Path | None = setting(
+        None,
+        "Write what was measured, timelines, plans, the workload and the cluster to this folder.",
+        "--output",
+        "-o",
+        metavar="DIR",
+    )
+    report: Path | None = setting(None, "Write the page of [bold]legato report DIR[/] to this file.", metavar="R.html")
     json: Json = False
 
 
@@ -89,9 +82,7 @@ class Hosts:
     workers: Annotated[int, option("workers")] = 4
     servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
     bandwidth: Annotated[str, option("bandwidth")] = "1Gbit"
-    agents: Annotated[
-        int, typer.Option(help="Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
-    ] = 0
+    agents: int = setting(0, "Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
 
 
 def rehearse(

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import typer
 from rich.table import Table
 
 from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, Value, in_flight_words, quantity, split
+from legato.cli.options import Simulated, Value, in_flight_words, quantity, setting, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import FileError, InputError
@@ -37,43 +36,29 @@ class JobOptions:
 
     PANEL: ClassVar = "Jobs"
 
-    share: Annotated[
-        bool,
-        typer.Option(
-            "--share",
-            help="Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of "
-            "jobs take one value for all jobs, or one for each, separated by commas.",
-        ),
-    ] = False
-    hosts: Annotated[
-        Literal["packed", "spread", "random", "together"] | None,
-        typer.Option(
-            help="Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the "
-            "same hosts.",
-            show_default="packed",
-        ),
-    ] = None
-    shift: Annotated[str | None, typer.Option(help="Time after which a job begins.", show_default="0")] = None
-    best_shift: Annotated[
-        bool,
-        typer.Option(
-            "--best-shift", help="Find the shifts with the smallest slowdowns, and say what it costs to miss them."
-        ),
-    ] = False
-    pace: Annotated[
-        str | None,
-        typer.Option(
-            help="Least time between the beginnings of a job's iterations, which keeps its shift up.",
-            show_default="none",
-        ),
-    ] = None
-    priority: Annotated[
-        str | None,
-        typer.Option(
-            help="Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
-            show_default="equal",
-        ),
-    ] = None
+    share: bool = setting(
+        False,
+        "Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of"
+        " jobs take one value for all jobs, or one for each, separated by commas.",
+        "--share",
+    )
+    hosts: Literal["packed", "spread", "random", "together"] | None = setting(
+        None,
+        "Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the same hosts.",
+        show_default="packed",
+    )
+    shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
+    best_shift: bool = setting(
+        False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
+    )
+    pace: str | None = setting(
+        None, "Least time between the beginnings of a job's iterations, which keeps its shift up.", show_default="none"
+    )
+    priority: str | None = setting(
+        None,
+        "Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
+        show_default="equal",
+    )
 
     @property
     def placement(self) -> Placement:

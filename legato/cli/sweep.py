@@ -22,6 +22,7 @@ from legato.cli.options import (
     check_installed,
     in_flight_words,
     keep_apart,
+    setting,
     split,
 )
 from legato.cli.output import note, print_json, print_table, progress
@@ -45,8 +46,8 @@ _MOST_SHOWN = 40
 class Cells:
     """What is simulated on the networks, beside workloads."""
 
-    fabric: Annotated[str, typer.Option(help=FABRIC_HELP)] = "ring"
-    scheduler: Annotated[str, typer.Option(help=f"{SCHEDULER_HELP} plain sends one message per tensor.")] = "plain"
+    fabric: str = setting("ring", FABRIC_HELP)
+    scheduler: str = setting("plain", f"{SCHEDULER_HELP} plain sends one message per tensor.")
     fidelity: Fidelity = "flow"
     iterations: Iterations = None
 
@@ -55,12 +56,9 @@ class Cells:
 class Running:
     """How the cells are simulated."""
 
-    jobs: Annotated[int | None, typer.Option(help="Number of cores to use.", show_default="all", min=1)] = None
-    backend: Annotated[
-        str | None,
-        typer.Option(help="Run on a cluster: dask://host:port, or ray.", show_default="this machine"),
-    ] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished cells and start again.")] = False
+    jobs: int | None = setting(None, "Number of cores to use.", show_default="all", min=1)
+    backend: str | None = setting(None, "Run on a cluster: dask://host:port, or ray.", show_default="this machine")
+    fresh: bool = setting(False, "Forget finished cells and start again.", "--fresh")
 
 
 def sweep(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from legato.cli.options import Json, quantity
+from legato.cli.options import Json, quantity, setting
 from legato.cli.output import describe_size, note, print_json, say
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -31,42 +31,26 @@ STATE_BYTES = 16
 class Estimate:
     """What computes, and how long it takes."""
 
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", "--batch", help="Samples per worker and step.", show_default="the paper's"),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device that computes, such as k80, p100, v100, a100 or h100.",
-            show_default="v100; h100 for language models",
-        ),
-    ] = None
-    device_flops: Annotated[
-        str | None, typer.Option(help="Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
-    ] = None
-    efficiency: Annotated[
-        float | None, typer.Option(help="Share of the peak that matrix products reach.", show_default="0.5")
-    ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
-        ),
-    ] = None
-    gradients: Annotated[
-        str | None, typer.Option(help="Precision of the gradients that are sent.", show_default="the computation's")
-    ] = None
-    forward: Annotated[
-        str | None, typer.Option(help="Duration of the forward pass, such as 176ms.", show_default="estimated")
-    ] = None
-    backward: Annotated[
-        str | None, typer.Option(help="Duration of the backward pass, such as 296ms.", show_default="estimated")
-    ] = None
-    add_modules: Annotated[
-        str | None, typer.Option(metavar="MODULE=N", help="Add N copies of a module, such as mixed_17x17x768e=25.")
-    ] = None
-    compute_speedup: Annotated[float | None, typer.Option(help="Factor by which computation is faster.")] = None
+    batch_size: int | None = setting(
+        None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
+    )
+    device: str | None = setting(
+        None,
+        "Device that computes, such as k80, p100, v100, a100 or h100.",
+        show_default="v100; h100 for language models",
+    )
+    device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    efficiency: float | None = setting(None, "Share of the peak that matrix products reach.", show_default="0.5")
+    precision: str | None = setting(
+        None, "Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
+    )
+    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="the computation's")
+    forward: str | None = setting(None, "Duration of the forward pass, such as 176ms.", show_default="estimated")
+    backward: str | None = setting(None, "Duration of the backward pass, such as 296ms.", show_default="estimated")
+    add_modules: str | None = setting(
+        None, "Add N copies of a module, such as mixed_17x17x768e=25.", metavar="MODULE=N"
+    )
+    compute_speedup: float | None = setting(None, "Factor by which computation is faster.")
 
 
 @dataclass(frozen=True)
@@ -75,28 +59,21 @@ class Shape:
 
     PANEL: ClassVar = "Language models: shape"
 
-    layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None
-    hidden: Annotated[int | None, typer.Option(help="Width of the model.")] = None
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Heads of the keys and values.", show_default="the attention heads")
-    ] = None
-    intermediate: Annotated[int | None, typer.Option(help="Width of the MLP.", show_default="3.5 x hidden")] = None
-    experts: Annotated[int | None, typer.Option(help="MLPs of a mixture of experts.", show_default="1")] = None
-    active_experts: Annotated[int | None, typer.Option(help="Experts that a token uses.", show_default="1")] = None
-    vocabulary: Annotated[int | None, typer.Option("--vocab", help="Tokens in the vocabulary.")] = None
-    tied: Annotated[
-        bool | None,
-        typer.Option(
-            "--tied/--untied",
-            help="Whether the embeddings are also the output layer.",
-            show_default="untied; tied in gpt3",
-        ),
-    ] = None
-    sequence: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sequence.", show_default="8192, or the paper's"),
-    ] = None
+    layers: int | None = setting(None, "Number of layers.")
+    hidden: int | None = setting(None, "Width of the model.")
+    heads: int | None = setting(None, "Attention heads.")
+    kv_heads: int | None = setting(None, "Heads of the keys and values.", show_default="the attention heads")
+    intermediate: int | None = setting(None, "Width of the MLP.", show_default="3.5 x hidden")
+    experts: int | None = setting(None, "MLPs of a mixture of experts.", show_default="1")
+    active_experts: int | None = setting(None, "Experts that a token uses.", show_default="1")
+    vocabulary: int | None = setting(None, "Tokens in the vocabulary.", "--vocab")
+    tied: bool | None = setting(
+        None,
+        "Whether the embeddings are also the output layer.",
+        "--tied/--untied",
+        show_default="untied; tied in gpt3",
+    )
+    sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
 
     def given(self) -> dict[str, Any]:
         """What the options change."""
@@ -109,15 +86,11 @@ class Training:
 
     PANEL: ClassVar = "Large models: training"
 
-    recompute: Annotated[
-        bool,
-        typer.Option("--recompute", help="Recompute all activations in the backward pass."),
-    ] = False
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step; the last one sends the gradients.")] = 1
-    replica_devices: Annotated[
-        int,
-        typer.Option(help="Devices that share the model and its batch; the workload is that of one of them."),
-    ] = 1
+    recompute: bool = setting(False, "Recompute all activations in the backward pass.", "--recompute")
+    accumulate: int = setting(1, "Micro-batches per step; the last one sends the gradients.")
+    replica_devices: int = setting(
+        1, "Devices that share the model and its batch; the workload is that of one of them."
+    )
 
 
 def workload(
