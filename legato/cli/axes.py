@@ -27,8 +27,8 @@ __all__ = [
     "SEVERAL_TIMES",
     "FabricOptions",
     "Given",
-    "JobsOptions",
     "Machines",
+    "NetworkOptions",
     "SweptOptions",
     "axes",
     "option",
@@ -187,7 +187,7 @@ def axes(*names: str, **own: dict[str, Any]) -> Group:
 
 
 #: All options about the network of `simulate`, and about the networks of `sweep`.
-JobsOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "each job") for axis in NETWORK)], Given.of)]
+NetworkOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "each job") for axis in NETWORK)], Given.of)]
 SweptOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "several") for axis in NETWORK)], Given.of)]
 
 

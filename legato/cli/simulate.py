@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from legato.cli.axes import FabricOptions, Given, JobsOptions
+from legato.cli.axes import FabricOptions, Given, NetworkOptions
 from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, split
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
@@ -43,7 +43,7 @@ def simulate(
         ),
     ],
     what: Simulated,
-    network: JobsOptions,
+    network: NetworkOptions,
     options: FabricOptions,
     jobs: JobOptions,
     output: Annotated[

@@ -200,8 +200,7 @@ def _same_everywhere(rows: Sequence[SweepRow], grid: Grid) -> list[str]:
         names = {getattr(row, name) for row in rows}
         return list(names) if len(names) == 1 else []
 
-    found = [(axis, {*grid.values[axis.field]}) for axis in NETWORK if axis.words]
-    same = [(axis, values.pop()) for axis, values in found if len(values) == 1]
+    same = [(axis, values[0]) for axis in NETWORK if axis.words and len(values := grid.values[axis.field]) == 1]
     said = [(axis, axis.say(axis.write(v))) for axis, v in same if v != axis.usual or (axis.in_cluster and axis.column)]
     words = only("workload") + [text for axis, text in said if axis.column]
     words += only("fabric") + [name for name in only("scheduler") if name != PLAIN]

@@ -28,8 +28,9 @@ Fidelity = Literal["collective", "flow"]
 #: No scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
+_FIELDS = [axis.field for axis in NETWORK]
 #: The axes by how fast they change, the slowest first: as in the table, from behind, but for the number of servers.
-_SLOWEST_FIRST = [axis.field for axis in reversed(NETWORK) if axis is not SERVERS]
+_SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
 _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 
 
@@ -52,7 +53,7 @@ def network_of(values: Mapping[str, Any]) -> Network:
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
-    `axes` are the values of the network's axes, by field; the number of servers is 0 for fabrics without servers.
+    `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
     `options` are those of the fabric.
     """
 
@@ -60,7 +61,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     fabric: str
     scheduler: str
     fidelity: Fidelity
-    axes: tuple[tuple[str, Any], ...]
+    axes: tuple[Any, ...]
     iterations: int | None
     options: tuple[tuple[str, Any], ...]
     version: str = __version__
@@ -73,7 +74,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def values(self) -> dict[str, Any]:
         """The values of the network's axes, by field."""
-        return dict(self.axes)
+        return dict(zip(_FIELDS, self.axes, strict=True))
 
     @property
     def network(self) -> Network:
@@ -143,7 +144,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{field}: empty (expected at least one)")
         schedulers = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS]
         for kind, names, known in (
-            ("axis", self.axes, [axis.field for axis in NETWORK]),
+            ("axis", self.axes, _FIELDS),
             (f"fabric at {self.fidelity} fidelity", self.fabrics, fabric_names(self.fidelity)),
             ("scheduler", self.schedulers, schedulers),
         ):
@@ -153,8 +154,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> dict[str, tuple[Any, ...]]:
-        """The values on every axis of the network, by field."""
-        return {axis.field: self.axes.get(axis.field, (axis.usual,)) for axis in NETWORK}
+        """The values on every axis of the network, each once, by field."""
+        return {axis.field: tuple(dict.fromkeys(self.axes.get(axis.field, (axis.usual,)))) for axis in NETWORK}
 
     @property
     def _disturbed(self) -> bool:
@@ -168,11 +169,12 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     def cells(self) -> list[Cell]:
         """Return every combination once; the last axes (latency, bandwidth, workers) change fastest."""
-        return list(dict.fromkeys(self._cells()))
+        return list(self._cells())
 
     def _cells(self) -> Iterator[Cell]:
+        iterations = 1 if self._disturbed else self.iterations
         for job in dict.fromkeys(map(files.identity, self.workloads)):
-            for name in self.fabrics:
+            for name in dict.fromkeys(self.fabrics):
                 for scheduler in self._schedulers(name):
                     for values in self._networks(has_servers=bool(FABRICS[name].servers)):
                         yield Cell(
@@ -180,14 +182,14 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
                             fabric=name,
                             scheduler=scheduler,
                             fidelity=self.fidelity,
-                            axes=tuple(values.items()),
-                            iterations=1 if self._disturbed else self.iterations,
+                            axes=tuple(values[field] for field in _FIELDS),
+                            iterations=iterations,
                             options=tuple(sorted(self.options.items())),
                         )
 
     def _schedulers(self, fabric: str) -> list[str]:
         every = SERVER_SCHEDULERS if FABRICS[fabric].servers else SCHEDULERS
-        return [one for name in self.schedulers for one in (every if name == "all" else [name])]
+        return list(dict.fromkeys(one for name in self.schedulers for one in (every if name == "all" else [name])))
 
     def _networks(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
         """Every combination of the values on the network's axes."""

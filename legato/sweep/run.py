@@ -68,14 +68,15 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     base = {_network(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
     rows = []
     for cell, out in found:
-        base_s = base[_network(cell, (cell.values[SERVERS.field] or servers) if servers else 0)]
+        values = cell.values
+        base_s = base[_network(cell, (values[SERVERS.field] or servers) if servers else 0)]
         rows.append(
             SweepRow(
                 workload=label[cell.workload_id],
                 fabric=cell.fabric,
                 scheduler=cell.scheduler,
                 fidelity=cell.fidelity,
-                axes={axis.field: cell.values[axis.field] for axis in SWEPT},
+                axes={axis.field: values[axis.field] for axis in SWEPT},
                 iteration_s=out.iteration_s,
                 speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
                 lower_bound_s=out.lower_bound_s,
