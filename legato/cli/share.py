@@ -289,53 +289,49 @@ def _phases(phases: Phases) -> dict[str, Any]:
     }
 
 
+def _slowdown(slowdown: float) -> str:
+    return f"{slowdown:.3f}x"
+
+
+#: The columns behind the case and the job: what of a job is in it, its head, and how it is written.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "workers": ("workers", str),
+    "priority": ("priority", str),
+    "shift_s": ("shift", format_seconds),
+    "alone_s": ("alone", format_seconds),
+    "iteration_s": ("shared", format_seconds),
+    "slowdown": ("slowdown", _slowdown),
+    "shortest_s": ("shortest", format_seconds),
+    "longest_s": ("longest", format_seconds),
+    "iterations": ("iterations", str),
+    "utilization": ("utilization", percent),
+}
+
+
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """A line for each job in each case, and one for all jobs."""
+
+    def cells(found: dict[str, Any]) -> list[str]:
+        there = {
+            key: "starves" if value is None else _COLUMNS[key][1](value)
+            for key, value in found.items()
+            if key in _COLUMNS
+        }
+        return [there.get(key, "") for key in _COLUMNS]
+
     table = Table(title=title, header_style="dim")
     for column in ("case", "job"):
         table.add_column(column)
-    for column in (
-        "workers", "priority", "shift", "alone", "shared", "slowdown", "shortest", "longest", "iterations",
-        "utilization",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
+    for head, _ in _COLUMNS.values():
+        table.add_column(head, justify="right")
     for row in rows:
         for job in row["jobs"]:
-            table.add_row(
-                row["case"],
-                job["job"],
-                str(job["workers"]),
-                str(job["priority"]),
-                format_seconds(job["shift_s"]),
-                format_seconds(job["alone_s"]),
-                *_starving(job["iteration_s"], format_seconds),
-                *_starving(job["slowdown"], _slowdown),
-                *_starving(job["shortest_s"], format_seconds),
-                *_starving(job["longest_s"], format_seconds),
-                str(job["iterations"]),
-                *_starving(job["utilization"], percent),
-            )
-        begin_s, end_s = row["window_s"]
-        table.add_row(
-            row["case"],
-            f"all, from {format_seconds(begin_s)} to {format_seconds(end_s)}",
-            str(sum(job["workers"] for job in row["jobs"])),
-            *[""] * 4,
-            *_starving(row["slowdown"], _slowdown),
-            *[""] * 3,
-            percent(row["utilization"]),
-            style="bold",
-            end_section=True,
-        )
+            table.add_row(row["case"], job["job"], *cells(job))
+        begin_s, end_s = map(format_seconds, row["window_s"])
+        workers = sum(job["workers"] for job in row["jobs"])
+        every = {"workers": workers, "slowdown": row["slowdown"], "utilization": row["utilization"]}
+        table.add_row(row["case"], f"all, from {begin_s} to {end_s}", *cells(every), style="bold", end_section=True)
     return table
-
-
-def _starving(value: float | None, text: Callable[[float], str]) -> list[str]:
-    return ["starves" if value is None else text(value)]
-
-
-def _slowdown(slowdown: float) -> str:
-    return f"{slowdown:.3f}x"
 
 
 def _drifts(phases: Phases) -> Table:
