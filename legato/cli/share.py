@@ -107,7 +107,7 @@ def simulate_shared(
     workers, machines, network = _network(len(workloads), given, how)
     if what.fidelity == "collective":
         raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
-    options |= {"servers": machines.cluster.servers} if machines.cluster.servers else {}
+    options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
     for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
         if how.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
