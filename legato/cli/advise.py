@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from legato.cli.options import (
-    BANDWIDTH_HELP,
-    LATENCY,
-    LATENCY_HELP,
-    WORKERS_HELP,
-    ClusterFile,
-    Json,
-    check_installed,
-    quantity,
-    refuse_beside_cluster,
-)
+from legato.cli.axes import Given, axes
+from legato.cli.options import Json, check_installed
 from legato.cli.output import note, print_json, print_table, progress, say
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.units import parse_bandwidth, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +21,19 @@ if TYPE_CHECKING:
     from legato.advice import Advice
     from legato.ingest.traced import Imported
     from legato.report.model import TextTable
+
+
+_Network = Annotated[
+    Given,
+    axes(
+        "workers",
+        "bandwidth",
+        "latency",
+        workers={"show_default": "the trace's", "min": 2},
+        bandwidth={"show_default": "the trace's"},
+        latency={"show_default": "30us with --bandwidth"},
+    ),
+]
 
 
 def advise(
@@ -43,18 +46,7 @@ def advise(
             "a change.",
         ),
     ],
-    cluster: ClusterFile = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help=WORKERS_HELP, show_default="the trace's", min=2, max=2**20, rich_help_panel="Network"),
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help=BANDWIDTH_HELP, show_default="the trace's", rich_help_panel="Network")
-    ] = None,
-    latency: Annotated[
-        str | None,
-        typer.Option(help=LATENCY_HELP, show_default=f"{LATENCY} with --bandwidth", rich_help_panel="Network"),
-    ] = None,
+    network: _Network,
     rank: Annotated[int | None, typer.Option(help="Rank to plan for.", show_default="the lowest")] = None,
     step: Annotated[str | None, typer.Option(help="Step to plan for.", show_default="the one of median length")] = None,
     output: Annotated[
@@ -78,7 +70,7 @@ def advise(
         check_installed("plotly", "report", f"{output}")
     with progress("reading") as advance:
         jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
-    found = [judge(job, _network(job, cluster, workers, bandwidth, latency), workers) for job in jobs]
+    found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:
         _write(output, jobs, found, changed)
@@ -94,25 +86,20 @@ def advise(
         note(f"-> {output}")
 
 
-def _network(
-    job: Imported, file: Path | None, workers: int | None, bandwidth: str | None, latency: str | None
-) -> Cluster | None:
+def _network(job: Imported, given: Given) -> Cluster | None:
     """The network that the options describe, or None if it is the trace's."""
-    if file is not None:
-        refuse_beside_cluster(workers=workers, bandwidth=bandwidth, latency=latency)
-        return files.read(file, Cluster)
-    if bandwidth is not None:
-        count = workers or job.workers
-        if count is None or count < 2:
-            raise InputError("the trace does not tell the number of workers (expected --workers)")
-        return Cluster.derive(
-            count,
-            quantity("bandwidth", bandwidth, parse_bandwidth),
-            quantity("latency", latency or LATENCY, parse_seconds),
-        )
-    if latency is not None:
+    given.refuse_beside_file()
+    if given.file is not None:
+        return files.read(given.file, Cluster)
+    workers, bandwidth, latency = (given.axes[name] for name in ("workers", "bandwidth", "latency"))
+    if bandwidth is None and latency is not None:
         raise InputError("--latency without --bandwidth (expected both or neither)")
-    return None
+    if bandwidth is None:
+        return None
+    count = workers or job.workers
+    if count is None or count < 2:
+        raise InputError("the trace does not tell the number of workers (expected --workers)")
+    return given.replace(workers=count).machines().cluster
 
 
 def _print_table(shown: TextTable) -> None:

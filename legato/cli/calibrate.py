@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from legato.cli.options import WORKERS_HELP, Json, keep_apart, quantity
+from legato.cli.axes import option
+from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -16,28 +18,32 @@ from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds, parse_bytes
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is measured."""
+
+    backend: str = setting("gloo", "Backend of torch.distributed, such as gloo or nccl.")
+    collectives: str = setting(
+        "",
+        "Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
+        show_default="none",
+    )
+    depths: str = setting("1,4", "Numbers of chunks in which these collectives are measured.")
+    max_message: str = setting(
+        "64MiB", "Measure no messages larger than this, but at least up to 1 MiB.", metavar="BYTES"
+    )
+    training: str | None = setting(
+        None,
+        "Measure also how much messages and the computation of this training step, which legato capture takes"
+        " too, slow each other down on the processors.",
+        metavar="FILE.py:FUNCTION",
+    )
+
+
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="C.json", help="Write the cluster to this file.")],
-    backend: Annotated[str, typer.Option(help="Backend of torch.distributed, such as gloo or nccl.")] = "gloo",
-    collectives: Annotated[
-        str,
-        typer.Option(
-            help="Collectives to measure over gloo, beside the backend's own: shuffle,ring,halving-doubling or more.",
-            show_default="none",
-        ),
-    ] = "",
-    depths: Annotated[str, typer.Option(help="Numbers of chunks in which these collectives are measured.")] = "1,4",
-    max_message: Annotated[
-        str, typer.Option(metavar="BYTES", help="Measure no messages larger than this, but at least up to 1 MiB.")
-    ] = "64MiB",
-    training: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Measure also how much messages and the computation of this training step, which legato capture "
-            "takes too, slow each other down on the processors.",
-        ),
-    ] = None,
+    *,
+    what: Measured,
     nccl_tests: Annotated[
         Path | None,
         typer.Option(
@@ -46,7 +52,7 @@ def calibrate(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help=WORKERS_HELP, show_default="the ranks that FILE lists", min=2, max=2**20),
+        option("workers", show_default="the ranks that FILE lists", min=2, rich_help_panel=None),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -73,10 +79,10 @@ def calibrate(
 
     if "RANK" not in os.environ:
         raise InputError("calibrate measures between processes: start it under torchrun (see legato calibrate --help)")
-    names, chunks = [name.strip() for name in collectives.split(",") if name.strip()], _numbers(depths)
-    sizes = sizes_up_to(quantity("max-message", max_message, parse_bytes))
-    compute = None if training is None else _passes(training)
-    dist.init_process_group(backend)
+    names, chunks = [name.strip() for name in what.collectives.split(",") if name.strip()], _numbers(what.depths)
+    sizes = sizes_up_to(quantity("max-message", what.max_message, parse_bytes))
+    compute = None if what.training is None else _passes(what.training)
+    dist.init_process_group(what.backend)
     try:
         if dist.get_rank() == 0:
             with progress("measuring all-reduce") as advance:

@@ -33,7 +33,7 @@ from legato.cli import (
     workload,
 )
 from legato.cli.ending import INTERRUPTED, fail
-from legato.cli.options import Interrupted
+from legato.cli.options import Interrupted, with_options
 from legato.cli.output import note
 from legato.core.errors import InputError, LegatoError
 
@@ -82,7 +82,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 for _name, _command in _COMMANDS.items():
     # Help is wrapped where the terminal ends, not where a line of the docstring does.
     _paragraphs = (inspect.getdoc(_command) or "").split("\n\n")
-    app.command(_name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)
+    app.command(_name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(
+        with_options(_command)
+    )
 
 
 class _Notes(logging.Handler):

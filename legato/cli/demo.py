@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from legato.cli.options import BANDWIDTH_HELP, WORKERS_HELP, Json, Servers, check_installed, quantity
+from legato.cli.axes import NO_SERVERS, option
+from legato.cli.options import Json, check_installed, quantity
 from legato.cli.output import describe_cost, describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
 from legato.core.text import count, percent
@@ -23,15 +24,11 @@ def demo(
         list[str] | None,
         typer.Option(help="Model to train: resnet-50 or gpt2-small; may be repeated.", show_default="both"),
     ] = None,
-    workers: Annotated[int, typer.Option(help=WORKERS_HELP, min=2, max=64, rich_help_panel="Network")] = 2,
-    servers: Servers = None,
+    workers: Annotated[int, option("workers", min=2, max=64)] = 2,
+    servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(
-            help=BANDWIDTH_HELP,
-            show_default=f"{_BANDWIDTH}, or loopback where this machine cannot have hosts",
-            rich_help_panel="Network",
-        ),
+        option("bandwidth", show_default=f"{_BANDWIDTH}, or loopback where this machine cannot have hosts"),
     ] = None,
     steps: Annotated[
         int, typer.Option(help="Number of timed training steps, under DDP and legato each.", min=4, max=2**20)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from legato.cli.options import Json, keep_apart, quantity
+from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -17,11 +18,34 @@ from legato.core.units import format_seconds, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from legato.ingest.traced import Imported, Notes, RankMeasure
 
 _FORMATS = ("chakra", "execution-trace", "kineto", "send-trace")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is imported of the traces."""
+
+    name: str | None = setting(None, "Name of the workload.", show_default="the first file's")
+    rank: int | None = setting(None, "Rank to import.", show_default="the lowest")
+    step: str | None = setting(None, "Step to import.", show_default="the one of median length")
+    idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
+    batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+
+
+@dataclass(frozen=True)
+class OfSends:
+    """What only traces of sends need."""
+
+    forward: str | None = setting(None, "Duration of the forward pass, such as 176ms (send-trace).")
+    worker: str | None = setting(None, "Worker to import (send-trace).", show_default="the first")
+    after: str | None = setting(None, "Leave out gradients sent before this operation (send-trace).")
+    drop: list[str] | None = setting(
+        None, "Leave out parameters that match (send-trace); may be repeated.", metavar="REGEX"
+    )
 
 
 def import_(
@@ -29,6 +53,7 @@ def import_(
     traces: Annotated[
         list[Path], typer.Argument(metavar="FILES...", help="The traces of one job, possibly compressed (.gz).")
     ],
+    *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
     timeline: Annotated[
         Path | None,
@@ -40,24 +65,8 @@ def import_(
             metavar="C.json", help="Fit the network to the trace's all-reduces, and write the cluster to this file."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the workload.", show_default="the first file's")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank to import.", show_default="the lowest")] = None,
-    step: Annotated[str | None, typer.Option(help="Step to import.", show_default="the one of median length")] = None,
-    idle: Annotated[
-        Literal["keep", "drop"], typer.Option(help="Whether op times keep a device's waits for its host.")
-    ] = "keep",
-    batch_size: Annotated[int, typer.Option(help="Batch size, which is written into the workload.", min=1)] = 1,
-    forward: Annotated[
-        str | None, typer.Option(help="Duration of the forward pass, such as 176ms (send-trace).")
-    ] = None,
-    worker: Annotated[str | None, typer.Option(help="Worker to import (send-trace).", show_default="the first")] = None,
-    after: Annotated[
-        str | None, typer.Option(help="Leave out gradients sent before this operation (send-trace).")
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="REGEX", help="Leave out parameters that match (send-trace); may be repeated."),
-    ] = None,
+    chosen: Chosen,
+    sends: OfSends,
     json: Json = False,
 ) -> None:
     """Turn foreign traces into a workload, and list what they lack and what is assumed.
@@ -65,40 +74,9 @@ def import_(
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
-    only_send = {"--forward": forward, "--worker": worker, "--after": after, "--drop": drop}
-    only_step = {"--step": step, "--timeline": timeline, "--cluster": cluster}
+    only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
     with progress("reading") as advance:
-        if format in ("kineto", "execution-trace"):
-            from legato.ingest.execution_trace import import_execution_traces
-            from legato.ingest.kineto.importer import import_kineto
-
-            _refuse(format, only_send)
-            read = import_kineto if format == "kineto" else import_execution_traces
-            keep_idle = idle == "keep"
-            found = read(
-                traces, name=name, step=step, rank=rank, keep_idle=keep_idle, batch_size=batch_size, progress=advance
-            )
-        elif format == "chakra":
-            from legato.ingest.chakra.importer import import_chakra
-
-            _refuse(format, only_send | only_step)
-            found = import_chakra(traces, name=name, rank=rank, batch_size=batch_size, progress=advance)
-        elif format == "send-trace":
-            from legato.ingest.send_trace import import_send_trace
-
-            _refuse(format, only_step | {"--rank": rank})
-            found = import_send_trace(
-                traces,
-                name=name,
-                batch_size=batch_size,
-                forward_s=None if forward is None else quantity("forward", forward, parse_seconds),
-                worker=worker,
-                after=after,
-                drop=drop,
-                progress=advance,
-            )
-        else:
-            raise unknown_name("format", format, _FORMATS)
+        found = _read(format, traces, chosen, sends, only_step, advance)
     if timeline is not None and found.timeline is not None:
         files.write(timeline, found.timeline)
     if cluster is not None:
@@ -121,14 +99,47 @@ def import_(
     else:
         show_measures(found.ranks)
         show_notes(found.notes)
-        waits = idle == "keep" and any(measure.idle_s > 0 for measure in found.ranks)
+        waits = chosen.idle == "keep" and any(measure.idle_s > 0 for measure in found.ranks)
         note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
+
+
+def _read(
+    format: str,
+    traces: list[Path],
+    chosen: Chosen,
+    sends: OfSends,
+    only_step: dict[str, Any],
+    advance: Callable[[int, int], None],
+) -> Imported:
+    """Read traces in this format; `only_step` are the other options of those that have steps."""
+    usual: dict[str, Any] = {"name": chosen.name, "batch_size": chosen.batch_size, "progress": advance}
+    if format in ("kineto", "execution-trace"):
+        from legato.ingest.execution_trace import import_execution_traces
+        from legato.ingest.kineto.importer import import_kineto
+
+        _refuse(format, asdict(sends))
+        read = import_kineto if format == "kineto" else import_execution_traces
+        return read(traces, step=chosen.step, rank=chosen.rank, keep_idle=chosen.idle == "keep", **usual)
+    if format == "chakra":
+        from legato.ingest.chakra.importer import import_chakra
+
+        _refuse(format, asdict(sends) | only_step)
+        return import_chakra(traces, rank=chosen.rank, **usual)
+    if format == "send-trace":
+        from legato.ingest.send_trace import import_send_trace
+
+        _refuse(format, only_step | {"rank": chosen.rank})
+        forward_s = None if sends.forward is None else quantity("forward", sends.forward, parse_seconds)
+        given = asdict(sends) | usual
+        del given["forward"]
+        return import_send_trace(traces, forward_s=forward_s, **given)
+    raise unknown_name("format", format, _FORMATS)
 
 
 def _refuse(format: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if value is not None:
-            raise InputError(f"{option} means nothing for {format}")
+            raise InputError(f"--{option} means nothing for {format}")
 
 
 def _summary(format: str, found: Imported, job: Workload, output: Path, timeline: Path | None) -> dict[str, Any]:

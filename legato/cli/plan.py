@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,22 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from msgspec.structs import replace
 
+from legato.cli.axes import NO_SERVERS, Given, axes
 from legato.cli.options import (
     SCHEDULER_HELP,
-    Bandwidth,
-    ClusterFile,
     Collective,
     Compute,
     Json,
-    Latency,
-    Reduce,
-    Servers,
     Shard,
     Wire,
-    Workers,
     keep_apart,
-    machines_of,
     quantity,
+    setting,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, progress
@@ -48,28 +44,28 @@ _WHY_NOT_THE_FASTEST = (
 )
 
 
+@dataclass(frozen=True)
+class Planning:
+    """What is planned, and how."""
+
+    scheduler: str = setting("all", SCHEDULER_HELP)
+    collective: Collective = None
+    compute: Compute = "one"
+    max_message: str | None = setting(
+        None,
+        "Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
+        "every message within it; the others send a larger tensor alone.",
+        metavar="SIZE",
+        show_default="no limit",
+    )
+    shard: Shard = "none"
+    wire: Wire = "none"
+
+
 def plan(
     workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
-    scheduler: Annotated[str, typer.Option(help=SCHEDULER_HELP)] = "all",
-    cluster: ClusterFile = None,
-    workers: Workers = None,
-    servers: Servers = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    reduce: Reduce = None,
-    collective: Collective = None,
-    compute: Compute = "one",
-    max_message: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Merge no more than this, such as 1GiB, into one message. Schedulers that partition tensors keep "
-            "every message within it; the others send a larger tensor alone.",
-            show_default="no limit",
-        ),
-    ] = None,
-    shard: Shard = "none",
-    wire: Wire = "none",
+    network: Annotated[Given, axes("workers", "servers", "bandwidth", "latency", "reduce", servers=NO_SERVERS)],
+    how: Planning,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -93,21 +89,21 @@ def plan(
     """
     from legato.schedule.compare import best, check_bounds, compare
 
-    keep_apart([workload, *([cluster] if cluster else [])], output=output, timeline=timeline)
-    names = [] if scheduler == "all" else split(scheduler)
-    most = None if max_message is None else quantity("max-message", max_message, parse_bytes)
-    machines = machines_of(cluster, workers, bandwidth, latency, reduce, collective, servers)
+    keep_apart([workload, *([network.file] if network.file else [])], output=output, timeline=timeline)
+    names = [] if how.scheduler == "all" else split(how.scheduler)
+    most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
+    machines = network.machines(how.collective)
     job = files.read(workload, Workload)
     left_out: list[str] = []
     again = partial(
         compare,
         job,
         machines.cluster,
-        collective=collective,
-        compute=compute,
+        collective=how.collective,
+        compute=how.compute,
         max_message_bytes=most,
-        shard=shard,
-        wire=wire,
+        shard=how.shard,
+        wire=how.wire,
     )
     with progress("planning") as advance:
         found = again(
@@ -117,12 +113,12 @@ def plan(
         note(line)
     if check_bound:
         with progress("checking the bounds") as advance:
-            check_bounds(found, job, machines.cluster, compute=compute, progress=advance)
+            check_bounds(found, job, machines.cluster, compute=how.compute, progress=advance)
     chosen = best(found)
     if output is not None:
         files.write(output, chosen.plan)
-    setting = machines.describe(collective) + ("" if shard == "none" else f", {shard} sharded")
-    setting += "" if wire == "none" else f", gradients in {wire.removeprefix('all-')}"
+    setting = machines.describe(how.collective) + ("" if how.shard == "none" else f", {how.shard} sharded")
+    setting += "" if how.wire == "none" else f", gradients in {how.wire.removeprefix('all-')}"
     if timeline is not None:
         files.write(timeline, _beside_baseline(chosen, found, again, {"job": job.name, "network": setting}))
     rows = [candidate.row() | ({"bound_checked": True} if check_bound else {}) for candidate in found]
@@ -131,25 +127,31 @@ def plan(
         return
     proved = " (proved in exact arithmetic)" if check_bound else ""
     print_rows(f"{job.name} on {setting}; {_least(chosen, found)}{proved}", rows, best=chosen.plan.scheduler)
-    _note_simulated(found)
-    _note_kinds(found)
-    _note_collectives(found, collective or machines.cluster.default_collective)
-    if most is not None:
-        _note_larger(found, job, most)
-    if wire != "none":
-        _note_rounding(chosen, job, machines.cluster, collective, compute, most)
-    elif shard == "none":
-        _note_stock_ddp(found, chosen, job, machines.cluster, collective, compute)
-    else:
-        _note_memory(shard, job, machines.cluster.workers)
+    _note_all(found, chosen, job, machines.cluster, how, most)
     if output is not None:
-        least = "" if wire == "none" else " that round least"
-        why = (
-            "" if chosen.iteration_s == min(row["iteration_s"] for row in rows) else _WHY_NOT_THE_FASTEST.format(least)
-        )
+        least = "" if how.wire == "none" else " that round least"
+        fastest_s = min(row["iteration_s"] for row in rows)
+        why = "" if chosen.iteration_s == fastest_s else _WHY_NOT_THE_FASTEST.format(least)
         note(f"{chosen.plan.scheduler}{why} -> {output}")
     if timeline is not None:
         note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
+
+
+def _note_all(
+    found: list[Candidate], chosen: Candidate, job: Workload, cluster: Cluster, how: Planning, most: int | None
+) -> None:
+    """What the table does not say of the plans."""
+    _note_simulated(found)
+    _note_kinds(found)
+    _note_collectives(found, how.collective or cluster.default_collective)
+    if most is not None:
+        _note_larger(found, job, most)
+    if how.wire != "none":
+        _note_rounding(chosen, job, cluster, how.collective, how.compute, most)
+    elif how.shard == "none":
+        _note_stock_ddp(found, chosen, job, cluster, how.collective, how.compute)
+    else:
+        _note_memory(how.shard, job, cluster.workers)
 
 
 def _beside_baseline(

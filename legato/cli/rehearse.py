@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from legato.cli.axes import NO_SERVERS, option
 from legato.cli.options import (
-    BANDWIDTH_HELP,
     SCHEDULER_HELP,
-    WORKERS_HELP,
     ClusterFile,
     Json,
-    Servers,
     Shard,
     Wire,
     check_installed,
     quantity,
+    setting,
     split,
 )
 from legato.cli.output import note, print_json, print_rows, stages
@@ -38,55 +38,62 @@ if TYPE_CHECKING:
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
-Iterations = Annotated[int, typer.Option(help="Number of timed iterations of each plan.", min=1, max=2**20)]
-Ratio = Annotated[
-    float | None,
-    typer.Option(
-        help="Scale computation so that one message of all gradients takes this many times as long.",
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How plans are run."""
+
+    iterations: int = setting(20, "Number of timed iterations of each plan.", min=1, max=2**20)
+    ratio: float | None = setting(
+        None,
+        "Scale computation so that one message of all gradients takes this many times as long.",
         show_default="computation as in the workload",
-    ),
-]
-Compiled = Annotated[
-    bool,
-    typer.Option(
+    )
+    compiled: bool = setting(
+        False,
+        "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
+        " is not compiled, which is never slower.",
         "--compiled",
-        help="Run plans in a compiled model, so that they may have orders of computation of their own. "
-        "DDP's model is not compiled, which is never slower.",
-    ),
-]
-Timelines = Annotated[
-    Path | None,
-    typer.Option(
+    )
+    shard: Shard = "none"
+    wire: Wire = "none"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where results go."""
+
+    output: Path | None = setting(
+        None,
+        "Write what was measured, timelines, plans, the workload and the cluster to this folder.",
         "--output",
         "-o",
         metavar="DIR",
-        help="Write what was measured, timelines, plans, the workload and the cluster to this folder.",
-    ),
-]
-Page = Annotated[
-    Path | None, typer.Option(metavar="R.html", help="Write the page of [bold]legato report DIR[/] to this file.")
-]
+    )
+    report: Path | None = setting(None, "Write the page of [bold]legato report DIR[/] to this file.", metavar="R.html")
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts on this machine."""
+
+    workers: Annotated[int, option("workers")] = 4
+    servers: Annotated[int | None, option("servers", **NO_SERVERS)] = None
+    bandwidth: Annotated[str, option("bandwidth")] = "1Gbit"
+    agents: int = setting(0, "Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
 
 
 def rehearse(
     workload: WorkloadFile,
+    *,
     scheduler: Annotated[
         str | None, typer.Option(help=SCHEDULER_HELP, show_default="ddp,legato; random,tic,tac with servers")
     ] = None,
-    workers: Annotated[int, typer.Option(help=WORKERS_HELP, max=2**20, rich_help_panel="Network")] = 4,
-    servers: Servers = None,
-    bandwidth: Annotated[str, typer.Option(help=BANDWIDTH_HELP, rich_help_panel="Network")] = "1Gbit",
-    agents: Annotated[
-        int, typer.Option(help="Number of inference agents, which only pull.", min=0, rich_help_panel="Network")
-    ] = 0,
-    iterations: Iterations = 20,
-    ratio: Ratio = None,
-    compiled: Compiled = False,
-    shard: Shard = "none",
-    wire: Wire = "none",
-    output: Timelines = None,
-    report: Page = None,
-    json: Json = False,
+    hosts: Hosts,
+    trials: Trials,
+    results: Results,
 ) -> None:
     """Run plans on this machine, over real TCP on shaped links, with computation emulated.
 
@@ -98,39 +105,32 @@ def rehearse(
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
     check_installed("torch", "torch", "legato rehearse")
-    _check_outputs(output, report)
+    _check_outputs(results.output, results.report)
 
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
 
-    bandwidth_bps = quantity("bandwidth", bandwidth, parse_bandwidth)
-    link = format_bandwidth(bandwidth_bps)
-    if servers or agents:
-        if (shard, wire) != ("none", "none"):
+    bandwidth_bps = quantity("bandwidth", hosts.bandwidth, parse_bandwidth)
+    machines, link = count(hosts.workers, "worker"), format_bandwidth(bandwidth_bps)
+    if hosts.servers or hosts.agents:
+        if (trials.shard, trials.wire) != ("none", "none"):
             raise InputError("--shard and --wire: not with parameter servers")
-        served = _rehearse_servers(workload, workers, bandwidth_bps, servers or 0, agents, scheduler, iterations, ratio)
-        machines = f"{count(workers, 'worker')} and {count(servers or 0, 'server')}"
-        tell(served, f"{machines}, {link}", output, json, report)
+        served = _rehearse_servers(workload, hosts, bandwidth_bps, scheduler, trials)
+        tell(served, f"{machines} and {count(hosts.servers or 0, 'server')}, {link}", results)
         return
-    traced = output is not None or report is not None
-    task = _task(workload, scheduler or "ddp,legato", iterations, ratio, compiled, None, traced, shard, wire)
+    task = _task(workload, scheduler or "ddp,legato", None, trials, results)
     with stages(STAGES) as advance:
-        found = run(task, workers, bandwidth_bps, advance)
-    tell(found, f"{count(workers, 'worker')}, {link}", output, json, report)
+        found = run(task, hosts.workers, bandwidth_bps, advance)
+    tell(found, f"{machines}, {link}", results)
 
 
 def verify(
     workload: WorkloadFile,
+    *,
     scheduler: Annotated[str, typer.Option(help=SCHEDULER_HELP)] = "ddp,legato",
     cluster: ClusterFile = None,
-    iterations: Iterations = 20,
-    ratio: Ratio = None,
-    compiled: Compiled = False,
-    shard: Shard = "none",
-    wire: Wire = "none",
-    output: Timelines = None,
-    report: Page = None,
-    json: Json = False,
+    trials: Trials,
+    results: Results,
 ) -> None:
     """Compare predictions with measurements on your own cluster: run plans, with only computation emulated.
 
@@ -143,15 +143,14 @@ def verify(
 
     if "RANK" not in os.environ:
         raise InputError("verify measures between processes: start it under torchrun (see legato verify --help)")
-    _check_outputs(output, report)
+    _check_outputs(results.output, results.report)
     import torch
     import torch.distributed as dist
 
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.trial import rehearse_here
 
-    traced = output is not None or report is not None
-    task = _task(workload, scheduler, iterations, ratio, compiled, cluster, traced, shard, wire)
+    task = _task(workload, scheduler, cluster, trials, results)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # the accelerator is emulated: its gradients are the host's
     try:
@@ -159,7 +158,7 @@ def verify(
             with stages(STAGES) as advance:
                 found = rehearse_here(task, advance)
             source = "measured in this job" if cluster is None else f"{cluster}"
-            tell(found, f"{count(dist.get_world_size(), 'worker')} ({source})", output, json, report)
+            tell(found, f"{count(dist.get_world_size(), 'worker')} ({source})", results)
         else:
             rehearse_here(task, lambda stage, done, total: None)
         dist.barrier()
@@ -168,14 +167,7 @@ def verify(
 
 
 def _rehearse_servers(
-    workload: Path,
-    workers: int,
-    bandwidth_bps: float,
-    servers: int,
-    agents: int,
-    scheduler: str | None,
-    iterations: int,
-    ratio: float | None,
+    workload: Path, hosts: Hosts, bandwidth_bps: float, scheduler: str | None, trials: Trials
 ) -> ServerRehearsal:
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.servers.rehearsal import ServerTask, rehearse_servers, select_orders
@@ -183,13 +175,13 @@ def _rehearse_servers(
     task = ServerTask(
         workload=files.read(workload, Workload),
         schedulers=select_orders(split(scheduler or "random,tic,tac")),
-        servers=servers,
-        agents=agents,
-        iterations=iterations,
-        ratio=ratio,
+        servers=hosts.servers or 0,
+        agents=hosts.agents,
+        iterations=trials.iterations,
+        ratio=trials.ratio,
     )
     with stages(STAGES) as advance:
-        return rehearse_servers(task, workers, bandwidth_bps, advance)
+        return rehearse_servers(task, hosts.workers, bandwidth_bps, advance)
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
@@ -208,36 +200,24 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
             raise InputError(f"--report {report}: {report.parent} is not a folder")
 
 
-def _task(
-    workload: Path,
-    scheduler: str,
-    iterations: int,
-    ratio: float | None,
-    compiled: bool,
-    cluster: Path | None,
-    traced: bool,
-    shard: Shard,
-    wire: Wire,
-) -> Task:
+def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, results: Results) -> Task:
     from legato.testbed.rehearsal import Task, select
 
     names = select(split(scheduler))
     return Task(
         workload=files.read(workload, Workload),
         schedulers=names,
-        iterations=iterations,
-        ratio=ratio,
+        iterations=trials.iterations,
+        ratio=trials.ratio,
         cluster=None if cluster is None else files.read(cluster, Cluster),
-        traced=names if traced else (),
-        compiled=compiled,
-        shard=shard,
-        wire=wire,
+        traced=() if results.output is None and results.report is None else names,
+        compiled=trials.compiled,
+        shard=trials.shard,
+        wire=trials.wire,
     )
 
 
-def tell(
-    found: Rehearsal | ServerRehearsal, network: str, output: Path | None, json: bool, page: Path | None = None
-) -> None:
+def tell(found: Rehearsal | ServerRehearsal, network: str, results: Results) -> None:
     """Print what was measured on a network (in words), and write the same to the folder and the page, if any."""
     from legato.report.model import Report, save
     from legato.report.schedulers import best_of, entries, headline
@@ -246,7 +226,7 @@ def tell(
     table = entries(report)
     best = best_of(table)
     assert report.measured is not None and best is not None
-    if json:
+    if results.json:
         print_json(found.rows())
     else:
         title = f"{report.name} on {network}: {found.describe()}"
@@ -255,14 +235,15 @@ def tell(
         note("".join(text for text, _ in headline(table, report.name)))
     for doubt in report.measured.doubts:
         note(f"Beware: {doubt}.")
-    if output is not None:
-        save(report, output)
-        note(f"all of this and the timelines -> {output} (legato report {output} -o report.html shows them)")
-    if page is not None:
+    if results.output is not None:
+        save(report, results.output)
+        shown = f"legato report {results.output} -o report.html shows them"
+        note(f"all of this and the timelines -> {results.output} ({shown})")
+    if results.report is not None:
         from legato.report.html import write_report
 
-        write_report(page, Report((report,)))
-        note(f"report -> {page}")
+        write_report(results.report, Report((report,)))
+        note(f"report -> {results.report}")
 
 
 def _note_errors(measured: Measurement) -> None:

@@ -55,9 +55,7 @@ def reproduce(
             _draw(one, figures[one.name], output)
     if json:
         print_json([cell.as_row(name) for name, found in cells.items() for cell in found])
-    for one in chosen:
-        if one.name not in cells:
-            continue
+    for one in (one for one in chosen if one.name in cells):
         if not json:
             _print_cells(one.title, cells[one.name])
         if table is None and figure is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rich.table import Table
 
-from legato.cli.options import Value, in_flight_words, quantity, split
+from legato.cli.axes import Given, Machines
+from legato.cli.options import Simulated, Value, in_flight_words, quantity, setting, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import FileError, InputError
@@ -29,17 +30,35 @@ __all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole
 BY_INTENSITY = "intensity"
 
 
-class JobOptions(NamedTuple):
+@dataclass(frozen=True)
+class JobOptions:
     """The options of jobs as they were given: most have one value for all jobs, or one for each."""
 
-    fabric: str
-    scheduler: str | None
-    plan: str | None
-    shift: str | None
-    pace: str | None
-    priority: str | None
-    hosts: Placement | None
-    best_shift: bool
+    PANEL: ClassVar = "Jobs"
+
+    share: bool = setting(
+        False,
+        "Simulate jobs that share a network. Then --workers, --fabric, --scheduler, --plan and the options of"
+        " jobs take one value for all jobs, or one for each, separated by commas.",
+        "--share",
+    )
+    hosts: Literal["packed", "spread", "random", "together"] | None = setting(
+        None,
+        "Hosts of the jobs: one job after the other, alternately over racks, at random, or all jobs on the same hosts.",
+        show_default="packed",
+    )
+    shift: str | None = setting(None, "Time after which a job begins.", show_default="0")
+    best_shift: bool = setting(
+        False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
+    )
+    pace: str | None = setting(
+        None, "Least time between the beginnings of a job's iterations, which keeps its shift up.", show_default="none"
+    )
+    priority: str | None = setting(
+        None,
+        "Priority of a job on links, the highest first, such as 2,1; or intensity, for those of Crux only.",
+        show_default="equal",
+    )
 
     @property
     def placement(self) -> Placement:
@@ -74,71 +93,91 @@ def whole(text: str) -> int:
 
 def simulate_shared(
     workloads: Sequence[Workload],
-    workers: Sequence[int],
-    network: Network,
-    title: str,
-    given: JobOptions,
-    fabric_options: dict[str, Any],
-    iterations: int | None,
+    what: Simulated,
+    given: Given,
+    options: dict[str, Any],
+    how: JobOptions,
     output: Path | None,
     json: bool,
 ) -> None:
-    """Simulate jobs with so many workers on a network with a host for each, and print what they do to one another."""
+    """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.jobs import ITERATIONS
 
-    for option, there in (("shift", given.shift is not None), ("disturb", bool(network.disturbances))):
-        if given.best_shift and there:
+    workers, machines, network = _network(len(workloads), given, how)
+    if what.fidelity == "collective":
+        raise InputError("--share: means nothing at collective fidelity (expected --fidelity flow)")
+    options = options | ({"servers": machines.cluster.servers} if machines.cluster.servers else {})
+    for option, there in (("shift", how.shift is not None), ("disturb", bool(network.disturbances))):
+        if how.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
-    jobs = _jobs(workloads, workers, network, given, fabric_options)
+    jobs = _jobs(workloads, workers, network, what, how, options)
     _check_taken(jobs, network)
     priorities = [0] * len(jobs)
-    if given.priority not in (None, BY_INTENSITY):
-        priorities = one_each("priority", given.priority, len(jobs), whole, 0)
+    if how.priority not in (None, BY_INTENSITY):
+        priorities = one_each("priority", how.priority, len(jobs), whole, 0)
     if output is not None:
         _make(output)
-    number = ITERATIONS if iterations is None else iterations
+    number = ITERATIONS if what.iterations is None else what.iterations
     shared = SharedNetwork(jobs, network, iterations=number)
-    rows, phases = _rows(shared, given, priorities)
+    rows, phases = _rows(shared, how, priorities)
     best = min(rows, key=lambda row: math.inf if row["slowdown"] is None else row["slowdown"])
     if output is not None:
         _write(output, shared, best)
     if network.disturbances:
         _note_unseen(rows, network.disturbances)
-        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), given, priorities)
+        quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), how, priorities)
         rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
     if json:
         print_json({"cases": rows, "best_shift": None if phases is None else _phases(phases)})
         return
-    words = [f"{count(len(jobs), 'job')} on {title}", given.placement, "flow fidelity"]
+    words = [f"{count(len(jobs), 'job')} on {machines.describe_shared(network)}", how.placement, "flow fidelity"]
     words += in_flight_words(job.fabric for job in jobs if not isinstance(job.fabric, str))
     print_table(_table(", ".join(words), rows), keys=2)
     if phases is not None:
         print_table(_drifts(phases))
 
 
+def _network(jobs: int, given: Given, how: JobOptions) -> tuple[list[int], Machines, Network]:
+    """The number of workers of each job, the machines that the options describe, and a network with room for all."""
+    from legato.simulator.flow.placement import num_hosts
+    from legato.sweep.grid import network_of
+
+    counts = one_each("workers", given.axes["workers"], jobs, whole, None)
+    machines = given.replace(workers=max(counts, key=lambda n: n or 0)).machines()
+    workers = [machines.cluster.workers if one is None else one for one in counts]
+    if min(workers) < 1:
+        raise InputError(f"workers: {min(workers)} (expected at least 1)")
+    values = given.values(machines.cluster)
+    in_a_host = max(1, values["gpus_per_host"])  # less is refused by the network
+    number = in_a_host * num_hosts(workers, how.placement, in_a_host)
+    return workers, machines, network_of(values | {"workers": number})
+
+
 def _jobs(
     workloads: Sequence[Workload],
     workers: Sequence[int],
     network: Network,
-    given: JobOptions,
-    fabric_options: dict[str, Any],
+    what: Simulated,
+    how: JobOptions,
+    options: dict[str, Any],
 ) -> list[Job]:
     from legato.simulator.flow import Job, place
     from legato.simulator.flow.fabrics import check_options, fitting
     from legato.simulator.flow.run import check_flow_plan
+    from legato.sweep.cell import plan_for
 
     count, titles = len(workloads), [one.name for one in workloads]
-    names = one_each("fabric", given.fabric, count, str, "")
+    names = one_each("fabric", what.fabric, count, str, "")
     if "all" in names:
         raise InputError("--fabric: 'all' (expected, with --share, one fabric for all jobs, or one each)")
-    check_options(names, fabric_options)
-    fabrics = [fitting(name, fabric_options) for name in names]
-    hosts = place(workers, given.placement, network)
-    schedulers = one_each("scheduler", given.scheduler, count, str, "plain")
-    plans: list[str | None] = [*one_each("plan", given.plan, count, str, "")]
-    shift_s = one_each("shift", given.shift, count, parse_seconds, 0.0)
-    pace_s = one_each("pace", given.pace, count, parse_seconds, 0.0)
+    check_options(names, options)
+    fabrics = [fitting(name, options) for name in names]
+    hosts = place(workers, how.placement, network)
+    schedulers = one_each("scheduler", what.scheduler, count, str, "plain")
+    plans: list[str | None] = [*one_each("plan", None if what.plan is None else str(what.plan), count, str, "")]
+    shift_s = one_each("shift", how.shift, count, parse_seconds, 0.0)
+    pace_s = one_each("pace", how.pace, count, parse_seconds, 0.0)
     jobs = []
     for j, workload in enumerate(workloads):
         name = f"{workload.name} {j + 1}" if titles.count(workload.name) > 1 else workload.name
@@ -155,11 +194,8 @@ def _jobs(
             pace_s=pace_s[j],
         )
         if schedulers[j] != "plain":
-            from legato.schedule import schedule
-            from legato.simulator.flow.pricing import cluster_for
-
-            cluster = cluster_for(names[j], fabrics[j], job.machines(network, j))
-            job = replace(job, plan=schedule(schedulers[j], workload, cluster))
+            machines = job.machines(network, j)
+            job = replace(job, plan=plan_for(schedulers[j], workload, names[j], fabrics[j], machines))
         jobs.append(job)
     return jobs
 
@@ -185,19 +221,19 @@ def _check_taken(jobs: Sequence[Job], network: Network) -> None:
 
 
 def _rows(
-    shared: SharedNetwork, given: JobOptions, priorities: Sequence[int]
+    shared: SharedNetwork, how: JobOptions, priorities: Sequence[int]
 ) -> tuple[list[dict[str, Any]], Phases | None]:
     """A row for each case: equal priorities, those that are given, those of Crux, and the best shifts."""
     from legato.simulator.flow import best_shifts
 
     own_s = [job.shift_s for job in shared.jobs]
     cases: dict[str, tuple[Sequence[int], Sequence[float]]] = {"equal": ([0] * len(own_s), own_s)}
-    if given.priority is not None:
-        if given.priority != BY_INTENSITY:
+    if how.priority is not None:
+        if how.priority != BY_INTENSITY:
             cases["given"] = (priorities, own_s)
         cases[BY_INTENSITY] = (shared.priority_by_intensity, own_s)
     phases = None
-    if given.best_shift:
+    if how.best_shift:
         with progress("shifting jobs") as advance:
             phases = best_shifts(shared, priority=priorities, progress=advance)
         cases["best shift"] = (priorities, phases.shift_s)
@@ -253,53 +289,49 @@ def _phases(phases: Phases) -> dict[str, Any]:
     }
 
 
+def _slowdown(slowdown: float) -> str:
+    return f"{slowdown:.3f}x"
+
+
+#: The columns behind the case and the job: what of a job is in it, its head, and how it is written.
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "workers": ("workers", str),
+    "priority": ("priority", str),
+    "shift_s": ("shift", format_seconds),
+    "alone_s": ("alone", format_seconds),
+    "iteration_s": ("shared", format_seconds),
+    "slowdown": ("slowdown", _slowdown),
+    "shortest_s": ("shortest", format_seconds),
+    "longest_s": ("longest", format_seconds),
+    "iterations": ("iterations", str),
+    "utilization": ("utilization", percent),
+}
+
+
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """A line for each job in each case, and one for all jobs."""
+
+    def cells(found: dict[str, Any]) -> list[str]:
+        there = {
+            key: "starves" if value is None else _COLUMNS[key][1](value)
+            for key, value in found.items()
+            if key in _COLUMNS
+        }
+        return [there.get(key, "") for key in _COLUMNS]
+
     table = Table(title=title, header_style="dim")
     for column in ("case", "job"):
         table.add_column(column)
-    for column in (
-        "workers", "priority", "shift", "alone", "shared", "slowdown", "shortest", "longest", "iterations",
-        "utilization",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
+    for head, _ in _COLUMNS.values():
+        table.add_column(head, justify="right")
     for row in rows:
         for job in row["jobs"]:
-            table.add_row(
-                row["case"],
-                job["job"],
-                str(job["workers"]),
-                str(job["priority"]),
-                format_seconds(job["shift_s"]),
-                format_seconds(job["alone_s"]),
-                *_starving(job["iteration_s"], format_seconds),
-                *_starving(job["slowdown"], _slowdown),
-                *_starving(job["shortest_s"], format_seconds),
-                *_starving(job["longest_s"], format_seconds),
-                str(job["iterations"]),
-                *_starving(job["utilization"], percent),
-            )
-        begin_s, end_s = row["window_s"]
-        table.add_row(
-            row["case"],
-            f"all, from {format_seconds(begin_s)} to {format_seconds(end_s)}",
-            str(sum(job["workers"] for job in row["jobs"])),
-            *[""] * 4,
-            *_starving(row["slowdown"], _slowdown),
-            *[""] * 3,
-            percent(row["utilization"]),
-            style="bold",
-            end_section=True,
-        )
+            table.add_row(row["case"], job["job"], *cells(job))
+        begin_s, end_s = map(format_seconds, row["window_s"])
+        workers = sum(job["workers"] for job in row["jobs"])
+        every = {"workers": workers, "slowdown": row["slowdown"], "utilization": row["utilization"]}
+        table.add_row(row["case"], f"all, from {begin_s} to {end_s}", *cells(every), style="bold", end_section=True)
     return table
-
-
-def _starving(value: float | None, text: Callable[[float], str]) -> list[str]:
-    return ["starves" if value is None else text(value)]
-
-
-def _slowdown(slowdown: float) -> str:
-    return f"{slowdown:.3f}x"
 
 
 def _drifts(phases: Phases) -> Table:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from legato.cli.options import Json, quantity
+from legato.cli.options import Json, quantity, setting
 from legato.cli.output import describe_size, note, print_json, say
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
@@ -26,8 +26,71 @@ LLM = "llm"
 #: (Rajbhandari et al. 2020, section 3.1).
 STATE_BYTES = 16
 
-_SHAPE = "Language models: shape"
-_TRAINING = "Large models: training"
+
+@dataclass(frozen=True)
+class Estimate:
+    """What computes, and how long it takes."""
+
+    batch_size: int | None = setting(
+        None, "Samples per worker and step.", "--batch-size", "--batch", show_default="the paper's"
+    )
+    device: str | None = setting(
+        None,
+        "Device that computes, such as k80, p100, v100, a100 or h100.",
+        show_default="v100; h100 for language models",
+    )
+    device_flops: str | None = setting(None, "Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
+    efficiency: float | None = setting(None, "Share of the peak that matrix products reach.", show_default="0.5")
+    precision: str | None = setting(
+        None, "Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
+    )
+    gradients: str | None = setting(None, "Precision of the gradients that are sent.", show_default="the computation's")
+    forward: str | None = setting(None, "Duration of the forward pass, such as 176ms.", show_default="estimated")
+    backward: str | None = setting(None, "Duration of the backward pass, such as 296ms.", show_default="estimated")
+    add_modules: str | None = setting(
+        None, "Add N copies of a module, such as mixed_17x17x768e=25.", metavar="MODULE=N"
+    )
+    compute_speedup: float | None = setting(None, "Factor by which computation is faster.")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a language model."""
+
+    PANEL: ClassVar = "Language models: shape"
+
+    layers: int | None = setting(None, "Number of layers.")
+    hidden: int | None = setting(None, "Width of the model.")
+    heads: int | None = setting(None, "Attention heads.")
+    kv_heads: int | None = setting(None, "Heads of the keys and values.", show_default="the attention heads")
+    intermediate: int | None = setting(None, "Width of the MLP.", show_default="3.5 x hidden")
+    experts: int | None = setting(None, "MLPs of a mixture of experts.", show_default="1")
+    active_experts: int | None = setting(None, "Experts that a token uses.", show_default="1")
+    vocabulary: int | None = setting(None, "Tokens in the vocabulary.", "--vocab")
+    tied: bool | None = setting(
+        None,
+        "Whether the embeddings are also the output layer.",
+        "--tied/--untied",
+        show_default="untied; tied in gpt3",
+    )
+    sequence: int | None = setting(None, "Tokens in a sequence.", show_default="8192, or the paper's")
+
+    def given(self) -> dict[str, Any]:
+        """What the options change."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a large model is trained."""
+
+    PANEL: ClassVar = "Large models: training"
+
+    recompute: bool = setting(False, "Recompute all activations in the backward pass.", "--recompute")
+    accumulate: int = setting(1, "Micro-batches per step; the last one sends the gradients.")
+    replica_devices: int = setting(
+        1, "Devices that share the model and its batch; the workload is that of one of them."
+    )
 
 
 def workload(
@@ -37,89 +100,13 @@ def workload(
             metavar="NAME", help="Name of a model, or llm for one of a shape that the options give; --list shows them."
         ),
     ] = None,
+    *,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")
     ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", "--batch", help="Samples per worker and step.", show_default="the paper's"),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device that computes, such as k80, p100, v100, a100 or h100.",
-            show_default="v100; h100 for language models",
-        ),
-    ] = None,
-    device_flops: Annotated[
-        str | None, typer.Option(help="Peak FLOP/s of the device, such as 10T.", show_default="its data sheet's")
-    ] = None,
-    efficiency: Annotated[
-        float | None, typer.Option(help="Share of the peak that matrix products reach.", show_default="0.5")
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Precision of computation: fp32, bf16 or fp16.", show_default="fp32; bf16 for language models"
-        ),
-    ] = None,
-    gradients: Annotated[
-        str | None, typer.Option(help="Precision of the gradients that are sent.", show_default="the computation's")
-    ] = None,
-    forward: Annotated[
-        str | None, typer.Option(help="Duration of the forward pass, such as 176ms.", show_default="estimated")
-    ] = None,
-    backward: Annotated[
-        str | None, typer.Option(help="Duration of the backward pass, such as 296ms.", show_default="estimated")
-    ] = None,
-    add_modules: Annotated[
-        str | None, typer.Option(metavar="MODULE=N", help="Add N copies of a module, such as mixed_17x17x768e=25.")
-    ] = None,
-    compute_speedup: Annotated[float | None, typer.Option(help="Factor by which computation is faster.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers.", rich_help_panel=_SHAPE)] = None,
-    hidden: Annotated[int | None, typer.Option(help="Width of the model.", rich_help_panel=_SHAPE)] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=_SHAPE)] = None,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(help="Heads of the keys and values.", show_default="the attention heads", rich_help_panel=_SHAPE),
-    ] = None,
-    intermediate: Annotated[
-        int | None, typer.Option(help="Width of the MLP.", show_default="3.5 x hidden", rich_help_panel=_SHAPE)
-    ] = None,
-    experts: Annotated[
-        int | None, typer.Option(help="MLPs of a mixture of experts.", show_default="1", rich_help_panel=_SHAPE)
-    ] = None,
-    active_experts: Annotated[
-        int | None, typer.Option(help="Experts that a token uses.", show_default="1", rich_help_panel=_SHAPE)
-    ] = None,
-    vocab: Annotated[int | None, typer.Option(help="Tokens in the vocabulary.", rich_help_panel=_SHAPE)] = None,
-    tied: Annotated[
-        bool | None,
-        typer.Option(
-            "--tied/--untied",
-            help="Whether the embeddings are also the output layer.",
-            show_default="untied; tied in gpt3",
-            rich_help_panel=_SHAPE,
-        ),
-    ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sequence.", show_default="8192, or the paper's", rich_help_panel=_SHAPE),
-    ] = None,
-    recompute: Annotated[
-        bool,
-        typer.Option("--recompute", help="Recompute all activations in the backward pass.", rich_help_panel=_TRAINING),
-    ] = False,
-    accumulate: Annotated[
-        int, typer.Option(help="Micro-batches per step; the last one sends the gradients.", rich_help_panel=_TRAINING)
-    ] = 1,
-    replica_devices: Annotated[
-        int,
-        typer.Option(
-            help="Devices that share the model and its batch; the workload is that of one of them.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = 1,
+    estimate: Estimate,
+    shape: Shape,
+    training: Training,
     show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
     json: Json = False,
 ) -> None:
@@ -134,37 +121,8 @@ def workload(
         return
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
-    shape = _given(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate, experts=experts,
-        active_experts=active_experts, vocabulary=vocab, tied=tied, sequence=sequence,
-    )  # fmt: skip
-    model = _model(name, shape)
-    machine = zoo.device_named(device or model.device)
-    if device_flops is not None:
-        peak = quantity("device-flops", device_flops, parse_flops)
-        label = f"{machine.name} at {device_flops}"
-        machine = replace(machine, name=label, flops_per_s=peak, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
-    if efficiency is not None:
-        machine = replace(machine, name=f"{machine.name} at {100 * efficiency:g}%", efficiency=efficiency)
-    job = zoo.workload(
-        model,
-        batch_size=batch_size,
-        device=machine,
-        forward_s=_seconds("forward", forward),
-        backward_s=_seconds("backward", backward),
-        precision=precision,
-        gradients=gradients,
-        recompute=recompute,
-        accumulate=accumulate,
-        replica_devices=replica_devices,
-    )
-    if add_modules is not None:
-        module, _, copies = add_modules.partition("=")
-        if not copies.isdecimal():
-            raise InputError(f"--add-modules {add_modules!r} (expected MODULE=N, like mixed_17x17x768e=25)")
-        job = zoo.add_modules(job, module, int(copies))
-    if compute_speedup is not None:
-        job = zoo.scale_compute(job, compute_speedup)
+    model = _model(name, shape.given())
+    job = _changed(_estimated(model, estimate, training), estimate)
     if output is not None:
         files.write(output, job)
     result = _summary(job, output)
@@ -177,12 +135,42 @@ def workload(
         f"backward {format_seconds(result['backward_s'])}" + (f" -> {output}" if output else "")
     )
     if name == LLM or name in zoo.SHAPES:
-        state = format_bytes(STATE_BYTES * model.parameters / replica_devices)
+        state = format_bytes(STATE_BYTES * model.parameters / training.replica_devices)
         note(f"weights, gradients and Adam's state, if nothing is sharded: {state} on a device")
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def _estimated(model: zoo.Model, estimate: Estimate, training: Training) -> Workload:
+    from legato import zoo
+
+    machine = zoo.device_named(estimate.device or model.device)
+    if estimate.device_flops is not None:
+        peak = quantity("device-flops", estimate.device_flops, parse_flops)
+        label = f"{machine.name} at {estimate.device_flops}"
+        machine = replace(machine, name=label, flops_per_s=peak, bf16_flops_per_s=peak, fp16_flops_per_s=peak)
+    if estimate.efficiency is not None:
+        efficiency = estimate.efficiency
+        machine = replace(machine, name=f"{machine.name} at {100 * efficiency:g}%", efficiency=efficiency)
+    return zoo.workload(
+        model,
+        batch_size=estimate.batch_size,
+        device=machine,
+        forward_s=_seconds("forward", estimate.forward),
+        backward_s=_seconds("backward", estimate.backward),
+        precision=estimate.precision,
+        gradients=estimate.gradients,
+        **asdict(training),
+    )
+
+
+def _changed(job: Workload, estimate: Estimate) -> Workload:
+    from legato import zoo
+
+    if estimate.add_modules is not None:
+        module, _, copies = estimate.add_modules.partition("=")
+        if not copies.isdecimal():
+            raise InputError(f"--add-modules {estimate.add_modules!r} (expected MODULE=N, like mixed_17x17x768e=25)")
+        job = zoo.add_modules(job, module, int(copies))
+    return job if estimate.compute_speedup is None else zoo.scale_compute(job, estimate.compute_speedup)
 
 
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:

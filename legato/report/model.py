@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -52,10 +53,11 @@ class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             raise InputError(f"rounded: {self.rounded} (expected a fraction, 0 to 1)")
 
 
-class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One cell of a sweep; `legato sweep --json` prints it.
+class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell of a sweep.
 
-    Times are in seconds. `speedup` is relative to the sweep's first fabric and
+    `axes` has the values of the axes of sweeps (`core/axes.py`), by field. Times are in seconds.
+    `speedup` is relative to the sweep's first fabric and
     scheduler on the same cluster. `anomaly` names less of one axis that is faster,
     such as `bandwidth_bps=1e+09` (`legato.sweep.anomalies`). Results that a cell does
     not have are None; if it has none at all, `error` says why.
@@ -65,18 +67,7 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fabric: str
     scheduler: str
     fidelity: str
-    workers: int
-    servers: int
-    bandwidth_bps: float
-    latency_s: float
-    gpus_per_host: int = 1
-    racks: int = 1
-    spines: int = 1
-    oversubscription: float = 1.0
-    slow: float = 1.0
-    slow_link: float = 1.0
-    jitter: float = 0.0
-    disturb: str = "none"
+    axes: dict[str, Any]
     iteration_s: float | None = None
     speedup: float | None = None
     lower_bound_s: float | None = None
@@ -87,6 +78,14 @@ class SweepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     wall_s: float | None = None
     anomaly: str | None = None
     error: str | None = None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row as `legato sweep --json` prints it, each axis beside the rest."""
+        parts = (
+            (self.axes if name == "axes" else {name: value}) for name, value in msgspec.structs.asdict(self).items()
+        )
+        return {name: value for part in parts for name, value in part.items()}
 
 
 class TextTable(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from legato.core.axes import SERVERS, SWEPT, Axis
 from legato.core.text import count, percent
 from legato.core.units import format_bandwidth, format_seconds
 from legato.report.figures import BUTTONS, axis, label, layout
@@ -17,27 +18,8 @@ from legato.report.tables import bar_percent, factor, heads, table_cell
 
 __all__ = ["draw_sweep", "sweep_headline", "sweep_sections", "varying"]
 
-#: What a plot can have along its x axis (if it is a number): the field, its title, and how a value is written.
-_AXES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "workers": ("workers", lambda value: f"{value:,}"),
-    "bandwidth_bps": ("link bandwidth", lambda value: format_bandwidth(value).removesuffix("/s")),
-    "latency_s": ("latency", format_seconds),
-    "gpus_per_host": ("GPUs per host", str),
-    "racks": ("racks", str),
-    "spines": ("spines", str),
-    "oversubscription": ("oversubscription", lambda value: f"{value:g}:1"),
-    "slow": ("slowdown of the last worker", lambda value: f"{value:g}x"),
-    "slow_link": ("slowdown of the last worker's link", lambda value: f"{value:g}x"),
-    "jitter": ("jitter", lambda value: f"{value:g}"),
-    "disturb": ("disturbed:", str),
-}
-#: The axes whose values are numbers of something: what, and the words behind it.
-_COUNTED = {
-    "workers": ("worker", ""),
-    "gpus_per_host": ("GPU", " per host"),
-    "racks": ("rack", ""),
-    "spines": ("spine", ""),
-}
+#: What a plot can have along its x axis (if it is a number); a number of servers is part of a line's name.
+_AXES = {axis.field: axis for axis in SWEPT if axis is not SERVERS}
 _COLOURS, _MOST_PANELS, _ACROSS = 10, 9, 3
 _SAME = 1.0005  # iteration times whose ratio is smaller count as equal
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -48,6 +30,8 @@ _PANEL, _GAP_X, _GAP_Y, _TOP = 250, 0.055, 72, 26
 _MOST_ROWS = 2000
 
 Key = tuple[Any, ...]
+#: The head of a column, what it is sorted by, and its text.
+_Column = tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]
 
 
 def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -57,14 +41,14 @@ def sweep_sections(rows: Sequence[SweepRow], figures: dict[str, Any]) -> list[di
         mine = [row for row in rows if row.workload == name]
         drawn = []
         several = len({(row.fabric, row.scheduler) for row in mine}) > 1
-        for x in [name for name in varying(mine) if name != "disturb"] or [""]:
+        for x in [name for name in varying(mine) if not isinstance(_AXES[name].usual, str)] or [""]:
             for y, caption in (("iteration_s", "Iteration time"), ("speedup", _over(mine))):
                 if y == "speedup" and not several:
                     continue
                 figure = draw_sweep(mine, x, y)
                 if any(trace["x"] for trace in figure["data"]):
                     figures[f"sweep-{number}-{x}-{y}"] = figure
-                    over = f" by {_AXES[x][0]}" if x else ""
+                    over = f" by {_AXES[x].title}" if x else ""
                     drawn.append({"id": f"sweep-{number}-{x}-{y}", "caption": caption + over})
         parts.append(
             {
@@ -93,25 +77,25 @@ def _facts(rows: Sequence[SweepRow]) -> str:
     return " · ".join([*facts, *([f"{failed:,} failed"] if failed else [])])
 
 
+def _text(axis: Axis, value: Any) -> str:
+    return f"{value:,}" if axis.type is int and value >= 1000 else axis.write(value)
+
+
+def _column(axis: Axis) -> _Column:
+    def text(row: SweepRow) -> str:
+        return _text(axis, row.axes[axis.field])
+
+    return axis.column, lambda row: row.axes[axis.field] if text(row) else None, text
+
+
 def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
     times = ["" if row.iteration_s is None else format_seconds(row.iteration_s) for row in rows]
     longest = max((row.iteration_s or 0.0 for row in rows), default=0.0) or 1.0
     bars = [bar_percent(row.iteration_s, longest) for row in rows]
-    columns: list[tuple[str, Callable[[SweepRow], Any], Callable[[SweepRow], str]]] = [
+    columns: list[_Column] = [
         ("fabric", lambda r: r.fabric, lambda r: r.fabric),
         ("scheduler", lambda r: r.scheduler, lambda r: r.scheduler),
-        ("workers", lambda r: r.workers, lambda r: f"{r.workers:,}"),
-        ("servers", lambda r: r.servers or None, lambda r: str(r.servers or "")),
-        ("link", lambda r: r.bandwidth_bps, lambda r: format_bandwidth(r.bandwidth_bps)),
-        ("latency", lambda r: r.latency_s, lambda r: format_seconds(r.latency_s)),
-        ("GPUs per host", lambda r: r.gpus_per_host, lambda r: str(r.gpus_per_host)),
-        ("racks", lambda r: r.racks, lambda r: str(r.racks)),
-        ("spines", lambda r: r.spines, lambda r: str(r.spines)),
-        ("oversubscription", lambda r: r.oversubscription, lambda r: f"{r.oversubscription:g}:1"),
-        ("slow worker", lambda r: r.slow, lambda r: factor(r.slow)),
-        ("slow link", lambda r: r.slow_link, lambda r: factor(r.slow_link)),
-        ("jitter", lambda r: r.jitter, lambda r: f"{r.jitter:g}"),
-        ("disturbed", lambda r: r.disturb, lambda r: r.disturb),
+        *map(_column, SWEPT),
         ("speedup", lambda r: r.speedup, lambda r: factor(r.speedup)),
         ("above bound", lambda r: r.gap, lambda r: "" if r.gap is None else percent(r.gap, signed=True)),
         ("utilization", lambda r: r.utilization, lambda r: "" if r.utilization is None else percent(r.utilization)),
@@ -128,7 +112,7 @@ def _table(rows: Sequence[SweepRow]) -> dict[str, Any]:
 
 def varying(rows: Sequence[SweepRow]) -> list[str]:
     """The axes along which the rows differ."""
-    return [name for name in _AXES if len({getattr(row, name) for row in rows}) > 1]
+    return [name for name in _AXES if len({row.axes[name] for row in rows}) > 1]
 
 
 def sweep_headline(rows: Sequence[SweepRow]) -> list[tuple[str, bool]]:
@@ -168,7 +152,7 @@ def draw_sweep(rows: Sequence[SweepRow], x: str, y: str) -> dict[str, Any]:
 
 
 def _at(row: SweepRow, axes: Sequence[str]) -> Key:
-    return tuple(getattr(row, name) for name in axes)
+    return tuple(row.axes[name] for name in axes)
 
 
 def _spread(values: list[Key], most: int) -> list[Key]:
@@ -179,7 +163,7 @@ def _spread(values: list[Key], most: int) -> list[Key]:
 
 
 def _series(row: SweepRow) -> Key:
-    return row.fabric, row.scheduler, row.servers
+    return row.fabric, row.scheduler, row.axes[SERVERS.field]
 
 
 def _names(rows: Sequence[SweepRow]) -> dict[Key, str]:
@@ -212,7 +196,7 @@ def _scale(y: str) -> float:
 
 
 def _hover(row: SweepRow, name: str) -> list[str]:
-    machines = f"{count(row.workers, 'worker')} · {format_bandwidth(row.bandwidth_bps)}"
+    machines = f"{count(row.axes['workers'], 'worker')} · {format_bandwidth(row.axes['bandwidth_bps'])}"
     speedup = f" · {row.speedup:.2f}x" if row.speedup is not None else ""
     return [label(name), f"{format_seconds(row.iteration_s or 0.0)}{speedup}", machines]
 
@@ -223,7 +207,7 @@ _HOVER = "<b>%{customdata[0]}</b><br>%{customdata[1]}<br>%{customdata[2]}<extra>
 def _lines(inside: Sequence[SweepRow], rows: Sequence[SweepRow], x: str, y: str, number: int) -> list[dict[str, Any]]:
     names, traces = _names(rows), []
     for key in dict.fromkeys(map(_series, rows)):
-        points = sorted((row for row in inside if _series(row) == key), key=lambda row: getattr(row, x))
+        points = sorted((row for row in inside if _series(row) == key), key=lambda row: row.axes[x])
         traces.append(
             {
                 "type": "scatter",
@@ -233,7 +217,7 @@ def _lines(inside: Sequence[SweepRow], rows: Sequence[SweepRow], x: str, y: str,
                 "showlegend": number == 0,
                 "xaxis": _axis_name("x", number),
                 "yaxis": _axis_name("y", number),
-                "x": [getattr(row, x) for row in points],
+                "x": [row.axes[x] for row in points],
                 "y": [getattr(row, y) / _scale(y) for row in points],
                 "customdata": [_hover(row, names[key]) for row in points],
                 "hovertemplate": _HOVER,
@@ -282,7 +266,7 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
             "anchor": _axis_name("x", number),
             **({"matches": "y", "showticklabels": column == 0} if number else {}),
         }
-        text = " · ".join(_described(name, value) for name, value in zip(others, panel, strict=True))
+        text = " · ".join(_AXES[name].say(_label(name, value)) for name, value in zip(others, panel, strict=True))
         notes.append(_note(label(text), left + width / 2, top))
     legend = {"orientation": "h", "x": 0, "y": 1 + _TOP / height, "yanchor": "bottom", "font": {"color": "@soft"}}
     margin = {"l": 74, "r": 18, "t": _TOP + 34 if named else _TOP, "b": 52 + BUTTONS}
@@ -296,25 +280,18 @@ def _layout(rows: Sequence[SweepRow], panels: Sequence[Key], others: Sequence[st
     )
 
 
-def _described(name: str, value: Any) -> str:
-    text = _AXES[name][1](value)
-    if name == "bandwidth_bps":
-        return text
-    if name in _COUNTED:
-        noun, rest = _COUNTED[name]
-        return f"{count(value, noun)}{rest}"
-    return f"{_AXES[name][0]} {text}"
+def _label(name: str, value: Any) -> str:
+    return _text(_AXES[name], value).removesuffix("/s")
 
 
 def _x_axis(rows: Sequence[SweepRow], x: str) -> dict[str, Any]:
     if not x:
         return axis(showgrid=False)
-    title, write = _AXES[x]
-    values = sorted({getattr(row, x) for row in rows})
+    values = sorted({row.axes[x] for row in rows})
     ticks = values if len(values) <= 6 else [value for (value,) in _spread([(v,) for v in values], 6)]
-    texts, unit = _without_unit([write(value) for value in ticks])
+    texts, unit = _without_unit([_label(x, value) for value in ticks])
     return axis(
-        f"{title} [{unit}]" if unit else title,
+        f"{_AXES[x].title} [{unit}]" if unit else _AXES[x].title,
         type="log" if values[0] > 0 else "linear",
         tickvals=ticks,
         ticktext=texts,

@@ -13,20 +13,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from legato.core.axes import SWEPT
 from legato.report.model import SweepRow
-from legato.sweep.grid import MACHINE_AXES
 
 __all__ = ["mark_anomalies"]
 
-#: Whether more of it is better, by axis.
-_MORE_IS_BETTER = {
-    "bandwidth_bps": True,
-    "servers": True,
-    "latency_s": False,
-    "oversubscription": False,
-    "slow": False,
-    "slow_link": False,
-}
 #: Differences up to this fraction do not count: schedulers that search are no more exact.
 _SAME = 1e-3
 
@@ -34,16 +25,19 @@ _SAME = 1e-3
 def mark_anomalies(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """The rows, with `anomaly` where less of one axis is faster by more than 0.1%: the fastest such `AXIS=VALUE`."""
     best: dict[int, tuple[float, str]] = {}
-    for axis, more_is_better in _MORE_IS_BETTER.items():
+    for axis in SWEPT:
+        if axis.more_is_better is None:
+            continue
         alike = defaultdict(list)
         for k, row in enumerate(rows):
-            others = tuple(getattr(row, name) for name in MACHINE_AXES if name != axis)
+            others = tuple(value for field, value in row.axes.items() if field != axis.field)
             if row.iteration_s is not None:
-                alike[row.workload, row.fabric, row.scheduler, others].append((getattr(row, axis), row.iteration_s, k))
+                cell = row.axes[axis.field], row.iteration_s, k
+                alike[row.workload, row.fabric, row.scheduler, others].append(cell)
         for cells in alike.values():
             least = (float("inf"), 0.0)  # seconds and value of the fastest cell with less
-            for value, seconds, k in sorted(cells, reverse=not more_is_better):
+            for value, seconds, k in sorted(cells, reverse=not axis.more_is_better):
                 if seconds > least[0] * (1 + _SAME) and least[0] < best.get(k, (float("inf"), ""))[0]:
-                    best[k] = least[0], f"{axis}={least[1]:g}"
+                    best[k] = least[0], f"{axis.field}={least[1]:g}"
                 least = min(least, (seconds, value))
     return [replace(row, anomaly=best[k][1]) if k in best else row for k, row in enumerate(rows)]

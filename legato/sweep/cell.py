@@ -14,12 +14,11 @@ from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
-from legato.simulator.flow import plain_plan, simulate_flow
-from legato.simulator.flow.fabrics import Fabric, fitting
+from legato.simulator.flow import Fabric, Network, plain_plan, simulate_flow
 from legato.simulator.flow.pricing import cluster_for
 from legato.sweep.grid import PLAIN, Cell
 
-__all__ = ["Outcome", "fabric_of", "run_cell"]
+__all__ = ["Outcome", "plan_for", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,20 +51,17 @@ def run_cell(cell: Cell, workload: Workload) -> Outcome:
     return Outcome(time.perf_counter() - start, **found)
 
 
-def fabric_of(cell: Cell) -> Fabric:
-    """Return the cell's fabric, with the cell's number of servers."""
-    servers = {"servers": cell.servers} if cell.servers else {}
-    return fitting(cell.fabric, dict(cell.options) | servers)
-
-
-def _plan(cell: Cell, workload: Workload) -> Plan:
-    if cell.scheduler == PLAIN:
-        return plain_plan(workload, fabric_of(cell))
-    return schedule(cell.scheduler, workload, cluster_for(cell.fabric, fabric_of(cell), cell.network))
+def plan_for(scheduler: str, workload: Workload, name: str, fabric: Fabric, network: Network) -> Plan:
+    """The scheduler's plan for the fabric, whose name is `name`, on the network; `PLAIN` sends a message per tensor."""
+    if scheduler == PLAIN:
+        return plain_plan(workload, fabric)
+    return schedule(scheduler, workload, cluster_for(name, fabric, network))
 
 
 def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
-    plan, cluster = _plan(cell, workload), cell.network.cluster(cell.fabric, cell.servers)
+    network, fabric = cell.network, cell.made_fabric
+    plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
+    cluster = network.cluster(cell.fabric, fabric.servers)
     timeline = collective.simulate(workload, plan, cluster)
     return {
         "iteration_s": timeline.iteration_s,
@@ -77,10 +73,9 @@ def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
 
 
 def _flow(cell: Cell, workload: Workload) -> dict[str, Any]:
-    plan = _plan(cell, workload)
-    result = simulate_flow(
-        workload, plan, fabric_of(cell), cell.network, iterations=cell.iterations, keep_transfers=False
-    )
+    network, fabric = cell.network, cell.made_fabric
+    plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
+    result = simulate_flow(workload, plan, fabric, network, iterations=cell.iterations, keep_transfers=False)
     return {
         "iteration_s": result.iteration_s,
         "overlap": result.overlap,

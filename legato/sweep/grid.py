@@ -4,68 +4,64 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from legato.core import __version__, files
+from legato.core.axes import NETWORK, SERVERS
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.simulator.flow import FABRICS, Network
 from legato.simulator.flow.disturbances import UNDISTURBED, parse_disturbances
-from legato.simulator.flow.fabrics import check_options, fitting
-from legato.simulator.flow.network import Sharing, last_worker
+from legato.simulator.flow.fabrics import Fabric, check_options, fitting
+from legato.simulator.flow.network import last_worker
 from legato.simulator.flow.run import check_iterations
-from legato.simulator.flow.switches import Balance, TopologyName
 
-__all__ = ["MACHINE_AXES", "PLAIN", "Cell", "Fidelity", "Grid", "fabric_names"]
+__all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
 
 Fidelity = Literal["collective", "flow"]
 
 #: No scheduler: one message per tensor, sent when it is ready.
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
+_FIELDS = [axis.field for axis in NETWORK]
+#: The axes by how fast they change, the slowest first: as in the table, from behind, but for the number of servers.
+_SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
+_SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
+
+
+def network_of(values: Mapping[str, Any]) -> Network:
+    """The network with these values of the axes (by field); raises `InputError` on numbers outside their range.
+
+    Most are fields of the `Network`. `slow` and `slow_link` are factors of the last worker.
+    """
+    fields = {name: value for name, value in values.items() if name != SERVERS.field}
+    slow, slow_link, disturb = (fields.pop(name) for name in ("slow", "slow_link", "disturb"))
+    workers, gpus_per_card = fields["workers"], fields["gpus_per_card"]
+    return Network(
+        **fields,
+        compute_scale=last_worker("slow", slow, workers),
+        link_scale=last_worker("slow_link", slow_link, workers, gpus_per_card),
+        disturbances=parse_disturbances(disturb),
+    )
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation: all its inputs, with `workload_id` (`files.identity`) in place of the workload.
 
-    `servers` is 0 for fabrics without servers. `disturb` is the text of disturbances
-    (`legato.simulator.flow.disturbances.parse_disturbances`). `slow` and `slow_link` are
-    slowdown factors of the last worker's computation and of its link. `options`
-    are those of the fabric.
+    `axes` are the values of the network's axes, as the table has them; servers are 0 for fabrics without servers.
+    `options` are those of the fabric.
     """
 
     workload_id: str
     fabric: str
     scheduler: str
     fidelity: Fidelity
-    workers: int
-    servers: int
-    bandwidth_bps: float
-    latency_s: float
-    send_s: float | None
-    gpus_per_host: int
-    gpus_per_card: int
-    local_bandwidth_bps: float
-    topology: TopologyName
-    racks: int
-    spines: int
-    ports: int | None
-    oversubscription: float
-    core_oversubscription: float
-    balance: Balance
-    slow: float
-    slow_link: float
-    jitter: float
-    disturb: str
-    server_bandwidth_bps: float | None
-    reduce_s_per_byte: float
-    sharing: Sharing
-    seed: int
+    axes: tuple[Any, ...]
     iterations: int | None
     options: tuple[tuple[str, Any], ...]
     version: str = __version__
@@ -76,54 +72,20 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return files.identity(self)
 
     @property
-    def machines(self) -> tuple[Any, ...]:
-        """The cell's values on the axes of the machines."""
-        return tuple(getattr(self, axis) for axis in MACHINE_AXES)
+    def values(self) -> dict[str, Any]:
+        """The values of the network's axes, by field."""
+        return dict(zip(_FIELDS, self.axes, strict=True))
 
     @property
     def network(self) -> Network:
         """The cell's network; raises `InputError` on numbers outside their range."""
-        return Network(
-            workers=self.workers,
-            bandwidth_bps=self.bandwidth_bps,
-            latency_s=self.latency_s,
-            send_s=self.send_s,
-            gpus_per_host=self.gpus_per_host,
-            gpus_per_card=self.gpus_per_card,
-            local_bandwidth_bps=self.local_bandwidth_bps,
-            topology=self.topology,
-            racks=self.racks,
-            spines=self.spines,
-            ports=self.ports,
-            oversubscription=self.oversubscription,
-            core_oversubscription=self.core_oversubscription,
-            balance=self.balance,
-            link_scale=last_worker("slow_link", self.slow_link, self.workers, self.gpus_per_card),
-            server_bandwidth_bps=self.server_bandwidth_bps,
-            sharing=self.sharing,
-            reduce_s_per_byte=self.reduce_s_per_byte,
-            compute_scale=last_worker("slow", self.slow, self.workers),
-            jitter=self.jitter,
-            seed=self.seed,
-            disturbances=parse_disturbances(self.disturb),
-        )
+        return network_of(self.values)
 
-
-#: The axes of the machines: the field of a cell, and that of the grid; the last one changes fastest.
-MACHINE_AXES = {
-    "disturb": "disturbs",
-    "jitter": "jitters",
-    "slow_link": "slow_links",
-    "slow": "slows",
-    "oversubscription": "oversubscriptions",
-    "spines": "spines",
-    "racks": "racks",
-    "gpus_per_host": "gpus_per_host",
-    "servers": "servers",
-    "latency_s": "latencies_s",
-    "bandwidth_bps": "bandwidths_bps",
-    "workers": "workers",
-}
+    @property
+    def made_fabric(self) -> Fabric:
+        """The cell's fabric, with the cell's number of servers."""
+        servers = self.values[SERVERS.field]
+        return fitting(self.fabric, dict(self.options) | ({"servers": servers} if servers else {}))
 
 
 def fabric_names(fidelity: Fidelity) -> list[str]:
@@ -135,13 +97,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The axes of a sweep, in the order of its rows; repeated values count once.
 
     `schedulers` may contain `PLAIN`, and "all" for every scheduler that suits a
-    cell's fabric. `servers` is an axis of fabrics with servers only. `jitters`
-    are sigmas of a lognormal factor on computation, drawn from `seed`. `slows`
-    and `slow_links` are slowdown factors of the last worker's computation and of
-    its link. `disturbs` are texts of disturbances ("none" is the undisturbed
-    network); beside them, all cells are of one iteration. `options` go to the fabrics that have them
-    (`legato.simulator.flow.fabric`). Speedups are relative to the first fabric
-    with its first scheduler. At collective fidelity, all hosts are alike, behind
+    cell's fabric. `axes` has the values on axes of the network (`core/axes.py`), by field; those that
+    are left out have their default. Beside disturbances, all cells are of one iteration.
+    `options` go to the fabrics that have them (`legato.simulator.flow.fabric`). Speedups are relative to the first
+    fabric with its first scheduler. At collective fidelity, all hosts are alike, behind
     one switch. Raises `InputError` on unknown names and numbers outside their
     range.
     """
@@ -150,46 +109,13 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     fabrics: tuple[str, ...] = ("ring",)
     schedulers: tuple[str, ...] = (PLAIN,)
     fidelity: Fidelity = "flow"
-    workers: tuple[int, ...] = (8,)
-    servers: tuple[int, ...] = (1,)
-    bandwidths_bps: tuple[float, ...] = (10e9,)
-    latencies_s: tuple[float, ...] = (0.0,)
-    send_s: float | None = None
-    gpus_per_host: tuple[int, ...] = (1,)
-    gpus_per_card: int = 1
-    local_bandwidth_bps: float = 100e9
-    topology: TopologyName = "leaf-spine"
-    racks: tuple[int, ...] = (1,)
-    spines: tuple[int, ...] = (1,)
-    ports: int | None = None
-    oversubscriptions: tuple[float, ...] = (1.0,)
-    core_oversubscription: float = 1.0
-    balance: Balance = "ecmp"
-    slows: tuple[float, ...] = (1.0,)
-    slow_links: tuple[float, ...] = (1.0,)
-    jitters: tuple[float, ...] = (0.0,)
-    disturbs: tuple[str, ...] = (UNDISTURBED,)
-    server_bandwidth_bps: float | None = None
-    reduce_s_per_byte: float = 0.0
-    sharing: Sharing = "fifo"
-    seed: int = 0
+    axes: dict[str, tuple[Any, ...]] = {}
     iterations: int | None = None
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        if self.fidelity not in get_args(Fidelity):
-            raise unknown_name("fidelity", self.fidelity, get_args(Fidelity))
-        for field, value in msgspec.structs.asdict(self).items():
-            if value == ():
-                raise InputError(f"{field}: empty (expected at least one)")
-        for name in self.fabrics:
-            if name not in fabric_names(self.fidelity):
-                raise unknown_name(f"fabric at {self.fidelity} fidelity", name, fabric_names(self.fidelity))
-        known = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS]
-        for name in self.schedulers:
-            if name not in known:
-                raise unknown_name("scheduler", name, known)
-        for count in self.servers:
+        self._check_names()
+        for count in self.values[SERVERS.field]:
             if count < 1:
                 raise InputError(f"servers: {count} (expected at least 1)")
         if self.num_cells_at_most > _MOST_CELLS:
@@ -203,63 +129,70 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         check_options(self.fabrics, self.options)
         for name in self.fabrics:
             fitting(name, self.options)
-        for machines in self._machines(has_servers=True):
-            network = self._cell("", "", "", machines).network
+        for values in self._networks(has_servers=True):
+            network = network_of(values)
             if self.fidelity == "collective" and not (network.plain and not self.options):
                 raise InputError(
                     "fidelity: collective has identical hosts and one switch (expected flow for anything else)"
                 )
 
+    def _check_names(self) -> None:
+        if self.fidelity not in get_args(Fidelity):
+            raise unknown_name("fidelity", self.fidelity, get_args(Fidelity))
+        for field, values in {**msgspec.structs.asdict(self), **self.axes}.items():
+            if values == ():
+                raise InputError(f"{field}: empty (expected at least one)")
+        schedulers = [PLAIN, "all", *SCHEDULERS, *SERVER_SCHEDULERS]
+        for kind, names, known in (
+            ("axis", self.axes, _FIELDS),
+            (f"fabric at {self.fidelity} fidelity", self.fabrics, fabric_names(self.fidelity)),
+            ("scheduler", self.schedulers, schedulers),
+        ):
+            for name in names:
+                if name not in known:
+                    raise unknown_name(kind, name, known)
+
+    @property
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """The values on every axis of the network, each once, by field."""
+        return {axis.field: tuple(dict.fromkeys(self.axes.get(axis.field, (axis.usual,)))) for axis in NETWORK}
+
     @property
     def _disturbed(self) -> bool:
-        return set(self.disturbs) != {UNDISTURBED}
+        return set(self.values["disturb"]) != {UNDISTURBED}
 
     @property
     def num_cells_at_most(self) -> int:
-        axes: list[Any] = [self.workloads, self.fabrics, *(getattr(self, axis) for axis in MACHINE_AXES.values())]
         each = max(len(SCHEDULERS), len(SERVER_SCHEDULERS)) if "all" in self.schedulers else 0
-        return math.prod(map(len, axes)) * (len(self.schedulers) + each)
+        networks = math.prod(map(len, self.values.values()))
+        return len(self.workloads) * len(self.fabrics) * networks * (len(self.schedulers) + each)
 
     def cells(self) -> list[Cell]:
         """Return every combination once; the last axes (latency, bandwidth, workers) change fastest."""
-        return list(dict.fromkeys(self._cells()))
+        return list(self._cells())
 
     def _cells(self) -> Iterator[Cell]:
+        iterations = 1 if self._disturbed else self.iterations
         for job in dict.fromkeys(map(files.identity, self.workloads)):
-            for name in self.fabrics:
+            for name in dict.fromkeys(self.fabrics):
                 for scheduler in self._schedulers(name):
-                    for machines in self._machines(has_servers=bool(FABRICS[name].servers)):
-                        yield self._cell(job, name, scheduler, machines)
+                    for values in self._networks(has_servers=bool(FABRICS[name].servers)):
+                        yield Cell(
+                            workload_id=job,
+                            fabric=name,
+                            scheduler=scheduler,
+                            fidelity=self.fidelity,
+                            axes=tuple(values[field] for field in _FIELDS),
+                            iterations=iterations,
+                            options=tuple(sorted(self.options.items())),
+                        )
 
     def _schedulers(self, fabric: str) -> list[str]:
         every = SERVER_SCHEDULERS if FABRICS[fabric].servers else SCHEDULERS
-        return [one for name in self.schedulers for one in (every if name == "all" else [name])]
+        return list(dict.fromkeys(one for name in self.schedulers for one in (every if name == "all" else [name])))
 
-    def _machines(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
-        values = {axis: getattr(self, field) for axis, field in MACHINE_AXES.items()}
-        if not has_servers:
-            values["servers"] = (0,)
-        for chosen in itertools.product(*values.values()):
-            yield dict(zip(values, chosen, strict=True))
-
-    def _cell(self, job: str, fabric: str, scheduler: str, machines: dict[str, Any]) -> Cell:
-        return Cell(
-            workload_id=job,
-            fabric=fabric,
-            scheduler=scheduler,
-            fidelity=self.fidelity,
-            send_s=self.send_s,
-            gpus_per_card=self.gpus_per_card,
-            local_bandwidth_bps=self.local_bandwidth_bps,
-            topology=self.topology,
-            ports=self.ports,
-            core_oversubscription=self.core_oversubscription,
-            balance=self.balance,
-            server_bandwidth_bps=self.server_bandwidth_bps,
-            reduce_s_per_byte=self.reduce_s_per_byte,
-            sharing=self.sharing,
-            seed=self.seed,
-            iterations=1 if self._disturbed else self.iterations,
-            options=tuple(sorted(self.options.items())),
-            **machines,
-        )
+    def _networks(self, *, has_servers: bool) -> Iterator[dict[str, Any]]:
+        """Every combination of the values on the network's axes."""
+        values = self.values if has_servers else self.values | {SERVERS.field: (0,)}
+        for chosen in itertools.product(*(values[field] for field in _SLOWEST_FIRST)):
+            yield dict(zip(_SLOWEST_FIRST, chosen, strict=True))

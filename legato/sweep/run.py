@@ -6,14 +6,13 @@ from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
 
-from msgspec.structs import replace
-
 from legato.core import files
+from legato.core.axes import SERVERS, SWEPT
 from legato.core.workload import Workload
 from legato.report.model import SweepRow
 from legato.sweep.anomalies import mark_anomalies
 from legato.sweep.cell import Outcome, run_cell
-from legato.sweep.grid import MACHINE_AXES, Cell, Grid
+from legato.sweep.grid import Cell, Grid
 from legato.sweep.journal import Journal
 from legato.sweep.parallel import in_parallel
 
@@ -67,19 +66,20 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     label = _labels(grid)
     found = [(cell, done[cell.key]) for cell in cells]
     first = cells[0].fabric, cells[0].scheduler
-    base = {_baseline(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
+    # A cell without servers is compared with the baseline of the first number of servers, if there is one.
+    servers = cells[0].values[SERVERS.field]
+    base = {_network(cell): out.iteration_s for cell, out in found if (cell.fabric, cell.scheduler) == first}
     rows = []
     for cell, out in found:
-        # A cell without servers is compared with the baseline of the first number of servers, if there is one.
-        servers = (cell.servers or cells[0].servers) if cells[0].servers else 0
-        base_s = base[_baseline(replace(cell, servers=servers))]
+        values = cell.values
+        base_s = base[_network(cell, (values[SERVERS.field] or servers) if servers else 0)]
         rows.append(
             SweepRow(
                 workload=label[cell.workload_id],
                 fabric=cell.fabric,
                 scheduler=cell.scheduler,
                 fidelity=cell.fidelity,
-                **{axis: getattr(cell, axis) for axis in MACHINE_AXES},
+                axes={axis.field: values[axis.field] for axis in SWEPT},
                 iteration_s=out.iteration_s,
                 speedup=base_s / out.iteration_s if base_s and out.iteration_s else None,
                 lower_bound_s=out.lower_bound_s,
@@ -94,9 +94,9 @@ def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[Sweep
     return mark_anomalies(rows)
 
 
-def _baseline(cell: Cell) -> tuple[object, ...]:
-    """Return what a cell and its baseline have in common."""
-    return cell.workload_id, *cell.machines
+def _network(cell: Cell, servers: int | None = None) -> tuple[object, ...]:
+    """What a cell and its baseline have in common: the workload and the network, with this number of servers."""
+    return cell.workload_id, *(cell.values if servers is None else cell.values | {SERVERS.field: servers}).values()
 
 
 def _labels(grid: Grid) -> dict[str, str]:

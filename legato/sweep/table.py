@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from legato.core import files
+from legato.core.axes import SWEPT
 from legato.core.errors import missing_extra
 from legato.report.model import SweepRow
 
@@ -34,12 +35,14 @@ def _parquet(rows: Sequence[SweepRow]) -> bytes:
     except ModuleNotFoundError:
         raise missing_extra("pyarrow", "parquet", "a .parquet file") from None
 
-    columns = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(SweepRow)}
+    kinds |= {axis.field: type(axis.usual) for axis in SWEPT}
     fields = []
-    for field in msgspec.structs.fields(SweepRow):
-        kinds = [kind for kind in columns if kind is field.type or kind in getattr(field.type, "__args__", ())]
-        fields.append(pa.field(field.name, columns[kinds[0]], nullable=not field.required))
-    table = pa.Table.from_pylist([msgspec.structs.asdict(row) for row in rows], schema=pa.schema(fields))
+    for name in rows[0].columns:
+        kind = kinds[name]  # or that or None
+        fields.append(pa.field(name, types.get(kind) or types[kind.__args__[0]], nullable=kind not in types))
+    table = pa.Table.from_pylist([row.columns for row in rows], schema=pa.schema(fields))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     return bytes(sink.getvalue())
@@ -48,6 +51,6 @@ def _parquet(rows: Sequence[SweepRow]) -> bytes:
 def _csv(rows: Sequence[SweepRow]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(SweepRow.__struct_fields__)
-    writer.writerows(msgspec.structs.astuple(row) for row in rows)
+    writer.writerow(rows[0].columns)
+    writer.writerows(row.columns.values() for row in rows)
     return text.getvalue()

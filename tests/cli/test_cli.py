@@ -15,8 +15,8 @@ from support.command import run
 from typer.main import get_command
 
 import legato
+from legato.cli.axes import SEVERAL, SEVERAL_TIMES
 from legato.cli.commands import app
-from legato.cli.options import SEVERAL, SEVERAL_TIMES
 from legato.core.errors import EXTRAS
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.schedule.bound.lower_bound import lower_bound

@@ -4,6 +4,7 @@ import random
 
 import msgspec
 
+from legato.core.axes import SWEPT
 from legato.core.cluster import Cluster
 from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.timeline import Span, Timeline
@@ -152,7 +153,7 @@ def evil_report():
 
 def sweep_rows(workers=(4, 8), links=(1e9, 1e10), fabrics=("parameter-server", "ring"), name="toy"):
     """The parameter server takes as many times as long as there are workers; a ring, as long as for one."""
-    found = []
+    found, usual = [], {axis.field: axis.usual for axis in SWEPT} | {"servers": 0, "latency_s": 0.0}
     for fabric in fabrics:
         for bps in links:
             for n in workers:
@@ -164,10 +165,7 @@ def sweep_rows(workers=(4, 8), links=(1e9, 1e10), fabrics=("parameter-server", "
                         fabric=fabric,
                         scheduler="plain",
                         fidelity="flow",
-                        workers=n,
-                        servers=0,
-                        bandwidth_bps=bps,
-                        latency_s=0.0,
+                        axes=usual | {"workers": n, "bandwidth_bps": bps},
                         **more,
                     )
                 )

@@ -17,18 +17,18 @@ def chain():
 
 
 def rows(**axes):
-    options = {"in_flight": None}
-    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), workers=(4,), options=options, **axes), jobs=1)
+    axes = {"workers": (4,), **axes}
+    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), axes=axes, options={"in_flight": None}), jobs=1)
 
 
 def test_a_faster_link_makes_an_iteration_longer_and_the_cell_says_so():
-    slow, fast, fastest = rows(bandwidths_bps=(11e9, 12e9, 100e9), latencies_s=(0.0,))
+    slow, fast, fastest = rows(bandwidth_bps=(11e9, 12e9, 100e9), latency_s=(0.0,))
     assert (slow.iteration_s, fast.iteration_s) == pytest.approx((0.306545, 0.308), abs=1e-6)
     assert slow.anomaly is None and fast.anomaly == "bandwidth_bps=1.1e+10" and fastest.anomaly is None
 
 
 def test_what_is_slower_with_less_is_not_marked():
-    assert not any(row.anomaly for row in rows(bandwidths_bps=(1e9, 11e9), latencies_s=(0.0, 1.0), slows=(1.0, 2.0)))
+    assert not any(row.anomaly for row in rows(bandwidth_bps=(1e9, 11e9), latency_s=(0.0, 1.0), slow=(1.0, 2.0)))
 
 
 def test_the_command_says_so(tmp_path, capsys):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support import command
 from support.rehearsing import NOBODY, ORDINARY_USER, legato, needs_hosts, needs_hosts_without_root, run, workload
 
-from legato.cli.rehearse import tell
+from legato.cli.rehearse import Results, tell
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
@@ -183,9 +183,9 @@ def rehearsal(bound_s=0.5, **measured):
     ],
 )
 def test_what_a_rehearsal_says_of_its_predictions_and_of_itself(capsys, found, said):
-    tell(found, "2 workers", None, json=False)
+    tell(found, "2 workers", Results())
     assert said in capsys.readouterr().err
-    tell(found, "2 workers", None, json=True)
+    tell(found, "2 workers", Results(json=True))
     err = capsys.readouterr().err  # doubts are also for those who read the JSON
     assert "predictions" not in err and (said in err) == ("off by" not in said)
 
@@ -208,7 +208,7 @@ def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, d
     """The iterations that are drawn say the opposite of the medians, and the predictions something else again."""
     found, ones = rehearsal(**{"ddp": ddp, "legato": legato, "ddp+hook": [9.0]}), (1.31, 1.0, 1.2)[::order]
     trials = [replace(t, measured=drawn(t.scheduler, s)) for t, s in zip(found.trials, ones, strict=True)]
-    tell(replace(found, trials=tuple(trials)), "2 workers, 1 Gbit/s", tmp_path, False, tmp_path / "own.html")
+    tell(replace(found, trials=tuple(trials)), "2 workers, 1 Gbit/s", Results(tmp_path, tmp_path / "own.html"))
     out, err = capsys.readouterr()
     assert said in err and ("Beware: " in err) == bool(doubt) and doubt in err
     assert command.run(capsys, "report", tmp_path, "-o", tmp_path / "again.html")[0] == 0

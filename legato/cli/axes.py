@@ -1,0 +1,261 @@
+"""The table of axes (`core/axes.py`) as options, and the machines that these or a cluster file describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from legato.cli.options import ClusterFile, Group, quantity, split
+from legato.cli.output import describe_cost
+from legato.core import files
+from legato.core.axes import BY_NAME, FABRIC, NETWORK, SERVERS, Axis
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, Cluster
+from legato.core.errors import InputError
+from legato.core.text import count
+from legato.core.units import format_bandwidth, format_seconds
+
+if TYPE_CHECKING:
+    from legato.simulator.flow import Network
+
+__all__ = [
+    "NO_SERVERS",
+    "SEVERAL",
+    "SEVERAL_TIMES",
+    "FabricOptions",
+    "Given",
+    "Machines",
+    "NetworkOptions",
+    "SweptOptions",
+    "axes",
+    "option",
+]
+
+SEVERAL = " Several values are separated by commas."
+SEVERAL_TIMES = " Given several times, each is a value; none is the undisturbed network."
+
+
+#: Of commands whose fabric has servers only if their number is given.
+NO_SERVERS = {"show_default": "none"}
+
+
+def option(name: str, **own: Any) -> Any:
+    """An option about this axis, of a command whose `own` default or limits replace those of the table."""
+    axis = BY_NAME[name]
+    panel = "Network" if axis in NETWORK else "Fabric"
+    flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
+    usual = {"help": axis.help, "metavar": axis.metavar, "min": axis.least, "max": axis.most, "rich_help_panel": panel}
+    return typer.Option(*flags, **usual | own)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _parameter(axis: Axis, values: Literal["one", "each job", "several"] = "one", **own: Any) -> Parameter:
+    """The axis as a command's parameter, with one value, one for each job if jobs can differ, or several in a sweep."""
+    kind, default = axis.type, axis.default
+    if axis.in_cluster or axis.shown:  # whether it is given makes a difference
+        own = {"show_default": axis.shown or str(default)} | own
+        default = None
+    if values == "several" and axis.column:
+        kind = list[str] if axis.repeated else str
+        default = None if default is None else f"{default:g}"
+        own["help"] = axis.help + (SEVERAL_TIMES if axis.repeated else SEVERAL)
+    elif values == "each job" and axis.each_job:
+        kind, own["metavar"] = str, "INTEGER"
+    limits = {} if kind is axis.type else {"min": None, "max": None}
+    kind = kind if default is not None else kind | None
+    annotation = Annotated[kind, option(axis.name, **limits | own)]  # type: ignore[valid-type]
+    return Parameter(axis.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_CLUSTER = Parameter("cluster", Parameter.KEYWORD_ONLY, default=None, annotation=ClusterFile)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the options say of a network: a cluster file, and the axes as they were typed, by name."""
+
+    file: Path | None
+    axes: dict[str, Any]
+
+    @classmethod
+    def of(cls, cluster: Path | None = None, **axes: Any) -> Given:
+        return cls(cluster, axes)
+
+    def replace(self, **axes: Any) -> Given:
+        """The same with other values on these axes."""
+        return Given(self.file, self.axes | axes)
+
+    def refuse_beside_file(self) -> None:
+        """Raise `InputError` if there is a cluster file, and also what it replaces."""
+        for name, value in self.axes.items():
+            if self.file is not None and BY_NAME[name].in_cluster and value is not None:
+                raise InputError(f"--cluster and --{name}: give one or the other")
+
+    def machines(self, collective: str | None = None) -> Machines:
+        """The machines that the options describe; their default collective is the one asked for."""
+        self.refuse_beside_file()
+        if self.file is not None:
+            found = files.read(self.file, Cluster)
+            found.cost(collective)  # an unknown collective is an error that names the known ones
+            return Machines(found, self.file)
+        values = {axis.field: self._value(axis) for axis in NETWORK if axis.in_cluster}
+        values["servers"] = self.axes.get("servers") or 0
+        known = [collective] if collective else [PARAMETER_SERVER] if values["servers"] else list(COLLECTIVES)
+        return Machines(Cluster.derive(**values, collectives=known), None)
+
+    def values(self, cluster: Cluster) -> dict[str, Any]:
+        """The value of every axis of the network, by field, where this is the cluster."""
+        found = {axis.field: self._value(axis) for axis in NETWORK if not axis.in_cluster}
+        return found | _of_cluster(cluster)
+
+    def several(self) -> dict[str, tuple[Any, ...]]:
+        """The values of every axis of a sweep's networks, by field."""
+        self.refuse_beside_file()
+        if self.file is None:
+            return {axis.field: tuple(self._values(axis)) for axis in NETWORK}
+        of_file = _of_cluster(files.read(self.file, Cluster))
+        return {
+            axis.field: (of_file[axis.field],) if axis.in_cluster else tuple(self._values(axis)) for axis in NETWORK
+        }
+
+    def _value(self, axis: Axis) -> Any:
+        value = self.axes.get(axis.name)
+        return axis.usual if value is None else _parsed(axis, value)
+
+    def _values(self, axis: Axis) -> list[Any]:
+        value = self.axes[axis.name]
+        if value is None:
+            return [axis.usual]
+        if axis.repeated:
+            return [_parsed(axis, text) for text in value]
+        if not axis.column:
+            return [_parsed(axis, value)]
+        if axis.parse is not None:
+            return _quantities(axis, value)
+        return (_whole if axis.type is int else _factors)(f"--{_flag(axis.name)}", value)
+
+
+def _parsed(axis: Axis, value: Any) -> Any:
+    return value if axis.parse is None else quantity(_flag(axis.name), value, axis.parse)
+
+
+def _of_cluster(cluster: Cluster) -> dict[str, Any]:
+    """The values of the axes that a cluster file describes, by field."""
+    from legato.simulator.flow import Network
+
+    network = Network.of(cluster)
+    found = {axis.field: getattr(network, axis.field) for axis in NETWORK if axis.in_cluster and axis is not SERVERS}
+    return {"servers": cluster.servers or 1} | found
+
+
+def _whole(option: str, text: str) -> list[int]:
+    for name in split(text):
+        if not (name.isascii() and name.isdecimal()) or len(name) > 18:
+            raise InputError(f"{option} {text!r}: {name!r} (expected whole numbers, like 4,8,16)")
+    return [int(name) for name in split(text)]
+
+
+def _factors(option: str, text: str) -> list[float]:
+    found = []
+    for name in split(text):
+        try:
+            found.append(float(name))
+        except ValueError:
+            raise InputError(f"{option} {text!r}: {name!r} (expected numbers, like 1,2.5)") from None
+    return found
+
+
+def _quantities(axis: Axis, text: str) -> list[Any]:
+    """The values of `1,10,25Gbit`; a number without a unit has the unit of the next one that has one."""
+    unit, found = "", []
+    for name in reversed(split(text)):
+        own = name.lstrip("0123456789.")
+        unit = own or unit
+        found.append(_parsed(axis, name if own else name + unit))
+    return found[::-1]
+
+
+def axes(*names: str, **own: dict[str, Any]) -> Group:
+    """The options about these axes, with the command's `own` defaults or limits, and a cluster file beside them."""
+    return Group([_CLUSTER, *(_parameter(BY_NAME[name], **own.get(name, {})) for name in names)], Given.of)
+
+
+#: All options about the network of `simulate`, and about the networks of `sweep`.
+NetworkOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "each job") for axis in NETWORK)], Given.of)]
+SweptOptions = Annotated[Given, Group([_CLUSTER, *(_parameter(axis, "several") for axis in NETWORK)], Given.of)]
+
+
+def _fabric_options(**given: Any) -> dict[str, Any]:
+    return {axis.field: _parsed(axis, given[axis.name]) for axis in FABRIC if given[axis.name] is not None}
+
+
+#: The options of fabrics that were given, by field.
+FabricOptions = Annotated[dict[str, Any], Group([_parameter(axis) for axis in FABRIC], _fabric_options)]
+
+
+class Machines(NamedTuple):
+    """The cluster that the options describe, and the file it comes from, if any."""
+
+    cluster: Cluster
+    file: Path | None
+
+    def describe(self, collective: str | None = None) -> str:
+        """The network in words, for the title of a table of plans."""
+        cluster, name = self.cluster, collective or self.cluster.default_collective
+        if self.file is None or cluster.bandwidth_bps is not None:
+            link = self._link(cluster.bandwidth_bps, cluster.latency_s, cluster.sending_s)
+            return f"{self._prefix}{self._workers}, {link}, {name}"
+        return f"{self._prefix}{self._workers}, measured {name} ({describe_cost(cluster.cost(name))})"
+
+    def describe_link(self, network: Network) -> str:
+        """The network in words, for the title of a table of simulations."""
+        measured = (
+            "" if self.cluster.bandwidth_bps is not None else f" (as measured: {self.cluster.default_collective})"
+        )
+        link = f"{self._link(network.bandwidth_bps, network.latency_s, network.sending_s)}{measured}"
+        return f"{self._prefix}{', '.join([self._workers, link, *_beyond_one_switch(network)])}"
+
+    def describe_shared(self, network: Network) -> str:
+        """The network that jobs share in words, for the title of a table."""
+        hosts = count(network.workers // network.gpus_per_host, "host")
+        link = self._link(network.bandwidth_bps, network.latency_s, network.sending_s)
+        return f"{self._prefix}{', '.join([hosts, link, *_beyond_one_switch(network)])}"
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.file is None else f"{self.file}: "
+
+    @property
+    def _workers(self) -> str:
+        servers = f" and {count(self.cluster.servers, 'server')}" if self.cluster.servers else ""
+        return count(self.cluster.workers, "worker") + servers
+
+    def _link(self, bandwidth_bps: float | None, latency_s: float | None, sending_s: float) -> str:
+        reduce_s = self.cluster.reduce_s_per_byte * 2**20
+        reduction = f", reduction {format_seconds(reduce_s)} per MiB" if reduce_s else ""
+        sends = f", {format_seconds(sending_s)} a send" if sending_s else ""
+        return f"{format_bandwidth(bandwidth_bps or 0)}, latency {format_seconds(latency_s or 0)}{sends}{reduction}"
+
+
+def _beyond_one_switch(network: Network) -> list[str]:
+    """What sets the network apart from hosts with one GPU each behind one switch, in words."""
+    words = []
+    if network.gpus_per_host > 1:
+        cards = network.gpus_per_host // network.gpus_per_card
+        inside = format_bandwidth(network.local_bandwidth_bps)
+        words.append(f"{network.gpus_per_host} GPUs ({inside}) and {count(cards, 'card')} a host")
+    if network.switches.one:
+        return words
+    named = count(network.racks, "rack") if network.topology == "leaf-spine" else network.topology
+    words.append(f"{named} ({network.switches.num_ports} ports)" if network.topology == "fat-tree" else named)
+    if network.topology != "fat-tree":
+        words.append(count(network.spines, "spine"))
+    ratios = [ratio for ratio in (network.oversubscription, network.core_oversubscription) if ratio != 1]
+    words += [f"{ratio:g}:1" for ratio in ratios]
+    return [*words, network.balance] if network.switches.has_choice else words

@@ -1,0 +1,152 @@
+"""The axes of a network and of a fabric, in one table: what can be chosen about them, and how it is called everywhere.
+
+An axis is an option of `legato simulate` and of `legato sweep`, a value of a sweep's cells, and, if it has a
+`column`, an axis of sweeps: several values, a column of their tables, and an axis of their plots. To add one, add
+it here, and to what the simulator reads: a field of `Network`, or of a fabric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from legato.core.errors import InputError
+from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+
+__all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What can be chosen about a network or a fabric."""
+
+    name: str  # of the option
+    help: str
+    type: Any = str  # of its values; `parse` makes something else of texts, and raises `InputError`
+    default: Any = None  # as a user would type it
+    _: KW_ONLY
+    shown: str = ""  # the default in words
+    field: str = ""  # of the simulator's `Network` or fabric, and of rows; by default the name
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    least: int | None = None
+    most: int | None = None
+    in_cluster: bool = False  # a cluster file describes it, too
+    each_job: bool = False  # jobs that share a network may have a value each
+    column: str = ""  # the head of its column; a sweep takes several values only where there is one
+    repeated: bool = False  # several values are given one by one, as commas are part of a value
+    write: Callable[[Any], str] = str
+    words: str = ""  # in titles, with the value in the place of {} and a plural in that of {s}; by default nothing
+    title: str = ""  # along the axis of a plot; by default the head of the column
+    more_is_better: bool | None = None  # whether more should make iterations faster, slower (False), or neither
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "field", self.field or self.name)
+        object.__setattr__(self, "title", self.title or self.column)
+
+    @property
+    def usual(self) -> Any:
+        """The value of the default."""
+        return self.default if self.parse is None or self.default is None else self.parse(self.default)
+
+    def say(self, text: str) -> str:
+        """The value that is written as `text`, in words."""
+        return self.words.format(text, s="" if text == "1" else "s")
+
+
+def _in_flight(text: str) -> int | None:
+    if text == "any":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= 1):
+        raise InputError(f"{text!r} (expected a whole number, at least 1, or any)")
+    return int(text)
+
+
+def _ratio(value: float) -> str:
+    return f"{value:g}:1"
+
+
+def _factor(value: float) -> str:
+    return f"{value:g}x"
+
+
+# fmt: off
+#: Options of the network, in the order of `--help`; rows of a sweep have their columns in this order, too.
+NETWORK = (
+    Axis("workers", "Number of workers.", int, 8, most=2**20,
+         in_cluster=True, each_job=True, column="workers", words="{} worker{s}"),
+    Axis("servers", "Number of parameter servers.", int, 1, shown="1, on fabrics with servers", least=1, most=2**16,
+         in_cluster=True, column="servers", write=lambda value: str(value or ""), more_is_better=True),
+    Axis("bandwidth", "Bandwidth of each worker's link, such as 10Gbit.", str, "10Gbit",
+         field="bandwidth_bps", parse=parse_bandwidth, in_cluster=True,
+         column="link", write=format_bandwidth, words="{}", title="link bandwidth", more_is_better=True),
+    Axis("latency", "Latency from one worker to another, such as 30us.", str, "30us",
+         field="latency_s", parse=parse_seconds, in_cluster=True,
+         column="latency", write=format_seconds, words="latency {}", more_is_better=False),
+    Axis("send", "Part of the latency for which a send keeps its sender busy, such as 2us.",
+         shown="5us, or the latency if that is less", field="send_s", parse=parse_seconds, in_cluster=True),
+    Axis("gpus_per_host", "Number of workers (GPUs) in each host; they are numbered host by host.", int, 1,
+         column="GPUs per host", words="{} GPU{s} per host"),
+    Axis("gpus_per_card", "Number of GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
+    Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.", str, "100Gbit",
+         field="local_bandwidth_bps", parse=parse_bandwidth, write=format_bandwidth, words="{} inside hosts"),
+    Axis("topology", "How switches connect the hosts: racks below spines (one rack is one switch), a fat tree, or "
+         "rails (card i of every host is on leaf i).",
+         Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}"),
+    Axis("racks", "Number of racks that hold the hosts, with a leaf switch each.", int, 1,
+         column="racks", words="{} rack{s}"),
+    Axis("spines", "Number of spine switches above the leaves; with 0, transfers between rails go through the hosts.",
+         int, 1, column="spines", words="{} spine{s}"),
+    Axis("ports", "Number of ports of each switch of a fat tree.", int,
+         shown="the fewest that have room", words="{} port{s}"),
+    Axis("oversubscription", "Oversubscription of the links from a leaf to the spines; 4 means 4:1.", float, 1.0,
+         column="oversubscription", write=_ratio, words="oversubscription {}", more_is_better=False),
+    Axis("core_oversubscription",
+         "Oversubscription of the links from a pod of a fat tree to the cores; 2 means 2:1.", float, 1.0,
+         write=_ratio, words="core oversubscription {}"),
+    Axis("balance", "How flows use the paths between leaves: each has one, chosen by a hash, or its packets take all "
+         "equally.", Literal["ecmp", "spray"], "ecmp", words="{}"),
+    Axis("sharing", "How transfers share a link: one after another, or fairly (max-min; for small cases).",
+         Literal["fifo", "fair"], "fifo", words="{} sharing"),
+    Axis("server_bandwidth", "Bandwidth of each server's link.", shown="the workers' bandwidth",
+         field="server_bandwidth_bps", parse=parse_bandwidth, write=format_bandwidth, words="{} to servers"),
+    Axis("reduce", "Time to add up one MiB of gradients, such as 50us.", str, "0",
+         field="reduce_s_per_byte", parse=lambda text: parse_seconds(text) / 2**20, in_cluster=True,
+         write=lambda value: format_seconds(value * 2**20), words="reduction {} per MiB"),
+    Axis("slow", "Slowdown factor of the last worker's computation.", float, 1.0,
+         column="slow", write=_factor, words="slow {}", title="slowdown of the last worker", more_is_better=False),
+    Axis("slow_link", "Slowdown factor of the last worker's link.", float, 1.0,
+         column="slow link", write=_factor, words="slow link {}", title="slowdown of the last worker's link",
+         more_is_better=False),
+    Axis("jitter", "Jitter of computation: sigma of a lognormal factor.", float, 0.0,
+         column="jitter", write=lambda value: f"{value:g}", words="jitter {}"),
+    Axis("seed", "Seed of all that is drawn at random, and of the paths that ECMP chooses.", int, 0),
+    Axis("disturb", "Make a link, server, uplink (of a leaf to its spines), spine or compute (a worker's computation) "
+         "slower for a while, such as link:7:4:10ms:30ms; with the factor fails it stands still. Without TO, until "
+         "the end.", str, "none", shown="none", parse=str.strip, metavar="KIND:NUMBER:FACTOR:FROM:TO,...",
+         column="disturbed", repeated=True, words="disturbed {}"),
+)
+
+#: Options of fabrics; each goes to those that have it, and what is not given is as the fabric has it.
+FABRIC = (
+    Axis("placement", "Placement of tensors on servers: in turn, or split equally.",
+         Literal["round-robin", "equal"], shown="round-robin"),
+    Axis("distribution", "Order in which a server sends: each parameter to all workers, or all parameters to one "
+         "worker.", Literal["round-robin", "block"], shown="round-robin"),
+    Axis("barrier", "Whether servers wait for all gradients of an iteration before they send parameters.", bool,
+         shown="barrier"),
+    Axis("aggregation", "How switches that aggregate forward.", Literal["store-and-forward", "cut-through"],
+         shown="store-and-forward"),
+    Axis("message_bytes", "Partition messages into pieces of this size, such as 4MiB.",
+         shown="whole messages", parse=parse_bytes),
+    Axis("in_flight", "Number of messages at once on fabrics without servers, or any, for all that are ready.",
+         shown="1, as planned and run", parse=_in_flight, metavar="INTEGER"),
+)
+# fmt: on
+
+BY_NAME = {axis.name: axis for axis in (*NETWORK, *FABRIC)}
+#: The axes of sweeps.
+SWEPT = tuple(axis for axis in NETWORK if axis.column)
+#: The only one that is an axis of some fabrics only: its value is 0 in the cells of others.
+SERVERS = BY_NAME["servers"]
