@@ -124,9 +124,9 @@ def lower_bound(
     and `step_last`, it holds only for plans whose optimizer ops all follow the backward pass. It holds for
     plans with messages in a wire format (`Message.wire`) only with `wire`. Without
     `thorough`, or without numba, it leaves out "sides", which takes longest to find; if not `thorough`, "nested"
-    tries fewer sets. What holds for a wider kind of plans (`wider_kinds`) holds for this one, too, so it is never less than for
-    these, if it is thorough and there are at most 64 tensors, or 4,096 and the kinds differ in `sends` only. Raises
-    `InputError` on an unknown setting, and `TooLargeError` on too many ops.
+    tries fewer sets. What holds for a wider kind of plans (`wider_kinds`) holds for this one, too, so it is never
+    less than for these, if it is thorough and there are at most 64 tensors, or 4,096 and the kinds differ in `sends`
+    only. Raises `InputError` on an unknown setting, and `TooLargeError` on too many ops.
     """
     check_sends(sends)
     if shard != "none" and sends == "all_reduces":

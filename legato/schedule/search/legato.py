@@ -35,8 +35,9 @@ of the bound. So none of them is faster by more than `gap`.
 Source: ours. Units: seconds and bytes.
 
 `problem.py` has what is asked for, `candidates.py` the fastest plan so far, `message_search.py` the search in one
-order of computation, `all_reduces.py` the plans of its messages, and `collectives.py` what each message costs. Imports go from here to all of them; what
-searches for other plans first (`contended.py`, `sharded_plans.py`, `wire_format.py`) gets the search as an argument.
+order of computation, `all_reduces.py` the plans of its messages, and `collectives.py` what each message costs. Imports
+go from here to all of them; what searches for other plans first (`contended.py`, `sharded_plans.py`,
+`wire_format.py`) gets the search as an argument.
 """
 
 from __future__ import annotations
