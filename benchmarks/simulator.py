@@ -89,9 +89,7 @@ def command_line(name: str) -> dict[str, float]:
         files.write(path, model(MODEL))
         options = ["--fabric", name, "--workers", str(MILLION), "--bandwidth", "25Gbit", "--latency", "5us", "--json"]
         start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "legato", "simulate", path, *options], check=True, capture_output=True
-        )
+        subprocess.run([sys.executable, "-m", "legato", "simulate", path, *options], check=True, capture_output=True)
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "peak_gb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9}
 
