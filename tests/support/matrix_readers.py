@@ -240,14 +240,6 @@ def a_users_own_ddp():
     return distance(*trained)
 
 
-def a_former_wrapper():
-    """The wrapper of a module that was distributed again says so."""
-    model = Dense()
-    first, optimizer = wrap("legato", model, sgd(model.parameters()))
-    wrap("legato", model, optimizer, seed=1)
-    first(torch.ones(2, 12))
-
-
 class Unseen(Dense):
     """Reads a weight below Python, as an extension would."""
 
