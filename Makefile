@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test check pytest test-torch coverage lint docs linkcheck clean
+.PHONY: install demo test quick quick-pytest check pytest test-torch coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -18,12 +18,24 @@ demo: install
 unexport PYTHONDONTWRITEBYTECODE
 
 # Many tests wait for processes and links, so more of them run at a time than there are cores.
-PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
 
+# While you work: lint, what is fast, and one file on real processes; CONTRIBUTING.md says how long it takes.
+QUICK := tests/core tests/ingest tests/zoo tests/report tests/pytorch/recording tests/testbed tests/test_public_api.py \
+	tests/schedule/test_plans.py tests/simulator/flow/test_fabrics.py
+
+quick: install
+	$(MAKE) --no-print-directory --jobs 2 check quick-pytest
+
+quick-pytest: install
+	$(PYTEST) -m "not processes and not browser" $(QUICK)
+	$(PYTEST) tests/pytorch/runtime/test_runtime.py
+
 check: install
+	$(BIN)/ruff format --check legato tests examples benchmarks
 	$(BIN)/ruff check legato tests examples benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
@@ -31,14 +43,14 @@ check: install
 pytest: install
 	$(PYTEST)
 
-# What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0
+# What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0, or TORCH=newest
 TORCH ?= 2.13.0
 OTHER := .venv-torch-$(TORCH)
 
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" torch==$(TORCH)
-	$(OTHER)/bin/pytest -n 3 --dist loadscope tests/pytorch tests/test_auto.py
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" $(if $(filter newest,$(TORCH)),--upgrade torch,torch==$(TORCH))
+	$(OTHER)/bin/pytest -n 3 --dist loadscope $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks

@@ -10,7 +10,9 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent"])
 def test_weights_are_those_of_ddp_through_all_plans(two_ranks, model):
-    for difference, plans, hooks, measured in two_ranks.run(automatic.automatic, model):
+    for difference, plans, hooks, measured in two_ranks.run(
+        automatic.automatic, model, automatic.DECIDED, "plain", True
+    ):
         assert difference == 0.0 and hooks == 0
         assert plans[: automatic.OBSERVED] == ["default-buckets"] * automatic.OBSERVED
         assert plans[automatic.OBSERVED] == "ddp"

@@ -95,9 +95,9 @@ def having(languages):
     return [page for page in PAGES if any(b.language in languages and b.runs for b in blocks(page))]
 
 
-def run(command, folder):
+def run(command, folder, first=""):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["PATH"] = f"{first}{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, timeout=PATIENCE_S,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -148,20 +148,21 @@ def test_python_blocks_run(page, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("page", having({"sh", "console"}), ids=name_of)
-def test_commands_run_and_print_what_is_shown(page, tmp_path):
+def test_commands_run_and_print_what_is_shown(page, tmp_path, at_hand):
     pytest.importorskip("torch")
+    first = "" if page.name == "index.md" else at_hand  # whose commands start as a user's do
     for folder in ("examples", "docs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     for rank in range(2):
         (tmp_path / f"rank{rank}.json").write_text(record(rank=rank, late_us=30).text())
     for block in blocks(page):
         if block.language == "sh" and block.runs:
-            run(["bash", "-ec", block.text], tmp_path)
+            run(["bash", "-ec", block.text], tmp_path, first)
         elif block.language == "console" and block.runs:
             first, *commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
             assert commands and not first, f"{page.name}:{block.line}: the first line does not begin with '$ '"
             for command, shown in (text.split("\n", 1) for text in commands):
-                printed = run(["bash", "-ec", command], tmp_path)
+                printed = run(["bash", "-ec", command], tmp_path, first)
                 if "measured" not in block.words:
                     check(page, block, shown, printed)
 

@@ -53,8 +53,8 @@ def test_it_has_everything_that_the_format_asks_for():
             assert output.keys() == {"output_type", "name", "text"} and output["name"] == "stdout"
 
 
-def test_its_cells_run_in_order(tmp_path):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def test_its_cells_run_in_order(tmp_path, at_hand):
+    path = f"{at_hand}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(NOTEBOOK)],
         cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=PATIENCE_S,

@@ -1,14 +1,22 @@
 """Training under `plan="auto"`; everything here runs on the ranks."""
 
+import functools
+import io
+import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import msgspec
 import torch
 from torch.nn import functional as F
 
 import legato
 import legato.auto
+from legato.core import files
 from legato.core.errors import CaptureError
+from legato.core.plan import Plan
 from legato.pytorch import attachment
+from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.runtime import tournament
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
 
@@ -17,14 +25,43 @@ OBSERVED, DECIDED = 12, 34
 
 
 @contextmanager
-def short_tournaments():
-    """Tournaments of two rounds, in which a turn has one timed step."""
+def short_tournaments(again=False):
+    """Tournaments of two rounds, in which a turn has one timed step.
+
+    Unless what comes before is done `again`, these ranks measure their network once for all decisions, and rank 0 plans
+    without another process.
+    """
     usual = {name: getattr(tournament, name) for name in ("FEWEST_ROUNDS", "MOST_ROUNDS", "FEWEST_STEPS", "TURN_S")}
+    decides = legato.auto.calibrate, legato.auto._planned
     vars(tournament).update(FEWEST_ROUNDS=2, MOST_ROUNDS=2, FEWEST_STEPS=1, TURN_S=0.0)
+    if not again:
+        legato.auto.calibrate, legato.auto._planned = _calibrated_once, _planned_here
     try:
         yield
     finally:
         vars(tournament).update(usual)
+        legato.auto.calibrate, legato.auto._planned = decides
+
+
+@functools.cache
+def _network_of(ranks):
+    return calibrate(None, sizes=sizes_up_to(100_000), compute=lambda: None)
+
+
+def _calibrated_once(group, sizes, compute):
+    return _network_of(torch.distributed.get_world_size(group))
+
+
+def _planned_here(contest):
+    from legato.schedule.compare import hold_contest
+
+    streams, said = (sys.stdin, sys.stdout), io.BytesIO()
+    sys.stdin, sys.stdout = (SimpleNamespace(buffer=b) for b in (io.BytesIO(msgspec.json.encode(contest)), said))
+    try:
+        hold_contest()
+    finally:
+        sys.stdin, sys.stdout = streams
+    return [files.decode(plan, Plan, "a plan") for plan in said.getvalue().splitlines()]
 
 
 def _closures(model, optimizer, steps):
@@ -78,10 +115,10 @@ LOOPS = {
 }
 
 
-def automatic(model_name, steps=DECIDED, loop="plain", **options):
+def automatic(model_name, steps=DECIDED, loop="plain", again=False, **options):
     """Weights under plan="auto" against DDP's, plans of all passes, hooks at the end, and what was measured."""
     trained, plans = [], []
-    with short_tournaments():
+    with short_tournaments(again):
         for kind in ("ddp", "auto"):
             model = build(model_name)
             optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -165,6 +202,7 @@ def competing():
     return distance(*trained), names, attachment(wrapped).tournament, attachment(wrapped).plan.scheduler
 
 
+@short_tournaments()
 def automatic_with_changing_steps():
     """Steps whose ops differ, but not the order of their gradients, can be planned for."""
     trained = []
@@ -184,6 +222,7 @@ def automatic_with_changing_steps():
     return distance(*trained), attachment(wrapped).plan.scheduler, attachment(wrapped).observed
 
 
+@short_tournaments()
 def automatic_that_cannot_be_recorded():
     """The recorder refuses this optimizer's step every time: DDP's passes stay, on all ranks, and none hangs."""
 
@@ -209,6 +248,7 @@ def calibrated():
     return files.identity(found.cluster), found.cluster.workers, cost.cost(2**20), [s.seconds for s in found.samples]
 
 
+@short_tournaments()
 def automatic_with_sparse_inputs():
     """The recorder knows dense tensors only: DDP's passes stay, and training goes on."""
     trained = []

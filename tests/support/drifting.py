@@ -1,7 +1,5 @@
 """Training whose pace changes. Everything here runs on the ranks."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -9,7 +7,7 @@ from torch.nn import functional as F
 import legato
 from legato.pytorch import attachment
 from legato.pytorch.runtime import attach as runtime
-from legato.pytorch.runtime import drift
+from legato.pytorch.runtime import drift, tracing
 from support.automatic import short_tournaments
 from support.training import OPTIMIZERS, build, distance, wrap
 
@@ -17,31 +15,33 @@ STEPS, SLOW_FROM = 110, 50
 
 
 class _Pace:
-    """Computation that lasts several times as long on rank 1 from some step on."""
+    """The clock of what is traced: only computation takes time, on rank 1 five times as much from some step on."""
 
     def __init__(self):
-        self.slow = False
+        self.slow, self.now = False, 0.0
 
     def __call__(self, *_):
-        time.sleep(0.1 if self.slow and dist.get_rank() == 1 else 0.02)
+        self.now += 0.1 if self.slow and dist.get_rank() == 1 else 0.02
+
+    def perf_counter(self):
+        return self.now
 
 
 def changing(replan):
     """(distance from DDP, what was said, plans that stayed), where rank 1 slows down in the middle of training."""
-    before = drift.SAMPLE, drift.WINDOW, runtime.is_ddps
-    drift.SAMPLE, drift.WINDOW = 5, 10
+    before, pace = (drift.SAMPLE, drift.WINDOW, runtime.is_ddps, tracing.time), _Pace()
+    drift.SAMPLE, drift.WINDOW, tracing.time = 5, 10, pace
     runtime.is_ddps = lambda plan: False  # the pace of DDP's passes is not watched, so legato's carry out its plan, too
     try:
-        return _changing(replan)
+        return _changing(replan, pace)
     finally:
-        drift.SAMPLE, drift.WINDOW, runtime.is_ddps = before
+        drift.SAMPLE, drift.WINDOW, runtime.is_ddps, tracing.time = before
 
 
-def _changing(replan):
+def _changing(replan, pace):
     with short_tournaments():
         trained, plans = [], []
         for kind in ("ddp", "legato"):
-            pace = _Pace()
             model = build("Convolutional")
             optimizer = OPTIMIZERS["momentum"](model.parameters())
             if kind == "ddp":

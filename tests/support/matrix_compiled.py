@@ -20,6 +20,7 @@ from legato.pytorch.runtime.checkpoint import OptimizerState
 from legato.pytorch.runtime.graph_sender import GraphSender
 from legato.schedule.basics.compose import with_node_order
 from support import runtime_cases
+from support.automatic import short_tournaments
 from support.matrix_checkpoint import same
 from support.matrix_rows import Dense, adam, compared, sgd
 from support.training import OPTIONS, compiled, distance, random_plan, train, wrap
@@ -250,6 +251,7 @@ def told_to_be_eager():
         torch.compiler.set_stance("default")
 
 
+@short_tournaments()
 def planned(steps=24):
     """`plan="auto"` in a compiled wrapper, with its first steps, those that are recorded, and plans that take turns."""
     trained = []

@@ -1,6 +1,7 @@
 """Rows of the equality matrix: ways to reach a parameter or a gradient past its gate. Everything runs on the ranks."""
 
 import copy
+import gc
 import os
 import threading
 import warnings
@@ -16,6 +17,7 @@ from legato.pytorch import attach
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
+from support import PATIENCE_S
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import distance, random_plan, train, wrap
 
@@ -136,6 +138,7 @@ def threads_that_read():
 
 
 def _child(module, pipe):
+    gc.disable()  # a group of an earlier row that was let go here would wait for threads that a fork has not
     pipe.send([p.detach().numpy().tobytes() for p in module.parameters()])
 
 
@@ -147,8 +150,9 @@ def forked_reader():
         ours, theirs = context.Pipe()
         process = context.Process(target=_child, args=(wrapped.module, theirs))
         process.start()
-        assert ours.poll(30), "the child hangs"
+        assert ours.poll(PATIENCE_S), "the child hangs"
         found = ours.recv()
+        process.kill()  # at its end it would let go of groups, too
         process.join()
         return [torch.frombuffer(bytearray(data), dtype=torch.get_default_dtype()) for data in found]
 
@@ -238,14 +242,6 @@ def a_users_own_ddp():
             assert same is wrapped and isinstance(same, nn.parallel.DistributedDataParallel)
         trained.append(train(wrapped, optimizer, STEPS))
     return distance(*trained)
-
-
-def a_former_wrapper():
-    """The wrapper of a module that was distributed again says so."""
-    model = Dense()
-    first, optimizer = wrap("legato", model, sgd(model.parameters()))
-    wrap("legato", model, optimizer, seed=1)
-    first(torch.ones(2, 12))
 
 
 class Unseen(Dense):

@@ -117,7 +117,7 @@ def missing(wire):
     return {(kind, *how): _missing(wire, kind, *how, seed) for seed, (kind, how) in enumerate(ways)}
 
 
-def _missing(wire, kind, collective, depth, seed, steps=40):
+def _missing(wire, kind, collective, depth, seed, steps=20):
     """The same in one way; each element has magnitudes of its own, and one gradient, or another in each step."""
     ranks, elements = dist.get_world_size(), 400
     generator = torch.Generator().manual_seed(seed)

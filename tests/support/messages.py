@@ -4,6 +4,7 @@ import datetime
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.parameters import trained_parameters
 from legato.schedule.compare import compare
 from legato.schedule.published.dear import dear
-from support import runtime_cases, training
+from support import PATIENCE_S, runtime_cases, training
 
 SLICES = (Slice("any", 0, 4),)
 SIZES = (1, 2, 3, 4, 7, 24, 1000, 4099)
@@ -113,7 +114,7 @@ def updates_while_waiting():
     attachment(wrapped).reducer.armed = True  # nor one of the wrapped model
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:
-        late.register_hook(lambda _: store.wait(["updated on 0"], datetime.timedelta(seconds=20)))
+        late.register_hook(lambda _: store.wait(["updated on 0"], datetime.timedelta(seconds=PATIENCE_S)))
     (late + early).backward()
     optimizer.step()
     if rank == 0:
@@ -263,14 +264,18 @@ def peer_dies():
     }
     if dist.get_rank() == 1:
         os._exit(0)
-    errors = {}
-    for name, channel in channels.items():
-        for work in (works[name], channel(torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2))):
+
+    def told(name):
+        errors = []
+        for work in works[name], channels[name](torch.zeros(2**22), Message(SLICES, "all_reduce", name, 2)):
             try:
                 work.wait()
             except RuntimeError as error:
-                errors[name] = str(error)
-    return errors
+                errors.append(str(error))
+        return errors[-1]
+
+    with ThreadPoolExecutor(len(ROUNDS)) as waiting:  # all at once, each until patience ends
+        return dict(zip(ROUNDS, waiting.map(told, ROUNDS), strict=True))
 
 
 def peer_dies_in_training():

@@ -9,6 +9,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 from support import command
+from support.ranks import run_script
 from support.rehearsing import NOBODY, ORDINARY_USER, legato, needs_hosts, needs_hosts_without_root, run, workload
 
 from legato.cli.rehearse import Results, tell
@@ -122,12 +123,11 @@ def test_a_cluster_verified_under_torchrun(chain):
         ("--wire", "bf16", ["ddp", "legato", "ddp+hook", "legato rounded"]),
     ],
 )
-def test_the_rivals_of_shards_and_of_wire_formats(chain, option, value, names):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [sys.executable, "-m", "legato", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
-    done = run([*torchrun, *command, "--scheduler", "legato", option, value, "--json"])
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+def test_the_rivals_of_shards_and_of_wire_formats(chain, tmp_path, option, value, names):
+    command = ["verify", str(chain), "--iterations", "2", "--ratio", "0.25", "--scheduler", "legato", option, value]
+    run_script(["-c", "import sys; from legato.cli import main; main(sys.argv[1:])", *command, "--json"], tmp_path, 2)
+    said = (tmp_path / "output of rank 0").read_text()
+    rows, _ = json.JSONDecoder().raw_decode(said[re.search(r"^\[", said, re.MULTILINE).start() :])
     assert [row["scheduler"] for row in rows] == names
     assert [row["predicted_s"] is None for row in rows] == [name == "ddp+zero" for name in names]
     rounded = [row.get("rounded") for row in rows]
@@ -244,8 +244,8 @@ def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, d
         (["verify", "W"], "under torchrun"),
     ],
 )
-def test_bad_input_is_one_line(chain, arguments, said):
-    done = legato(*[chain if word == "W" else word for word in arguments])
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert said in done.stderr
+def test_bad_input_is_one_line(capsys, chain, arguments, said):
+    status, _, err = command.run(capsys, *[chain if word == "W" else word for word in arguments])
+    assert status == 2
+    assert len(err.strip().splitlines()) == 1
+    assert said in err

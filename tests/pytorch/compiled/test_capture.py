@@ -19,15 +19,6 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.left(x)) * torch.relu(self.right(x)))
 
 
-@pytest.fixture(autouse=True)
-def no_caches():
-    """Let inductor compile each graph, which changes the graph."""
-    from torch._inductor import config
-
-    with config.patch(force_disable_caches=True):
-        yield
-
-
 def training(backend):
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -51,9 +42,11 @@ def test_tensors_have_the_names_of_the_model_that_is_not_compiled(whole, part):
     assert not any("_orig_mod" in op.name for op in workload.ops)
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    """The graphs that were compiled, by the prefix of their ops' names."""
+@pytest.fixture(scope="module", params=["aot_eager", "inductor"])
+def captured(request):
+    """The workload of a training, and the graphs that were compiled, by the prefix of their ops' names."""
+    from torch._inductor import config
+
     found = {}
 
     class Recorded(functions._Recorded):
@@ -61,8 +54,10 @@ def modules(monkeypatch):
             super().__init__(module, prefix)
             found[prefix] = module
 
-    monkeypatch.setattr(functions, "_Recorded", Recorded)
-    return found
+    # Without caches inductor compiles each graph, which changes the graph.
+    with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
+        patch.setattr(functions, "_Recorded", Recorded)
+        return capture(*training(request.param), runs=1, warmup=1), found
 
 
 def closure(nodes, inputs):
@@ -73,9 +68,8 @@ def closure(nodes, inputs):
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_ops_and_dependencies_are_those_of_the_graphs(modules, backend):
-    workload = capture(*training(backend), runs=1, warmup=1)
+def test_ops_and_dependencies_are_those_of_the_graphs(captured):
+    workload, modules = captured
     names = [op.name for op in workload.ops]
     assert set(modules) == {"graph 0/forward", "graph 0/backward"}
     depends = closure(range(len(names)), lambda i: workload.ops[i].deps)
@@ -94,11 +88,9 @@ def test_ops_and_dependencies_are_those_of_the_graphs(modules, backend):
             assert nodes <= depends[i] or all(i in depends[node] for node in nodes)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_each_gradient_is_ready_after_its_node(backend):
-    model, optimizer, loss = training(backend)
-    workload = capture(model, optimizer, loss, runs=1, warmup=1)
-    assert {t.name for t in workload.tensors} == {name for name, _ in model.named_parameters()}
+def test_each_gradient_is_ready_after_its_node(captured):
+    workload, _ = captured
+    assert {t.name for t in workload.tensors} == {name for name, _ in Branches().named_parameters()}
     ready = {workload.ops[t.ready_after].name for t in workload.tensors}
     assert all(name.startswith("graph 0/backward/") for name in ready)
     assert len(ready) >= 6

@@ -1,8 +1,11 @@
 """The equality matrix: weights after ten steps are DDP's bit for bit on two ranks, or there is one clear line."""
 
+import itertools
+
 import pytest
 import torch
 from support import matrix_ddp, matrix_ends, matrix_floor, matrix_models, matrix_readers, matrix_steps, training
+from support.pairwise import covering
 
 pytestmark = pytest.mark.processes
 
@@ -72,28 +75,55 @@ ROWS = [
 
 #: Those about gradients that have memory of their own, or have not.
 COPIED = (matrix_readers.gradients_held, matrix_floor.kept_gradients, matrix_floor.scaled_gradients)
-#: Those that compare more than weights, bit for bit.
-EXACT = (matrix_floor.kept_gradients, matrix_floor.post_hooks)
-#: Those that compute in less than float64 whatever the default is.
-HALF = (
-    matrix_steps.mixed, matrix_steps.complex_weights, matrix_ddp.fp16_hook, matrix_ddp.wrapped_hook,
-    matrix_ddp.hook_of_a_users_ddp, matrix_floor.adafactor_of_several_dtypes,
+#: Those that compare more than weights, bit for bit, or compute in less than float64 whatever the default is.
+ON_TWO_RANKS = (
+    matrix_floor.kept_gradients, matrix_floor.post_hooks, matrix_steps.mixed, matrix_steps.complex_weights,
+    matrix_ddp.fp16_hook, matrix_ddp.wrapped_hook, matrix_ddp.hook_of_a_users_ddp,
+    matrix_floor.adafactor_of_several_dtypes,
 )  # fmt: skip
+#: Those that mean the same for optimizers and gradients that are sharded.
+SHARDED = (
+    matrix_steps.scheduler_per_epoch, matrix_steps.complex_weights, matrix_models.wandering, matrix_models.unfrozen,
+    matrix_models.added, matrix_models.compiled_function, matrix_models.own_hooks, matrix_models.late_hooks,
+    matrix_models.missing_gradient, matrix_models.averaged, matrix_models.inference, matrix_models.closures,
+    *(row for row in matrix_readers.ROWS if row.__name__ not in ("gradients_held", "optimizer_without_init")),
+    matrix_ddp.static_graph, matrix_ddp.ignored, matrix_models.zeroed_after_backward,
+)  # fmt: skip
+#: Each row runs once as it is; then, with every value of these, in cases in which every two of them meet too.
+DIMENSIONS = ROWS, ("own", "views"), (2, 4), ("none", "optimizer", "gradients")
+PLAIN = [(row, "own", 2, "none") for row in ROWS]
 
 
-@pytest.mark.parametrize("case", ROWS, ids=lambda f: f.__name__)
-def test_row(two_ranks, case):
-    assert two_ranks.run(case) == [0.0, 0.0]
+def makes_sense(row, gradients, ranks, shard):
+    """Whether a row has a meaning with these."""
+    unfit = (gradients == "views" and row in COPIED, ranks == 4 and row in ON_TWO_RANKS)
+    return not any(unfit) and (shard == "none" or row in SHARDED)
 
 
-@pytest.mark.parametrize("case", [c for c in ROWS if c not in COPIED], ids=lambda f: f.__name__)
-def test_row_with_gradients_that_are_views(two_ranks, case):
-    assert two_ranks.run(training.lent, case) == [0.0, 0.0]
+VARIANTS = covering(DIMENSIONS, makes_sense, PLAIN)
 
 
-@pytest.mark.parametrize("case", [c for c in ROWS if c not in (*HALF, *EXACT)], ids=lambda f: f.__name__)
-def test_row_on_four_ranks(four_ranks, case):
-    assert max(four_ranks.run(training.in_double, case)) < 1e-9
+def words(value):
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("row", "gradients", "ranks", "shard"), PLAIN + VARIANTS, ids=words)
+def test_row(two_ranks, four_ranks, row, gradients, ranks, shard):
+    case = (row,) if shard == "none" else (training.sharded, shard, row)
+    case = (training.lent, *case) if gradients == "views" else case
+    if ranks == 2:
+        assert two_ranks.run(*case) == [0.0, 0.0]
+    else:  # whose sums are added up in other orders
+        assert max(four_ranks.run(training.in_double, *case)) < 1e-9
+
+
+def test_every_two_values_that_go_together_meet_in_a_case():
+    cases = {frozenset(enumerate(case)) for case in PLAIN + VARIANTS}
+    possible = [case for case in itertools.product(*DIMENSIONS) if makes_sense(*case)]
+    for values in possible:
+        for two in itertools.combinations(enumerate(values), 2):
+            assert any(case >= set(two) for case in cases), two
+    assert set(VARIANTS) <= set(possible) and len(VARIANTS) < len(possible) / 2
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "Rprop", "SGD"])

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from support import matrix_ddp, matrix_ends, matrix_models, matrix_readers, matrix_sharded, matrix_steps, training
+from support import matrix_ends, matrix_models, matrix_sharded, matrix_steps, training
 from support import runtime_cases as cases
+from support.pairwise import covering
 
 from legato.pytorch.runtime.sharding import ELEMENTWISE
 
@@ -12,9 +13,10 @@ pytestmark = pytest.mark.processes
 SHARDS = pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 
 
-@SHARDS
-@pytest.mark.parametrize("optimizer", sorted(training.OPTIMIZERS))
-@pytest.mark.parametrize("model", sorted(training.MODELS))
+@pytest.mark.parametrize(
+    ("model", "optimizer", "shard"),
+    covering((sorted(training.MODELS), sorted(training.OPTIMIZERS), ("optimizer", "gradients"))),
+)
 def test_models_and_optimizers(two_ranks, model, optimizer, shard):
     found = two_ranks.run(training.sharded, shard, cases.equality, model, optimizer, 0, model == "Partial")
     assert found == [0.0, 0.0]
@@ -39,25 +41,9 @@ ROWS = [
     cases.equality_own_hooks,
     cases.equality_schedule,
     cases.equality_accumulation,
-    matrix_steps.scheduler_per_epoch,
-    matrix_steps.complex_weights,
-    matrix_models.wandering,
-    matrix_models.unfrozen,
-    matrix_models.added,
-    matrix_models.compiled_function,
-    matrix_models.own_hooks,
-    matrix_models.late_hooks,
-    matrix_models.missing_gradient,
-    matrix_models.averaged,
-    matrix_models.inference,
-    matrix_models.closures,
-    *(row for row in matrix_readers.ROWS if row.__name__ not in ("gradients_held", "optimizer_without_init")),
-    matrix_ddp.static_graph,
-    matrix_ddp.ignored,
     matrix_sharded.clipped_by_value,
     matrix_sharded.scaled,
     matrix_sharded.several_optimizers,
-    matrix_models.zeroed_after_backward,
     matrix_sharded.copied_between,
     matrix_sharded.left_out,
     matrix_sharded.left_out_last,

@@ -149,13 +149,14 @@ FATES = list(itertools.product((1, 2), ("killed", "stopped")))  # a worker, a se
 def failures(tmp_path_factory):
     """Trainings that fail, all at once: the (ok, result or error text) of every rank that is left, by case."""
     folder = tmp_path_factory.mktemp("begun")
-    trainings = {case: Ranks(3) for case in DISAGREEMENTS} | {fate: Ranks(4) for fate in FATES}
+    trainings = {case: Ranks(3) for case in DISAGREEMENTS} | {case: Ranks(4) for case in (*FATES, "late")}
     found = {}
     try:
+        trainings["late"].begin(serving.late)
         for case, ranks in trainings.items():
             if case in DISAGREEMENTS:
                 ranks.begin(serving.refused, case)
-            else:
+            elif case in FATES:
                 ranks.begin(serving.for_ever, 2, serving.PATIENCE_S, str(folder / "-".join(map(str, case))))
         deadline = time.monotonic() + PATIENCE_S
         for victim, fate in FATES:
@@ -164,7 +165,7 @@ def failures(tmp_path_factory):
                 time.sleep(0.05)
             trainings[victim, fate].strike(victim, fate)
         for case, ranks in trainings.items():
-            left = [rank for rank in range(ranks.size) if case in DISAGREEMENTS or rank != case[0]]
+            left = [rank for rank in range(ranks.size) if case not in FATES or rank != case[0]]
             found[case] = [ranks.answer(rank, str(case)) for rank in left]
     finally:
         for ranks in trainings.values():
@@ -189,10 +190,10 @@ def test_everybody_stops_when_one(failures, victim, fate):
         assert any(name in first for name in parameters), text
 
 
-def test_a_rank_that_does_not_come_is_named(four_ranks):
-    outcomes = four_ranks.outcomes(serving.late)
-    assert outcomes[3] == (True, None)
-    for ok, text in outcomes[:3]:
+def test_a_rank_that_does_not_come_is_named(failures):
+    *waited, late = failures["late"]
+    assert late == (True, None)
+    for ok, text in waited:
         assert not ok and text.startswith(f"RankError: rank 3 did not join within {serving.PATIENCE_S:g} s")
 
 
