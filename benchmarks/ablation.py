@@ -16,6 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "nested_messages": {
         SEARCH + "message_search.nested_messages": lambda instance: instance.fill([sum(instance.nbytes)])
     },
-    "search for messages": {SEARCH + "message_search._LEVELS": ()},
+    "search for messages": {SEARCH + "message_search._Search": lambda *_: SimpleNamespace(run=lambda *_: [])},
     "paired_halves": {SEARCH + "legato.pair_halves": lambda *_: None},
     "op_orders": {SEARCH + "op_orders.promising_orders": lambda *_, **__: []},
     "best_groups": {SEARCH + "sharded_plans.best_groups": lambda *_, **__: None},

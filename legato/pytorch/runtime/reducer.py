@@ -345,41 +345,50 @@ class Reducer:
             if bucket.flags is not None:
                 bucket.flags.fill_(1.0)
         arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
-        views, grads = [], []
         with gate.invisible():
+            small: list[tuple[Tensor, Tensor]] = []  # views of the bucket, and their gradients
             for slot in arrived:
                 grad = slot.parameter.grad if slot.taken is None else slot.taken
                 for part in slot.parts[bucket.index]:
-                    if grad is None or not slot.has_grad:
-                        part.view.zero_()
-                        if part.flag is not None:
-                            part.flag.zero_()
-                    elif bucket.message.wire:
-                        self._round(part, grad)
-                    elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
-                        torch.mul(part.of(grad), self._scale, out=part.view)
-                    else:
-                        views.append(part.view)
-                        grads.append(part.of(grad))
+                    small += self._pack_part(part, grad if slot.has_grad else None)
                 slot.to_pack -= 1
                 if not slot.to_pack:
                     slot.taken = None
-            if len(views) == 1:
-                torch.mul(grads[0], self._scale, out=views[0])
-            elif views:
-                copy_all(views, grads)
-                if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
-                    # Whole tensors, and flags behind them.
-                    data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
-                    bucket.buffer[:data].mul_(self._scale)
-                else:
-                    multiply_all(views, self._scale)
+            self._pack_small(bucket, small)
             if self._lends:
                 for slot in arrived:
                     if slot.has_grad and not slot.to_pack and not slot.early:
                         slot.parameter.grad = slot.whole
         if self.shards is not None:
             self._packed += [slot for slot in arrived if slot.has_grad and not slot.to_pack]
+
+    def _pack_part(self, part: BucketSlice, grad: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Copy a part of a gradient, unless it is small: such parts are returned, to be copied together."""
+        if grad is None:
+            part.view.zero_()
+            if part.flag is not None:
+                part.flag.zero_()
+        elif part.bucket.message.wire:
+            self._round(part, grad)
+        elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
+            torch.mul(part.of(grad), self._scale, out=part.view)
+        else:
+            return [(part.view, part.of(grad))]
+        return []
+
+    def _pack_small(self, bucket: Bucket, small: list[tuple[Tensor, Tensor]]) -> None:
+        if len(small) == 1:
+            [(view, grad)] = small
+            torch.mul(grad, self._scale, out=view)
+        elif small:
+            views, grads = map(list, zip(*small, strict=True))
+            copy_all(views, grads)
+            if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
+                # Whole tensors, and flags behind them.
+                data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
+                bucket.buffer[:data].mul_(self._scale)
+            else:
+                multiply_all(views, self._scale)
 
     def _spend(self) -> None:
         """Take gradients that were packed before, which autograd has let go of, unless somebody else has them."""

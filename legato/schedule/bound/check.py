@@ -51,69 +51,76 @@ def verify_bound(
     that the workload does not have, or is for plans of another kind.
     """
     check_sends(sends)
-    kind = PlanKind(order, sends, shard, step_last, wire)
-    if bound.certificate.kind is not None:
-        if bound.certificate.kind not in wider_kinds(kind):
-            raise InputError(f"certificate: for {bound.certificate.kind} (expected one that has all of {kind})")
-        order, sends, shard, step_last, wire = bound.certificate.kind
-    if bound.certificate.at_floors:
+    certificate, kind = bound.certificate, PlanKind(order, sends, shard, step_last, wire)
+    if certificate.kind is not None:
+        if certificate.kind not in wider_kinds(kind):
+            raise InputError(f"certificate: for {certificate.kind} (expected one that has all of {kind})")
+        kind = certificate.kind
+    _check_sets(certificate, workload)
+    if certificate.at_floors:
         cluster = cluster.at_floors()
-    chosen, case = bound.certificate.tensors, bound.certificate.case
+    if kind.wire:
+        cluster = cluster.in_wire_format()
+    if kind.shard == "none" and certificate.case in ("update", "step", "gathers"):
+        raise InputError(f"certificate: case {certificate.case!r} without a shard")
+    proves = _unsharded if kind.shard == "none" else _sharded
+    proved = proves(bound, workload, cluster, compute, kind)
+    if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
+        raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
+    return proved
+
+
+def _check_sets(certificate: Certificate, workload: Workload) -> None:
+    chosen, case, sizes = certificate.tensors, certificate.case, certificate.sets
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(workload.tensors))):
         raise InputError(f"certificate: tensors {chosen} (expected different indices below {len(workload.tensors)})")
     if (case in ("compute", "processor")) != (not chosen):
         raise InputError(f"certificate: case {case!r} with {len(chosen)} tensors")
-    sizes = bound.certificate.sets
     if case in ("nested", "sides", "gathers") and not (
         sizes and sizes[0] >= 1 and sizes[-1] == len(chosen) and all(a < b for a, b in pairwise(sizes))
     ):
         raise InputError(f"certificate: sets {sizes} (expected rising numbers up to {len(chosen)})")
-    if wire:
-        cluster = cluster.in_wire_format()
-    if shard != "none":
-        if sends == "all_reduces":
-            raise InputError(f"sends: 'all_reduces' with shard {shard!r} (expected halves or pairs)")
-        check_shard(shard)
-        sends = "pairs"
-        every = workload
-        workload = with_sharded_updates(workload, cluster.workers)
-        if case not in ("compute", "processor"):
-            workload = without_updates(workload)
-    elif case in ("update", "step", "gathers"):
-        raise InputError(f"certificate: case {case!r} without a shard")
-    walk, all_reduce_only = Walk(workload, compute, order), sends == "all_reduces"
-    if case == "compute":
+
+
+def _sharded(bound: Bound, every: Workload, cluster: Cluster, compute: Compute, kind: PlanKind) -> Fraction:
+    """What a certificate proves for plans that shard the updates, which send pairs."""
+    if kind.sends == "all_reduces":
+        raise InputError(f"sends: 'all_reduces' with shard {kind.shard!r} (expected halves or pairs)")
+    check_shard(kind.shard)
+    certificate, case = bound.certificate, bound.certificate.case
+    workload = with_sharded_updates(every, cluster.workers)
+    if case not in ("compute", "processor"):
+        workload = without_updates(workload)
+    if case not in ("update", "step", "gathers"):
+        return _unsharded(bound, workload, cluster, compute, kind._replace(sends="pairs"))
+    walk = Walk(workload, compute, kind.order)
+    if case == "update":
+        return _update(every, cluster, walk, bound)
+    if compute != "one":
+        raise InputError(f"certificate: case {case!r} with unlimited streams (expected one)")
+    from_s = _first_gather(every, cluster, walk, certificate.tensors, kind.step_last)
+    if case == "step":
+        return _step(every, cluster, walk, certificate.tensors, from_s)
+    return check_gathers(workload, cluster, walk, certificate, from_s)
+
+
+def _unsharded(bound: Bound, workload: Workload, cluster: Cluster, compute: Compute, kind: PlanKind) -> Fraction:
+    certificate, case, sends = bound.certificate, bound.certificate.case, kind.sends
+    chosen, walk = certificate.tensors, Walk(workload, compute, kind.order)
+    if case in ("compute", "processor"):
         proved = Fraction(walk.compute(), SCALE)
-    elif case == "processor":
-        proved = Fraction(walk.compute(), SCALE) + _shared_processor(workload, cluster, compute)
-    elif case == "both":
-        proved = _both_ends(
-            workload, cluster, {t: (walk.release(t), walk.tail(t)) for t in chosen}, bound, all_reduce_only
-        )
-    elif case == "update":
-        proved = _update(every, cluster, walk, bound)
-    elif case in ("step", "gathers"):
-        if compute != "one":
-            raise InputError(f"certificate: case {case!r} with unlimited streams (expected one)")
-        from_s = _first_gather(every, cluster, walk, chosen, step_last)
-        if case == "step":
-            proved = _step(every, cluster, walk, chosen, from_s)
-        else:
-            proved = check_gathers(workload, cluster, walk, bound.certificate, from_s)
-    elif case == "nested":
-        proved = _nested(workload, cluster, walk, bound.certificate, sends)
-    elif case == "sides":
+        return proved if case == "compute" else proved + _shared_processor(workload, cluster, compute)
+    if case == "both":
+        near_both = {t: (walk.release(t), walk.tail(t)) for t in chosen}
+        return _both_ends(workload, cluster, near_both, bound, sends == "all_reduces")
+    if case == "nested":
+        return _nested(workload, cluster, walk, certificate, sends)
+    if case == "sides":
         if sends == "halves":
             raise InputError("certificate: case 'sides' for halves (expected pairs or all-reduces)")
-        proved = check_sides(workload, cluster, walk, bound.certificate)
-    else:
-        near, far = (walk.release, walk.tail) if case == "release" else (walk.tail, walk.release)
-        proved = _network(workload, cluster, {t: near(t) for t in chosen}, sends) + Fraction(
-            min(map(far, chosen)), SCALE
-        )
-    if Fraction(bound.seconds) > proved * (1 + Fraction(1, 10**9)):
-        raise InputError(f"bound: {bound.seconds} s (its certificate proves only {float(proved)} s)")
-    return proved
+        return check_sides(workload, cluster, walk, certificate)
+    near, far = (walk.release, walk.tail) if case == "release" else (walk.tail, walk.release)
+    return _network(workload, cluster, {t: near(t) for t in chosen}, sends) + Fraction(min(map(far, chosen)), SCALE)
 
 
 def _shared_processor(workload: Workload, cluster: Cluster, compute: Compute) -> Fraction:

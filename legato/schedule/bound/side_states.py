@@ -4,7 +4,7 @@ numba.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -25,14 +25,11 @@ _ROUNDING = 1e-9
 
 
 class Followed(NamedTuple):
-    """The states after each set; the last set has some if the time may suffice."""
+    """What was found on the way through the states."""
 
-    fits: bool
-    cut: bool  # whether there were more states or halves than allowed; then the time may suffice
-    ends: Ints  # by set: how many states it and the ones before it have
-    states: Ints  # class, kinds of the pairs of this class, halves before and after the moment
-    least_s: Floats  # the least and the most work before the moment
-    most_s: Floats
+    fits: bool  # whether the time may suffice
+    cut: bool  # whether there were more states or halves than allowed; then it may
+    states: int  # how many there were
 
 
 def places(count: int) -> Places:
@@ -51,17 +48,15 @@ def follow(
     place: Places,
     limit: int,
 ) -> Followed:
-    """The states, at most `limit`, of a schedule of so many seconds whose moment lies between `begin_s` and `end_s`.
+    """The states, about `limit` at most, of a schedule of some seconds whose moment is between `begin_s` and `end_s`.
 
     A half pays `half_s` first. The rest is by set, the innermost first. `place` is from `places`.
     """
     most = (seconds * (1 + _ROUNDING) - release_s[-1] - tail_s[-1] - work_s[-1]) / half_s + _ROUNDING
     if not 2 <= most < _HALVES + 1:
-        none = np.zeros(len(work_s), np.int64), np.zeros((0, 4), np.int64), np.zeros(0), np.zeros(0)
-        return Followed(most > 2, most > 2, *none)
-    followed = _follow(seconds, begin_s, end_s, half_s, int(most), release_s, tail_s, work_s, place, limit)
-    cut, ends = followed[:2]
-    return Followed(cut or bool(ends[-1] > (ends[-2] if len(ends) > 1 else 0)), *followed)
+        return Followed(most > 2, most > 2, 0)
+    cut, left, made = _follow(seconds, begin_s, end_s, half_s, int(most), release_s, tail_s, work_s, place, limit)
+    return Followed(bool(cut or left), bool(cut), int(made))
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -76,6 +71,50 @@ def _most_before(kinds: int) -> float:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _divided(more: float, left: float, share: float, own: float, before: bool) -> float:
+    """The work before the moment of `more` work, of which as much as there is room for goes to the pairs before.
+
+    `left` is this room on one side of the moment, and `share` and `own` the parts before it of the work of a byte of
+    the pairs before and the new ones.
+    """
+    if not before:
+        part = min(max(left / (1 - share), 0.0), more) if share < own else 0.0
+    else:
+        part = min(max(left / share, 0.0), more) if share > own else 0.0
+    return share * part + own * (more - part)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _longer(values: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:
+    """The same values, with room for more."""
+    longer = np.empty((room, *values.shape[1:]), values.dtype)
+    longer[: len(values)] = values
+    return longer
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _without_needless(states: Ints, least: Floats, most: Floats, place: Places, last: int, made: int) -> int:
+    """Drop those of the states from `last` on that others with fewer halves make needless; returns their end."""
+    size = _HALVES + 1
+    keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
+    for s in range(last, made):
+        keys[s - last] = key = ((states[s, 0] * 8 + states[s, 1]) * size + states[s, 2]) * size + states[s, 3]
+        for fewer_before, fewer_after in ((1, 1), (2, 0), (0, 2)):
+            if states[s, 2] >= fewer_before and states[s, 3] >= fewer_after:
+                at = place[key - fewer_before * size - fewer_after]
+                if at >= 0 and least[at] <= least[s] and most[at] >= most[s]:
+                    useful[s - last] = False
+    kept = last
+    for s in range(last, made):
+        place[keys[s - last]] = -1
+        if useful[s - last]:
+            states[kept] = states[s]
+            least[kept], most[kept] = least[s], most[s]
+            kept += 1
+    return kept
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _follow(
     seconds: float,
     begin_s: float,
@@ -87,19 +126,16 @@ def _follow(
     work_s: Floats,
     place: Places,
     limit: int,
-) -> tuple[bool, Ints, Ints, Floats, Floats]:
+) -> tuple[bool, int, int]:
+    """Whether there were too many states, how many the last set has, and how many there were."""
     count, size, slack, cut = len(work_s), _HALVES + 1, _ROUNDING * seconds, False
     room = 1024
-    ends, states = np.zeros(count, np.int64), np.empty((room, 4), np.int64)
-    least, most = np.empty(room), np.empty(room)
+    states, least, most = np.empty((room, 4), np.int64), np.empty(room), np.empty(room)
     first, made = 0, 0  # the states of the set before, and all
     for t in range(count):
         more = work_s[t] - (work_s[t - 1] if t else 0.0)
         last = made
         for s in range(first, max(last, first + 1)):
-            if made > limit:
-                cut = True
-                break
             of, kinds, before, after, low, high = 0, BOTH, 1, 1, 0.0, 0.0
             if t:
                 of, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
@@ -110,14 +146,10 @@ def _follow(
                 now_of, now_kinds, now_before, now_after = of, kinds, before, after
                 lower, upper = low + _least_before(kinds) * more, high + _most_before(kinds) * more
                 if new:  # as many bytes as move the limit still go to the pairs before, if these allow it
-                    share, own = _most_before(kinds), _most_before(new)
                     left = end_s - release_s[of] - before * half_s - high
-                    part = min(max(left / share, 0.0), more) if share > own else 0.0
-                    upper = high + share * part + own * (more - part)
-                    share, own = _least_before(kinds), _least_before(new)
+                    upper = high + _divided(more, left, _most_before(kinds), _most_before(new), True)
                     left = seconds - begin_s - tail_s[of] - after * half_s - (work_s[t] - more - low)
-                    part = min(max(left / (1 - share), 0.0), more) if share < own else 0.0
-                    lower = low + share * part + own * (more - part)
+                    lower = low + _divided(more, left, _least_before(kinds), _least_before(new), False)
                     now_of, now_kinds = t, new | kinds if t == 0 else new
                     now_before += (new & BOTH) + (new & BEFORE)
                     now_after += (new & BOTH) + (new & AFTER) // 2
@@ -136,15 +168,7 @@ def _follow(
                     continue
                 if made == room:
                     room *= 2
-                    wider = np.empty((room, 4), np.int64)
-                    wider[:made] = states
-                    states = wider
-                    longer = np.empty(room)
-                    longer[:made] = least
-                    least = longer
-                    longer = np.empty(room)
-                    longer[:made] = most
-                    most = longer
+                    states, least, most = _longer(states, room), _longer(least, room), _longer(most, room)
                 place[key] = made
                 states[made, 0], states[made, 1], states[made, 2], states[made, 3] = (
                     now_of,
@@ -154,26 +178,9 @@ def _follow(
                 )
                 least[made], most[made] = lower, upper
                 made += 1
-        keys = np.empty(made - last, np.int64)
-        useful = np.empty(made - last, np.bool_)
-        for s in range(last, made):  # without those that others with fewer halves make needless
-            keys[s - last] = key = ((states[s, 0] * 8 + states[s, 1]) * size + states[s, 2]) * size + states[s, 3]
-            useful[s - last] = True
-            for fewer_before, fewer_after in ((1, 1), (2, 0), (0, 2)):
-                if states[s, 2] >= fewer_before and states[s, 3] >= fewer_after:
-                    at = place[key - fewer_before * size - fewer_after]
-                    if at >= 0 and least[at] <= least[s] and most[at] >= most[s]:
-                        useful[s - last] = False
-        kept = last
-        for s in range(last, made):
-            place[keys[s - last]] = -1
-            if useful[s - last]:
-                states[kept] = states[s]
-                least[kept], most[kept] = least[s], most[s]
-                kept += 1
+        kept = _without_needless(states, least, most, place, last, made)
         first, made = last, kept
-        ends[t] = made
+        cut = made > limit
         if made == first or cut:
-            ends[t:] = made
             break
-    return cut, ends, states[:made].copy(), least[:made].copy(), most[:made].copy()
+    return cut, made - first, made

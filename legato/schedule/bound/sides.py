@@ -62,36 +62,28 @@ def _can_compile() -> bool:
 class TwoSides:
     """Whether pairs of halves with these sets may take some time, found in at most so many states."""
 
-    def __init__(self, sets: NestedSets, half_s: float, states: int, *, exact: float = _EXACT) -> None:
-        """`half_s` is what a half pays first; `exact` is the length of an interval of c relative to the time."""
-        self.sets, self.half_s, self.left, self.exact = sets, half_s, states, exact
-        self.moment_s = 0.0  # c, where a time was long enough
-        self.known = True  # the last answer; there were not too many halves or states
+    def __init__(self, sets: NestedSets, half_s: float, states: int) -> None:
+        """`half_s` is what a half pays first."""
+        self.sets, self.half_s, self.left = sets, half_s, states
         self.place: npt.NDArray[np.int32] | None = None
 
     def fits(self, seconds: float) -> bool:
-        """Whether halves may be divided among both sides of some moment; true, too, where it is not `known`."""
+        """Whether halves may be divided among both sides of some moment c; true, too, where this takes too long."""
         from legato.schedule.bound.side_states import follow, places  # compiled when needed first
 
         sets = self.sets
-        arrays = sets.release_s, sets.tail_s, sets.work_s
         if self.place is None:
             self.place = places(len(sets.work_s))
-        self.known = True
         first, last = float(sets.release_s[0]) + self.half_s, seconds - float(sets.tail_s[0]) - self.half_s
-        intervals = [(first, last)] if first <= last else []
+        intervals = [(first, last)] if first <= last else []  # of c
         while intervals and self.left > 0:
             begin, end = intervals.pop()
+            arrays = sets.release_s, sets.tail_s, sets.work_s
             followed = follow(seconds, begin, end, self.half_s, *arrays, self.place, self.left)
-            self.left -= len(followed.least_s)
-            if followed.cut:
-                self.known = False
+            self.left -= followed.states
+            if followed.cut or (followed.fits and end - begin <= _EXACT * seconds):
                 return True
             if followed.fits:
-                self.moment_s = end
-                if end - begin <= self.exact * seconds:
-                    return True
                 middle = (begin + end) / 2
                 intervals += [(begin, middle), (middle, end)]
-        self.known = self.left > 0 or not intervals
-        return not self.known
+        return bool(intervals)
