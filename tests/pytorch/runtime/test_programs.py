@@ -3,7 +3,7 @@
 import collections
 
 import pytest
-from support import programs
+from support import PATIENCE_S, programs
 
 pytestmark = pytest.mark.processes
 
@@ -11,7 +11,10 @@ SEEDS = range(25)
 
 
 @pytest.fixture
-def pool():
+def pool(monkeypatch):
+    # None of these hangs, under DDP either, and a busy machine may take long.
+    monkeypatch.setattr(programs, "PATIENCE_S", dict.fromkeys(programs.PATIENCE_S, PATIENCE_S))
+    monkeypatch.setattr(programs, "AFTER_A_FAILURE_S", PATIENCE_S)
     pool = programs.Pool()
     yield pool
     pool.close()
