@@ -24,32 +24,8 @@ def cluster_of(alpha_s, unit_s):
     return Cluster(2, {"c": LinearCost(alpha_s, unit_s / UNIT)})
 
 
-def best_of_all(workload, cluster):
-    """The least seconds of all sequences of all-reduces that partition tensors at whole units.
-
-    The stream never idles while an op can run, which is the best for given arrivals.
-    """
-    units = [t for t, tensor in enumerate(workload.tensors) for _ in range(tensor.nbytes // UNIT)]
-    ready, best, seen = ready_s(workload), float("inf"), set()
-    for numbers in itertools.product(range(len(units)), repeat=len(units)):
-        messages = tuple(
-            tuple(t for t, number in zip(units, numbers, strict=True) if number == k) for k in range(len(units))
-        )
-        if messages in seen:
-            continue
-        seen.add(messages)
-        now, arrival = 0.0, [0.0] * len(workload.tensors)
-        for message in messages:
-            if message:
-                now = max(now, *(ready[t] for t in message)) + cluster.cost().cost(UNIT * len(message))
-                for t in message:
-                    arrival[t] = now
-        best = min(best, WorkConserving(workload)(arrival)[1])
-    return best
-
-
 def best_with_halves(workload, cluster, sends):
-    """The same for sequences of reduce-scatters and all-gathers: every unit is in one of each, in this order.
+    """The fewest seconds of an iteration, over all sequences of reduce-scatters and all-gathers: each unit is in both.
 
     In pairs, units that are scattered together are gathered together.
     """

@@ -1,4 +1,4 @@
-"""How bounds are found of which it is only known whether a time is too short: "nested", "ranges" and "sequences"."""
+"""How bounds are found of which it is only known whether a time is too short, as of "nested", "sides" and "gathers"."""
 
 from __future__ import annotations
 

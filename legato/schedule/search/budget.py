@@ -36,12 +36,6 @@ class Budget:
         if self._whole is not None:
             self._whole.spend(work)
 
-    def wait(self, seconds: float) -> None:
-        """Do not count seconds that went by for something else."""
-        self._stop_at += seconds
-        if self._whole is not None:
-            self._whole.wait(seconds)
-
     @property
     def spent(self) -> bool:
         """Whether to stop."""
