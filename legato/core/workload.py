@@ -15,7 +15,7 @@ from legato.core.text import count, html_table, percent, shorten
 from legato.core.timeline import Span, Timeline, draw
 from legato.core.units import Int64, format_bytes, format_seconds
 
-__all__ = ["Op", "Phase", "Tensor", "Workload"]
+__all__ = ["Module", "Op", "Parameter", "Phase", "Tensor", "Workload"]
 
 Phase = Literal["forward", "backward", "optimizer"]
 _ORDER: dict[str, int] = {"forward": 0, "backward": 1, "optimizer": 2}
@@ -58,6 +58,38 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     readers: tuple[Int64, ...] = ()
 
 
+class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A parameter of a module: `nbytes` bytes in elements of `itemsize`, and `rows`, the size of its first dimension.
+
+    Fully sharded training divides it by rows. `trained` says whether it gets a gradient.
+    """
+
+    name: str
+    nbytes: Int64
+    rows: Int64
+    itemsize: Int64 = 4
+    trained: bool = True
+
+
+class Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A module that the forward pass calls, as `fully_shard` sees it; `path` is its name in `named_modules()`.
+
+    `parameters` are its own, without those of modules inside it; `tied` are the paths of other modules that hold one
+    of them, too. `calls` counts its calls in a step, and `named` is its place in `named_modules()`. An embedding needs
+    no gradient of its input, and its parameters are not read in the backward pass. A module does not reach the loss
+    if no gradient comes back to its output, though it has trained parameters or a trained module before it.
+    """
+
+    path: str
+    parameters: tuple[Parameter, ...] = ()
+    tied: tuple[str, ...] = ()
+    calls: Int64 = 1
+    named: Int64 = 0
+    input_needs_gradient: bool = True
+    read_in_backward: bool = True
+    reaches_loss: bool = True
+
+
 class Workload(
     msgspec.Struct,
     frozen=True,
@@ -71,6 +103,9 @@ class Workload(
     Ops are in the order in which a training step executes them: forward,
     backward, optimizer. Tensors are in the order in which their gradients become
     ready, if the source knows it.
+
+    `modules` are those that hold parameters, or contain some that do, in the order of their first calls; empty if
+    the source does not know them. `itemsize` is the number of bytes of an element of the gradients.
 
     `untraced_s` is the time of an iteration measured without tracing (seconds;
     None if it was not measured), and `time_scale` the factor by which the
@@ -87,6 +122,8 @@ class Workload(
     device: str = "cpu"
     untraced_s: float | None = None
     time_scale: float = 1.0
+    modules: tuple[Module, ...] = ()
+    itemsize: Int64 = 4
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -101,6 +138,7 @@ class Workload(
             raise InputError(f"untraced_s: {self.untraced_s} (expected finite seconds above 0)")
         self._check_ops()
         self._check_tensors()
+        self._check_modules()
 
     def _check_ops(self) -> None:
         phase = 0
@@ -130,6 +168,25 @@ class Workload(
             for reader in tensor.readers:
                 if not 0 <= reader < end or ops[reader].phase == "backward":
                     raise InputError(f"tensors[{i}].readers: {reader} (expected ids of forward or optimizer ops)")
+
+    def _check_modules(self) -> None:
+        if self.itemsize < 1:
+            raise InputError(f"itemsize: {self.itemsize} (expected at least 1)")
+        paths = {module.path for module in self.modules}
+        if len(paths) < len(self.modules):
+            raise InputError("modules: a path twice (expected each module once)")
+        for i, module in enumerate(self.modules):
+            if module.calls < 1 or module.named < 0:
+                raise InputError(
+                    f"modules[{i}]: {module.calls} calls, place {module.named} (expected at least 1 and 0)"
+                )
+            for parameter in module.parameters:
+                least = min(parameter.nbytes, parameter.rows, parameter.itemsize)
+                if least < 1 or parameter.nbytes % (parameter.rows * parameter.itemsize):
+                    raise InputError(
+                        f"modules[{i}]: {parameter.name!r} has {parameter.nbytes} bytes in {parameter.rows} rows of "
+                        f"elements of {parameter.itemsize} bytes (expected whole elements in every row)"
+                    )
 
     def __str__(self) -> str:
         """One line: the model, its ops and tensors, and the time of each phase."""

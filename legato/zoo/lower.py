@@ -84,7 +84,8 @@ def lower(
         ops = [_lasting(op, (accumulate - 1) * passes_s) if op.name == _ACCUMULATION else op for op in ops]
     where = device.name if precision == "fp32" else f"{device.name} {precision}"
     where = where if replica_devices == 1 else f"{where} (1 of {replica_devices})"
-    return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=where)
+    itemsize = lowering.gradient_bytes
+    return Workload(model.name, tuple(ops), tuple(lowering.tensors), batch_size=batch, device=where, itemsize=itemsize)
 
 
 def _lasting(op: Op, duration_s: float) -> Op:

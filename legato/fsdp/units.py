@@ -1,0 +1,163 @@
+"""The units of a model that `fully_shard` can wrap, in the order in which the forward pass runs them.
+
+A unit is a block (an element of a list of modules), or a module outside all blocks, such as an embedding; on a finer
+level it is a part of a block. Names of parameters and ops tell which unit they belong to: `layers.3.mlp.up.weight` and
+`layers.3.mlp.up/addmm` are of the block `layers.3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from legato.core.errors import InputError, TooLargeError
+from legato.core.workload import Module, Parameter, Phase, Workload
+
+__all__ = ["Precision", "Unit", "units_of"]
+
+#: More units are not looked at: each of them costs FSDP2's host a millisecond a step.
+_MOST_UNITS = 2000
+#: A component of a name that numbers a block: `3` in torch's names, `layer3` in those of the zoo.
+_NUMBERED = {".": re.compile(r"\d+"), "/": re.compile(r"\D*\d+")}
+
+
+class Precision(NamedTuple):
+    """Bytes of an element: of parameters as they are stored, as they are gathered and computed with, and of gradients
+    as they are reduced (`MixedPrecisionPolicy`'s `param_dtype` and `reduce_dtype`)."""
+
+    stored: int = 4
+    gathered: int = 4
+    reduced: int = 4
+
+
+class Unit(NamedTuple):
+    """A module that runs once in a step, and that no wrapping divides.
+
+    `gathered` are the bytes of its parameters in an all-gather, `gradients` those of its gradients as computed, and
+    `scattered` those of its gradients in a reduce-scatter; the last two are 0 if it is frozen. `named` is its place
+    in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in the
+    backward pass. What is `rooted` can only be held by the root: it shares parameters with another unit, or runs
+    more than once. `ends` says whether a gradient comes back to its output, so that a list may end with it.
+    """
+
+    path: str
+    forward_s: float
+    backward_s: float
+    gathered: int
+    scattered: int
+    gradients: int
+    trained: bool = True
+    input_needs_gradient: bool = True
+    read_in_backward: bool = True
+    named: int = 0
+    rooted: bool = False
+    ends: bool = True
+
+
+def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int = 1) -> list[Unit]:
+    """The units of a workload that is sharded over `ranks`, whole blocks (`level` 1) or parts of them (2, ...).
+
+    Times are in seconds. Without `workload.modules`, dimensions are taken to be multiples of the ranks, all parameters
+    to be trained, and a parameter that several units read to be shared by them. Ops that belong to no unit count with
+    the one that runs before them. Raises `InputError` if no parameter has the name of a module, and `TooLargeError`
+    on more than 2,000 units.
+    """
+    modules = workload.modules or _modules(workload)
+    separator = "." if workload.modules or not any("/" in tensor.name for tensor in workload.tensors) else "/"
+    held: dict[str, list[Module]] = {}
+    for module in modules:
+        if module.parameters:
+            held.setdefault(_unit_path(module.path, separator, level), []).append(module)
+    if not held:
+        raise InputError(f"{workload.name}: no parameter has the name of a module (expected one to wrap)")
+    if len(held) > _MOST_UNITS:
+        raise TooLargeError(f"{len(held):,} modules to wrap (expected at most {_MOST_UNITS:,})")
+    by_path = {module.path: module for module in modules}
+    paths = list(held)
+    seconds = zip(_seconds(workload, "forward", paths), _seconds(workload, "backward", paths), strict=True)
+    return [
+        _unit(path, held[path], by_path.get(path), ranks, precision, *times)
+        for path, times in zip(paths, seconds, strict=True)
+    ]
+
+
+def _unit_path(path: str, separator: str, level: int) -> str:
+    """The first components of a module's path, up to the one that numbers a block (the `level`-th such one)."""
+    parts = path.split(separator)
+    numbered = [k for k, part in enumerate(parts) if _NUMBERED[separator].fullmatch(part)]
+    if not numbered:
+        return path
+    end = numbered[level - 1] if level <= len(numbered) else numbered[-1] + 1 + level - len(numbered) - 1
+    return separator.join(parts[: end + 1])
+
+
+def _unit(
+    path: str,
+    held: Sequence[Module],
+    whole: Module | None,
+    ranks: int,
+    precision: Precision,
+    forward_s: float,
+    backward_s: float,
+) -> Unit:
+    parameters = [parameter for module in held for parameter in module.parameters]
+    trained = [parameter for parameter in parameters if parameter.trained]
+    first, last = (held[0], held[-1]) if whole is None else (whole, whole)
+    inside = {module.path for module in held}
+    return Unit(
+        path,
+        forward_s,
+        backward_s,
+        gathered=precision.gathered * sum(_padded(parameter, ranks) for parameter in parameters),
+        scattered=precision.reduced * sum(_padded(parameter, ranks) for parameter in trained),
+        gradients=precision.gathered * sum(parameter.nbytes // parameter.itemsize for parameter in trained),
+        trained=bool(trained),
+        input_needs_gradient=first.input_needs_gradient,
+        read_in_backward=any(module.read_in_backward for module in held),
+        named=min(module.named for module in (*held, first)),
+        rooted=any(module.calls > 1 or not inside.issuperset(module.tied) for module in (*held, first)),
+        ends=last.reaches_loss,
+    )
+
+
+def _padded(parameter: Parameter, ranks: int) -> int:
+    """The elements of a parameter whose rows are made a multiple of the ranks."""
+    elements = parameter.nbytes // parameter.itemsize
+    return elements // parameter.rows * (-(-parameter.rows // ranks) * ranks)
+
+
+def _modules(workload: Workload) -> list[Module]:
+    """The modules that the names of the tensors tell of, in the order in which the forward pass reads them."""
+    forward = len(workload.phase_ops("forward"))
+    read: dict[str, list[Parameter]] = {}
+    tied: dict[str, set[str]] = {}
+    first = {t: min(t.readers, default=forward) for t in workload.tensors}
+    for tensor in sorted(workload.tensors, key=lambda tensor: first[tensor]):
+        separator = "/" if "/" in tensor.name else "."
+        path = tensor.name.rpartition(separator)[0] or tensor.name
+        elements = tensor.nbytes // workload.itemsize
+        read.setdefault(path, []).append(Parameter(tensor.name, tensor.nbytes, elements, workload.itemsize))
+        own = path.split(separator)[0]
+        others = {workload.ops[r].name.split("/")[0].split(".")[0] for r in tensor.readers if r < forward} - {own}
+        tied.setdefault(path, set()).update(others)
+    return [
+        Module(path, tuple(own), tuple(sorted(tied[path])), named=k, input_needs_gradient=k > 0)
+        for k, (path, own) in enumerate(read.items())
+    ]
+
+
+def _seconds(workload: Workload, phase: Phase, paths: Sequence[str]) -> list[float]:
+    """The seconds of each unit in a phase: of the ops that carry its name, and of those that follow without one."""
+    place = {path: k for k, path in enumerate(paths)}
+    seconds = [0.0] * len(paths)
+    now = 0 if phase == "forward" else len(paths) - 1
+    for op in workload.phase_ops(phase):
+        now = next((place[path] for path in _prefixes(workload.ops[op].name) if path in place), now)
+        seconds[now] += workload.ops[op].duration_s
+    return seconds
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The prefixes of an op's name that end where a component ends, the longest first."""
+    return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "./")
