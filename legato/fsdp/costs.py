@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
-from legato.core.cluster import LinearCost
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "Hosts"]
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """Which ranks share a host: `gpus` of them, with links of `bandwidth_bps` bits per second to each other.
+
+    `gpus_per_card` of them share a network card, which has the bandwidth of the cluster.
+    """
+
+    gpus: int = 1
+    bandwidth_bps: float = 100e9
+    gpus_per_card: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus_per_card < 1 or self.gpus % self.gpus_per_card:
+            raise InputError(
+                f"hosts: {self.gpus} GPUs, {self.gpus_per_card} per card (expected a card for each so many of them)"
+            )
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -24,3 +42,65 @@ class Costs(msgspec.Struct, frozen=True):
     all_reduce: LinearCost | None = None
     copy_s_per_byte: float = 0.0
     host_s: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster, hosts: Hosts, *, replicas: int = 1, host_s: float = 0.0) -> Costs:
+        """The costs on a cluster whose workers are `replicas` times as many as a model is sharded over.
+
+        A gather, or a reduce-scatter, takes half of what the cluster's default collective takes to all-reduce as many
+        bytes; among other numbers of ranks, it has the latencies and the bytes of a ring of these. Where the cluster
+        is derived from a bandwidth, and hosts have several GPUs, rings use all cards of a host, as NCCL's do. Ranks
+        that share a host use the links inside. Raises `InputError` if the replicas, or the GPUs of a host, do not
+        divide the workers, or if nothing is left to be sharded.
+        """
+        workers = cluster.workers
+        for name, count in (("replicas", replicas), ("gpus per host", hosts.gpus)):
+            if count < 1 or workers % count:
+                raise InputError(f"{name}: {count} (expected a divisor of the {workers} workers)")
+        ranks = workers // replicas
+        if ranks < 2:
+            raise InputError(f"workers: {workers} in {replicas} replicas (expected 2 or more ranks to shard over)")
+        network = _Network(cluster, hosts)
+        gather = network.gather(ranks)
+        return cls(ranks, gather, network.gather(hosts.gpus), gather, network.all_reduce(replicas), host_s=host_s)
+
+
+class _Network:
+    """What rings of ranks cost."""
+
+    def __init__(self, cluster: Cluster, hosts: Hosts) -> None:
+        self.cluster, self.hosts = cluster, hosts
+        derived = cluster.cost().alpha_s / 2 / max(cluster.workers - 1, 1)
+        self.latency_s = derived if cluster.latency_s is None else cluster.latency_s
+
+    def gather(self, ranks: int) -> LinearCost:
+        """An all-gather, or a reduce-scatter, among neighbouring ranks."""
+        bps, hosts = self.cluster.bandwidth_bps, self.hosts
+        if ranks <= hosts.gpus:
+            return _ring(ranks, self.latency_s, hosts.bandwidth_bps)
+        if bps is None or hosts.gpus == 1:
+            return _scaled(self.cluster.cost(), self.cluster.workers, ranks)
+        return _ring(ranks, self.latency_s, min(hosts.bandwidth_bps, bps * hosts.gpus / hosts.gpus_per_card))
+
+    def all_reduce(self, replicas: int) -> LinearCost | None:
+        """An all-reduce among ranks of as many hosts, beside those of the other GPUs of the hosts; None among one."""
+        if replicas == 1:
+            return None
+        bps = self.cluster.bandwidth_bps
+        if bps is None:
+            one_way = _scaled(self.cluster.cost(), self.cluster.workers, replicas)
+        else:
+            one_way = _ring(replicas, self.latency_s, bps / self.hosts.gpus_per_card)
+        return LinearCost(2 * one_way.alpha_s, 2 * one_way.beta_s_per_byte, 2 * one_way.floor_s)
+
+
+def _ring(ranks: int, latency_s: float, bandwidth_bps: float) -> LinearCost:
+    """A gather in a ring of links."""
+    return LinearCost(latency_s * (ranks - 1), 8 / bandwidth_bps * (ranks - 1) / ranks)
+
+
+def _scaled(all_reduce: LinearCost, workers: int, ranks: int) -> LinearCost:
+    """Half of an all-reduce among the workers, as if both were rings."""
+    alpha_s = all_reduce.alpha_s / 2 * (ranks - 1) / (workers - 1)
+    beta_s = all_reduce.beta_s_per_byte / 2 * (ranks - 1) / ranks * workers / (workers - 1)
+    return LinearCost(alpha_s, beta_s, all_reduce.floor_s / 2)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.core.errors import InputError
+from legato.core.text import shorten
+from legato.core.timeline import Span, SpanKind, Timeline
 from legato.core.wrapping import Sync, Wrapping
 from legato.fsdp.costs import Costs
 from legato.fsdp.units import Precision, Unit
@@ -40,6 +42,20 @@ class Step(NamedTuple):
     seconds: float
     peak_nbytes: int
     pieces: list[Piece]
+
+    def timeline(self, units: Sequence[Unit], wrapping: Wrapping) -> Timeline:
+        """What one rank does, drawn from the beginning of the forward pass."""
+        groups = [", ".join(group.modules) for group in wrapping.groups] + ["root"]
+        spans = []
+        for piece in self.pieces:
+            if piece.kind in ("forward", "backward"):
+                phase: SpanKind = "forward" if piece.kind == "forward" else "backward"
+                spans.append(Span(0, "compute", units[piece.group].path, piece.start_s, piece.end_s, phase))
+            elif piece.kind != "copy_out":
+                name = f"{piece.kind.replace('_', '-')} {shorten(groups[piece.group])}"
+                lane = "replicas" if piece.kind == "all_reduce" else "network"
+                spans.append(Span(0, lane, name, piece.start_s, piece.end_s, "message", piece.nbytes))
+        return Timeline(wrapping.name, "predicted", self.seconds, tuple(spans))
 
     def order(self) -> list[tuple[str, int]]:
         """The gathers, copies out of them and reduce-scatters, in the order in which they are issued."""

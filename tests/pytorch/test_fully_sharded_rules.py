@@ -1,0 +1,26 @@
+"""The rules of FSDP2 that plans are made by, beside what torch's own `fully_shard` does."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from support import wrapped
+from support.wrapped import WRAPPINGS
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_order_of_collectives_is_torchs_own(two_ranks):
+    for seed in range(WRAPPINGS):
+        (found, said), _ = two_ranks.run(wrapped.order, seed)
+        assert found == said, f"wrapping {seed}"
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+def test_the_memory_of_a_step_is_what_torch_allocates(two_ranks, mixed):
+    for seed in range(WRAPPINGS // (12 if mixed else 4)):  # products in bf16 are slow here
+        for _ in range(3):  # the profiler loses events now and then
+            found, said = two_ranks.run(wrapped.peaks, seed, mixed)[0]
+            if found and abs(said / found - 1) <= 0.005:
+                break
+        assert said == pytest.approx(found, rel=0.005), f"wrapping {seed}"
