@@ -31,6 +31,7 @@ __all__ = [
     "Iterations",
     "Json",
     "Shard",
+    "ShardAll",
     "Simulated",
     "Wire",
     "check_installed",
@@ -68,12 +69,13 @@ Collective = Annotated[
 Compute = Annotated[
     Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
 ]
-Shard = Annotated[
-    Literal["none", "optimizer", "gradients"],
-    typer.Option(
-        help="What each worker keeps only its own part of: the optimizer's states (ZeRO-1), or the gradients as well "
-        "(ZeRO-2)."
-    ),
+_SHARD_HELP = (
+    "What each worker keeps only its own part of: the optimizer's states (ZeRO-1), or the gradients as well (ZeRO-2)"
+)
+Shard = Annotated[Literal["none", "optimizer", "gradients"], typer.Option(help=f"{_SHARD_HELP}.")]
+ShardAll = Annotated[
+    Literal["none", "optimizer", "gradients", "parameters"],
+    typer.Option("--shard", help=f"{_SHARD_HELP}, or the parameters, too (FSDP2)."),
 ]
 Wire = Annotated[
     Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"],

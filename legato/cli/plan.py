@@ -13,12 +13,13 @@ import typer
 from msgspec.structs import replace
 
 from legato.cli.axes import NO_SERVERS, Given, axes
+from legato.cli.fully_sharded import FullySharded, plan_fully_sharded
 from legato.cli.options import (
     SCHEDULER_HELP,
     Collective,
     Compute,
     Json,
-    Shard,
+    ShardAll,
     Wire,
     keep_apart,
     quantity,
@@ -27,6 +28,7 @@ from legato.cli.options import (
 )
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
+from legato.core.errors import InputError
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds, parse_bytes
 from legato.core.workload import Workload
@@ -58,7 +60,7 @@ class Planning:
         metavar="SIZE",
         show_default="no limit",
     )
-    shard: Shard = "none"
+    shard: ShardAll = "none"
     wire: Wire = "none"
 
 
@@ -66,6 +68,7 @@ def plan(
     workload: Annotated[Path, typer.Argument(metavar="W.json", help="The workload to plan.")],
     network: Annotated[Given, axes("workers", "servers", "bandwidth", "latency", "reduce", servers=NO_SERVERS)],
     how: Planning,
+    fully: FullySharded,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="P.json", help="Write the best plan to this file.")
     ] = None,
@@ -94,6 +97,13 @@ def plan(
     most = None if how.max_message is None else quantity("max-message", how.max_message, parse_bytes)
     machines = network.machines(how.collective)
     job = files.read(workload, Workload)
+    if how.shard == "parameters":
+        _refuse_beside_parameters(how, check_bound)
+        where = machines.describe(how.collective)
+        plan_fully_sharded(job, machines.cluster, fully, where, output=output, timeline=timeline, json=json)
+        return
+    if given := fully.given():
+        raise InputError(f"--{given[0].replace('_', '-')}: with --shard {how.shard} (expected --shard parameters)")
     left_out: list[str] = []
     again = partial(
         compare,
@@ -135,6 +145,17 @@ def plan(
         note(f"{chosen.plan.scheduler}{why} -> {output}")
     if timeline is not None:
         note(f"timeline -> {timeline} (legato report {timeline} -o report.html shows it)")
+
+
+def _refuse_beside_parameters(how: Planning, check_bound: bool) -> None:
+    """FSDP2's groups are planned by no scheduler, and in the order of the passes."""
+    usual = Planning()
+    for option in ("scheduler", "compute", "max_message", "wire"):
+        if getattr(how, option) != getattr(usual, option):
+            name = option.replace("_", "-")
+            raise InputError(f"--{name}: {getattr(how, option)} with --shard parameters (expected no --{name})")
+    if check_bound:
+        raise InputError("--check-bound: with --shard parameters (expected no --check-bound: this bound is not exact)")
 
 
 def _note_all(

@@ -73,3 +73,9 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
                 if module in seen:
                     raise InputError(f"groups: {module!r} twice (expected each module in one group)")
                 seen.add(module)
+
+    def as_code(self, model: str = "model") -> str:
+        """The lines of torch that wrap a model so."""
+        lists = [(", ".join(f"{model}.{path}" for path in group.modules), group.reshard) for group in self.groups]
+        lines = [f"fully_shard([{modules}], reshard_after_forward={reshard})" for modules, reshard in lists]
+        return "\n".join([*lines, f"fully_shard({model})"])

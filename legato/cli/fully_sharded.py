@@ -1,0 +1,138 @@
+"""`legato plan --shard parameters`: time against memory, and the lines of torch for the row that is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.table import Table
+
+from legato.cli.options import quantity, setting
+from legato.cli.output import note, print_json, print_table, say
+from legato.core import files
+from legato.core.cluster import Cluster
+from legato.core.errors import InputError
+from legato.core.text import percent
+from legato.core.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.workload import Workload
+
+if TYPE_CHECKING:
+    from legato.fsdp.table import Comparison, Sharding
+
+__all__ = ["FullySharded", "plan_fully_sharded"]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """What `--shard parameters` needs to know beside the network."""
+
+    PANEL = "Fully sharded training (--shard parameters)"
+
+    memory: str | None = setting(
+        None,
+        "What parameters, gradients, Adam's states and FSDP2's buffers may take on a GPU, without activations.",
+        metavar="SIZE",
+        show_default="no limit",
+    )
+    gpus_per_host: int = setting(1, "Number of workers (GPUs) in each host.")
+    local_bandwidth: str = setting("100Gbit", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.")
+    gpus_per_card: int = setting(1, "Number of GPUs of a host that share a network card.")
+    micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
+    param_dtype: Precision | None = setting(
+        None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
+    )
+    reduce_dtype: Precision = setting("fp32", "Precision in which gradients are reduced.")
+    host_time: str = setting("0s", "Time that the host needs for one group in a step; measure it if GPUs wait for it.")
+    code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
+
+    def given(self) -> list[str]:
+        """The options that differ from their defaults."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+
+    def sharding(self, workload: Workload) -> Sharding:
+        from legato.fsdp.costs import Hosts
+        from legato.fsdp.table import Sharding
+        from legato.fsdp.units import Precision
+
+        gathered = workload.itemsize if self.param_dtype is None else _ITEMSIZE[self.param_dtype]
+        if self.micro_batches < 1:
+            raise InputError(f"--micro-batches: {self.micro_batches} (expected at least 1)")
+        local_bps = quantity("local-bandwidth", self.local_bandwidth, parse_bandwidth)
+        return Sharding(
+            memory_bytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
+            hosts=Hosts(self.gpus_per_host, local_bps, self.gpus_per_card),
+            micro_batches=self.micro_batches,
+            precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
+            host_s=quantity("host-time", self.host_time, parse_seconds),
+        )
+
+
+def plan_fully_sharded(
+    job: Workload,
+    cluster: Cluster,
+    how: FullySharded,
+    where: str,
+    *,
+    output: Path | None,
+    timeline: Path | None,
+    json: bool,
+) -> None:
+    """Print the table, and write the wrapping that is taken, and its timeline, to files."""
+    from legato.fsdp.table import compare
+
+    found = compare(job, cluster, how.sharding(job))
+    chosen = found.rows[found.answer]
+    if (output is not None or how.code) and chosen.wrapping is None:
+        raise InputError(f"{chosen.name} is the answer: there is nothing to wrap (leave out --output and --code)")
+    if output is not None and chosen.wrapping is not None:
+        files.write(output, chosen.wrapping)
+    if timeline is not None:
+        files.write(timeline, found.timeline(where))
+    if json:
+        print_json([_row(found, k) for k in range(len(found.rows))])
+        return
+    if how.code and chosen.wrapping is not None:
+        say(chosen.wrapping.as_code())
+        note(found.verdict)
+    else:
+        _print(job, where, found)
+        say(found.verdict)
+    for path in (output, timeline):
+        if path is not None:
+            note(f"{chosen.name} -> {path}")
+
+
+def _row(found: Comparison, k: int) -> dict[str, Any]:
+    row = found.rows[k]
+    return {
+        "name": row.name,
+        "iteration_s": row.seconds,
+        "memory_bytes": row.nbytes,
+        "buffers_bytes": row.buffers,
+        "kept_bytes": row.kept,
+        "gap": row.gap,
+        "answer": k == found.answer,
+    }
+
+
+def _print(job: Workload, where: str, found: Comparison) -> None:
+    table = Table(title=f"{job.name} on {where}, parameters sharded", header_style="dim")
+    table.add_column("groups")
+    for head in ("predicted", "over\ncomputing", "memory\non a GPU", "of it\nbuffers", "kept", "above\nbound"):
+        table.add_column(head, justify="right")
+    for k, row in sorted(enumerate(found.rows), key=lambda entry: entry[1].nbytes):
+        table.add_row(
+            row.name,
+            format_seconds(row.seconds),
+            f"{row.seconds / found.compute_s:.3f}",
+            format_bytes(row.nbytes),
+            format_bytes(row.buffers),
+            format_bytes(row.kept) if row.kept else "",
+            "" if row.gap is None else percent(row.gap, signed=True),
+            style="bold green" if k == found.answer else None,
+        )
+    print_table(table)

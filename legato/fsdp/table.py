@@ -1,0 +1,297 @@
+"""Time against memory: the ways to shard a model side by side, and the simplest one that is nearly the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
+from legato.core.files import identity
+from legato.core.text import percent
+from legato.core.timeline import Timeline
+from legato.core.units import format_bytes
+from legato.core.workload import Workload
+from legato.core.wrapping import Sync, Wrapping
+from legato.fsdp.bound import lower_bound
+from legato.fsdp.costs import Costs, Hosts
+from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
+from legato.fsdp.planner import by_unit, every, fastest
+from legato.fsdp.rules import Step, run
+from legato.fsdp.units import Precision, Unit, units_of
+from legato.schedule import schedule
+from legato.simulator.collective import iteration_time
+
+__all__ = ["SAME", "Comparison", "Row", "Sharding", "compare"]
+
+#: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
+SAME = 0.01
+#: More parts of blocks than these are not looked at.
+_MOST_PARTS = 80
+_PARTS = "planned, with blocks divided"
+#: The memory of planned rows, in multiples of what is gathered and reduced when each unit is a group.
+_MULTIPLES = (1.0, 1.5, 2.0)
+#: Bytes of an element of a state of the optimizer, and how many states Adam keeps.
+_STATE, _STATES = 4, 2
+#: Regular groups: of as many units each, with as many of the last ones kept.
+_EVERY, _LAST_KEPT = (1, 2, 3, 4, 6, 8), (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is trained: the memory that it may take on each GPU, the hosts, and what is accumulated.
+
+    `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
+    None is no limit. `host_s` is what the host needs for one group in a step (seconds).
+    """
+
+    memory_bytes: int | None = None
+    hosts: Hosts = field(default_factory=Hosts)
+    micro_batches: int = 1
+    precision: Precision | None = None
+    host_s: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One way to train: its predicted time, and the bytes on each GPU.
+
+    `buffers` are gathered parameters, whole gradients and buffers at their peak, which a wrapping decides, `states`
+    the rest: shards of parameters and of the optimizer's states. `gap` is how far the time is above the bound for that
+    much memory, None where there is no bound. `wrapping` is None for DDP, which wraps nothing.
+    """
+
+    name: str
+    seconds: float
+    buffers: int
+    states: int
+    kept: int
+    gap: float | None
+    wrapping: Wrapping | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffers + self.states
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All rows, the simplest ones first, and which of them is the answer."""
+
+    rows: tuple[Row, ...]
+    answer: int
+    compute_s: float
+    steps: tuple[Timeline | None, ...]
+
+    def timeline(self, where: str) -> Timeline:
+        """The answer's timeline, with that of one group for each block beside it, for a network in words."""
+        chosen, block = self.steps[self.answer], self.steps[0]
+        if chosen is None or block is None:
+            raise InputError(f"{self.rows[self.answer].name} is the answer: no timeline of a wrapping")
+        chosen = msgspec.structs.replace(chosen, network=where)
+        if self.answer == 0:
+            return chosen
+        return msgspec.structs.replace(chosen, baseline=msgspec.structs.replace(block, network=where))
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in one sentence."""
+        chosen, block = self.rows[self.answer], next(row for row in self.rows if row.name == BY_BLOCK)
+        if chosen is block:
+            bound = "" if block.gap is None else f": it is {percent(block.gap)} above the bound for its memory"
+            return f"nothing to gain from other groups than one for each block{bound}"
+        win = block.seconds / chosen.seconds
+        return f"{chosen.name}: {win:.3f}x as fast as one group for each block, in {format_bytes(chosen.nbytes)}"
+
+
+BY_BLOCK = "by block"
+
+
+def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Comparison:
+    """Time against memory for each way to shard a workload on a cluster.
+
+    Raises `InputError` where the memory is too small for every row, and what `units_of` and `Costs.of` raise.
+    """
+    return _Table(workload, cluster, sharding).compare()
+
+
+class _Table:
+    def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
+        self.workload, self.cluster, self.sharding = workload, cluster, sharding
+        self.precision = sharding.precision or Precision(4, workload.itemsize, 4)
+        self.costs = Costs.of(cluster, sharding.hosts, host_s=sharding.host_s)
+        self.optimizer_s = math.fsum(workload.ops[op].duration_s for op in workload.phase_ops("optimizer"))
+        self.units = self._units()
+        self.elements = sum(unit.gathered for unit in self.units) // self.precision.gathered
+        node = sharding.hosts.gpus if 1 < sharding.hosts.gpus < self.costs.ranks else None
+        self.chain = Chain(self.units, self.costs, self.precision, node)
+        self.finer: Chain | None = None
+        self.steps: dict[str, Timeline] = {}
+
+    def _units(self, level: int = 1) -> list[Unit]:
+        units = units_of(self.workload, self.costs.ranks, self.precision, level=level)
+        if not any(unit.trained for unit in units):
+            raise InputError(f"{self.workload.name}: no module is trained (expected parameters with gradients)")
+        return units
+
+    def compare(self) -> Comparison:
+        rows = [*self._plain(), *self._hybrid()]
+        for row in self._planned():
+            if not any(_same(row, other) for other in rows):
+                rows.append(row)
+        most = self.sharding.memory_bytes
+        fitting = [k for k, row in enumerate(rows) if most is None or row.nbytes <= most]
+        if not fitting:
+            least = min(rows, key=lambda row: row.nbytes)
+            raise InputError(
+                f"memory: {format_bytes(most or 0)} (expected at least {format_bytes(least.nbytes)}, for {least.name})"
+            )
+        best = min(rows[k].seconds for k in fitting)
+        answer = next(k for k in fitting if rows[k].seconds <= best * (1 + SAME))
+        steps = tuple(self.steps.get(row.name) for row in rows)
+        return Comparison(tuple(rows), answer, self.workload.compute_s + self._more_s(), steps)
+
+    def _plain(self) -> Iterator[Row]:
+        """What people do without a plan, the simplest first."""
+        yield self._row(BY_BLOCK, self.chain.wrapping(by_unit(self.chain), BY_BLOCK))
+        if self.chain.node is not None:
+            name = f"{BY_BLOCK}, resharded to its host"
+            yield self._row(name, self.chain.wrapping(by_unit(self.chain, NODE), name))
+        name = "everything kept (ZeRO-2)"
+        yield self._row(name, self.chain.wrapping(by_unit(self.chain, KEEP), name))
+        if self.sharding.micro_batches > 1:
+            for name, sync in _ACCUMULATING:
+                kept = by_unit(self.chain, KEEP if sync == "gathered-once" else RESHARD)
+                yield self._row(name, self.chain.wrapping(kept, name), sync=sync)
+        yield self._row("one group", self.chain.wrapping(Layout((0,), (KEEP,)), "one group"))
+        yield self._ddp()
+
+    def _hybrid(self) -> Iterator[Row]:
+        """HSDP: sharded over one host, or a few, and replicated."""
+        hosts = self.sharding.hosts.gpus
+        if hosts < 2 or hosts >= self.cluster.workers:
+            return
+        splits = [ranks for ranks in range(hosts, self.cluster.workers, hosts) if self.cluster.workers % ranks == 0]
+        for ranks in splits[:3]:
+            replicas = self.cluster.workers // ranks
+            name = f"{BY_BLOCK}, {replicas} replicas (HSDP)"
+            wrapping = msgspec.structs.replace(self.chain.wrapping(by_unit(self.chain), name), replicas=replicas)
+            yield self._row(name, wrapping, sync="all-reduce-last" if self.sharding.micro_batches > 1 else "each")
+
+    def _planned(self) -> Iterator[Row]:
+        """Within several memories, the fastest regular groups, or the fastest of all if these are clearly faster."""
+        limits = self._limits()
+        regular = [*_regular(self.chain)]
+        seconds, nbytes = evaluate(self.chain, regular)
+        for limit, free, parts in zip(limits, fastest(self.chain, limits), self._parts(limits), strict=True):
+            fitting = [k for k in range(len(regular)) if nbytes[k] <= limit]
+            simple = regular[min(fitting, key=lambda k: (seconds[k], nbytes[k]))] if fitting else None
+            found = [(self.chain, layout) for layout in (simple, free) if layout is not None]
+            if parts is not None:
+                assert self.finer is not None
+                found.append((self.finer, parts))
+            if not found:
+                continue
+            times = [float(evaluate(chain, [layout])[0][0]) for chain, layout in found]
+            k = next(k for k, time in enumerate(times) if time <= min(times) * (1 + SAME))
+            chain, layout = found[k]
+            what = _described(chain, layout) if layout is simple else _PARTS if chain is self.finer else "planned"
+            name = f"{what}, up to {format_bytes(limit)} of buffers"
+            yield self._row(name, chain.wrapping(layout, name), units=chain.units)
+
+    def _limits(self) -> list[float]:
+        block = float(evaluate(self.chain, [by_unit(self.chain)])[1][0])
+        limits = [block * multiple for multiple in _MULTIPLES]
+        if self.sharding.memory_bytes is not None:
+            most = self.sharding.memory_bytes - self._states(self.costs.ranks)
+            limits = [limit for limit in limits if limit < most]
+            limits += [float(most)] * (most > 0)
+        return limits
+
+    def _parts(self, limits: Sequence[float]) -> list[Layout | None]:
+        """The fastest groups of parts of blocks, if there are few enough parts to look at."""
+        finer = self._units(level=2)
+        if not len(self.units) < len(finer) <= _MOST_PARTS:
+            return [None] * len(limits)
+        self.finer = Chain(finer, self.costs, self.precision, self.chain.node)
+        return fastest(self.finer, limits)
+
+    def _row(self, name: str, wrapping: Wrapping, *, sync: Sync = "each", units: Sequence[Unit] | None = None) -> Row:
+        wrapping = msgspec.structs.replace(
+            wrapping, micro_batches=self.sharding.micro_batches, sync=sync, workload_id=identity(self.workload)
+        )
+        costs, units = self.costs, units or self.units
+        if wrapping.replicas > 1:
+            costs = Costs.of(self.cluster, self.sharding.hosts, replicas=wrapping.replicas, host_s=self.sharding.host_s)
+            units = units_of(self.workload, costs.ranks, self.precision)
+        step: Step = run(units, wrapping, costs, self.precision)
+        self.steps[name] = step.timeline(units, wrapping)
+        gap = None
+        if wrapping.replicas == wrapping.micro_batches == 1:
+            bound_s = lower_bound(units, costs, self.precision, step.peak_nbytes, node=self.chain.node).seconds
+            gap = step.seconds / bound_s - 1
+        kept = sum(unit.gathered for unit in units if unit.path in _kept(wrapping))
+        seconds = step.seconds + self.optimizer_s / costs.ranks
+        return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, gap, wrapping)
+
+    def _states(self, ranks: int) -> int:
+        """The bytes of the shards of the parameters and of the optimizer's states."""
+        trained = sum(unit.gradients for unit in self.units) // self.precision.gathered
+        return (self.elements * self.precision.stored + trained * _STATE * _STATES) // ranks
+
+    def _more_s(self) -> float:
+        """The passes of all micro-batches but one."""
+        return (self.sharding.micro_batches - 1) * (self.workload.compute_s - self.optimizer_s)
+
+    def _ddp(self) -> Row:
+        """Under DDP, parameters are stored whole, and gradients are reduced in the same precision as FSDP2's."""
+        both = LinearCost(2 * self.costs.gather.alpha_s, 2 * self.costs.gather.beta_s_per_byte)
+        cluster = Cluster(self.cluster.workers, {"ring": both}) if self.sharding.hosts.gpus > 1 else self.cluster
+        times, itemsize = self.precision.reduced, self.workload.itemsize
+        workload = msgspec.structs.replace(
+            self.workload,
+            tensors=tuple(
+                msgspec.structs.replace(tensor, nbytes=max(tensor.nbytes * times // itemsize, 1))
+                for tensor in self.workload.tensors
+            ),
+        )
+        seconds = iteration_time(workload, schedule("ddp", workload, cluster), cluster) + self._more_s()
+        return Row("DDP", seconds, workload.nbytes, self._states(1), 0, None, None)
+
+
+#: Ways to accumulate gradients over micro-batches that need more memory and send less.
+_ACCUMULATING: Sequence[tuple[str, Sync]] = (
+    (f"{BY_BLOCK}, gradients reduced in the last micro-batch", "last"),
+    ("everything kept, gathered once a step (ZeRO-1)", "gathered-once"),
+)
+
+
+def _same(row: Row, other: Row) -> bool:
+    """Whether two rows wrap the model in the same way."""
+    if row.wrapping is None or other.wrapping is None:
+        return False
+    return msgspec.structs.replace(row.wrapping, name="") == msgspec.structs.replace(other.wrapping, name="")
+
+
+def _kept(wrapping: Wrapping) -> set[str]:
+    return {path for group in wrapping.groups if group.reshard is False for path in group.modules}
+
+
+def _regular(chain: Chain) -> Iterator[Layout]:
+    """Groups that one line describes."""
+    for count in _EVERY:
+        for state in (RESHARD,) if chain.node is None else (RESHARD, NODE):
+            for kept in _LAST_KEPT:
+                for depth in (0, 2, 3):
+                    yield every(chain, count, state, kept)._replace(forward=depth, backward=depth)
+
+
+def _described(chain: Chain, layout: Layout) -> str:
+    count = len(chain.starts[: chain.starts.index(layout.begins[1])]) if len(layout.begins) > 1 else len(chain.starts)
+    size = "a block" if count == 1 else f"{count} blocks"
+    node = ", resharded to its host" if NODE in layout.states else ""
+    kept = layout.states.count(KEEP)
+    last = "" if kept < 2 else f", the last {kept} kept"
+    ahead = f", {layout.forward} gathered ahead" if layout.forward else ""
+    return f"{size} a group{node}{last}{ahead}"
