@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from legato.core import __version__
 from legato.core.cluster import Cluster, Contention, LinearCost
@@ -27,11 +27,13 @@ from legato.core.files import identity, read, write
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
+from legato.core.wrapping import Group, Wrapping
 
 if TYPE_CHECKING:  # what `__getattr__` loads, and types
     from typing import Unpack
 
     from legato.auto import distribute
+    from legato.fsdp.table import ShardingOptions
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
     from legato.pytorch.runtime.checkpoint import OptimizerState
     from legato.schedule import PlanOptions
@@ -45,6 +47,7 @@ __all__ = [
     "Contention",
     "FileError",
     "GradScaler",
+    "Group",
     "InputError",
     "LegatoError",
     "LinearCost",
@@ -59,6 +62,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "Workload",
+    "Wrapping",
     "__version__",
     "attachment",
     "calibrate",
@@ -91,13 +95,27 @@ _LAZY = {
 }
 
 
-def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Unpack[PlanOptions]) -> Plan:
+@overload
+def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Unpack[PlanOptions]) -> Plan: ...
+@overload
+def plan(
+    workload: Workload, cluster: Cluster, *, shard: Literal["parameters"], **options: Unpack[ShardingOptions]
+) -> Wrapping: ...
+def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Any) -> Plan | Wrapping:
     """Plan the gradient transfers of a workload on a cluster.
 
     `scheduler` is a name from `legato.schedule.SCHEDULERS` (the published algorithms and `"legato"`), or from
     `SERVER_SCHEDULERS` for a cluster with parameter servers; `options` are the scheduler's own keyword arguments.
     Raises `InputError` on an unknown scheduler or option, and what the scheduler raises.
+
+    With `shard="parameters"`, the plan is a `Wrapping` for FSDP2: the simplest way to shard the model that is predicted
+    to be within 1% of the fastest. Its options are the fields of `legato.fsdp.table.Sharding`: `memory_bytes`,
+    `gpus_per_host`, `micro_batches` and others. `legato.fsdp.table.compare` has the whole table.
     """
+    if options.get("shard") == "parameters":
+        from legato.fsdp.table import plan_wrapping
+
+        return plan_wrapping(workload, cluster, scheduler, **options)
     from legato.schedule import schedule
 
     return schedule(scheduler, workload, cluster, **options)

@@ -54,17 +54,15 @@ class FullySharded:
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
     def sharding(self, workload: Workload) -> Sharding:
-        from legato.fsdp.costs import Hosts
         from legato.fsdp.table import Sharding
         from legato.fsdp.units import Precision
 
         gathered = workload.itemsize if self.param_dtype is None else _ITEMSIZE[self.param_dtype]
-        if self.micro_batches < 1:
-            raise InputError(f"--micro-batches: {self.micro_batches} (expected at least 1)")
-        local_bps = quantity("local-bandwidth", self.local_bandwidth, parse_bandwidth)
         return Sharding(
             memory_bytes=None if self.memory is None else quantity("memory", self.memory, parse_bytes),
-            hosts=Hosts(self.gpus_per_host, local_bps, self.gpus_per_card),
+            gpus_per_host=self.gpus_per_host,
+            gpus_per_card=self.gpus_per_card,
+            local_bandwidth_bps=quantity("local-bandwidth", self.local_bandwidth, parse_bandwidth),
             micro_batches=self.micro_batches,
             precision=Precision(4, gathered, _ITEMSIZE[self.reduce_dtype]),
             host_s=quantity("host-time", self.host_time, parse_seconds),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import msgspec
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.errors import InputError
+from legato.core.errors import InputError, unknown_name
 from legato.core.files import identity
 from legato.core.text import percent
 from legato.core.timeline import Timeline
@@ -25,7 +26,7 @@ from legato.fsdp.units import Precision, Unit, units_of
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
 
-__all__ = ["SAME", "Comparison", "Row", "Sharding", "compare"]
+__all__ = ["SAME", "Comparison", "Row", "Sharding", "ShardingOptions", "compare", "plan_wrapping"]
 
 #: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
 SAME = 0.01
@@ -36,23 +37,54 @@ _PARTS = "planned, with blocks divided"
 _MULTIPLES = (1.0, 1.5, 2.0)
 #: Bytes of an element of a state of the optimizer, and how many states Adam keeps.
 _STATE, _STATES = 4, 2
+#: Each micro-batch is simulated.
+_MOST_MICRO_BATCHES = 256
 #: Regular groups: of as many units each, with as many of the last ones kept.
 _EVERY, _LAST_KEPT = (1, 2, 3, 4, 6, 8), (1, 2, 3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sharding:
     """How a model is trained: the memory that it may take on each GPU, the hosts, and what is accumulated.
 
     `memory_bytes` is for parameters, gradients, two states of the optimizer and FSDP2's buffers, without activations;
-    None is no limit. `host_s` is what the host needs for one group in a step (seconds).
+    None is no limit. Of the `gpus_per_host`, `gpus_per_card` share a network card, and links between them have
+    `local_bandwidth_bps` bits per second. `precision` is by default the workload's, with float32 parameters and
+    reductions. `host_s` is what the host needs for one group in a step (seconds). Raises `InputError` on numbers out
+    of range.
     """
 
     memory_bytes: int | None = None
-    hosts: Hosts = field(default_factory=Hosts)
+    gpus_per_host: int = 1
+    gpus_per_card: int = 1
+    local_bandwidth_bps: float = 100e9
     micro_batches: int = 1
     precision: Precision | None = None
     host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise InputError(f"memory_bytes: {self.memory_bytes} (expected at least 1)")
+        if not 1 <= self.micro_batches <= _MOST_MICRO_BATCHES:
+            raise InputError(f"micro_batches: {self.micro_batches} (expected 1 to {_MOST_MICRO_BATCHES})")
+        if not 0 <= self.host_s < math.inf:
+            raise InputError(f"host_s: {self.host_s} (expected finite seconds, at least 0)")
+
+    @property
+    def hosts(self) -> Hosts:
+        return Hosts(self.gpus_per_host, self.local_bandwidth_bps, self.gpus_per_card)
+
+
+class ShardingOptions(TypedDict, total=False):
+    """The fields of `Sharding`, for type checkers."""
+
+    memory_bytes: int | None
+    gpus_per_host: int
+    gpus_per_card: int
+    local_bandwidth_bps: float
+    micro_batches: int
+    precision: Precision | None
+    host_s: float
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -95,6 +127,12 @@ class Comparison(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(chosen, baseline=msgspec.structs.replace(block, network=where))
 
     @property
+    def wrapping(self) -> Wrapping:
+        """The answer's, or if that is DDP the one of the fastest row that wraps anything."""
+        wrapped = [row.wrapping for row in sorted(self.rows, key=lambda row: row.seconds) if row.wrapping is not None]
+        return self.rows[self.answer].wrapping or wrapped[0]
+
+    @property
     def verdict(self) -> str:
         """What to do, in one sentence."""
         chosen, block = self.rows[self.answer], next(row for row in self.rows if row.name == BY_BLOCK)
@@ -114,6 +152,17 @@ def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Compari
     Raises `InputError` where the memory is too small for every row, and what `units_of` and `Costs.of` raise.
     """
     return _Table(workload, cluster, sharding).compare()
+
+
+def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **options: Any) -> Wrapping:
+    """`legato.plan(..., shard="parameters")`. Raises `InputError` on an unknown option, and what `compare` raises."""
+    options.pop("shard")
+    if scheduler != "legato":
+        raise InputError(f"scheduler: {scheduler!r} with shard 'parameters' (expected none: FSDP2 fixes the order)")
+    for name in options:
+        if name not in ShardingOptions.__annotations__:
+            raise unknown_name("option", name, ShardingOptions.__annotations__)
+    return compare(workload, cluster, Sharding(**options)).wrapping
 
 
 class _Table:
