@@ -13,8 +13,7 @@ from legato.cli.output import note, print_json, print_table, say
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.text import percent
-from legato.core.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.units import parse_bandwidth, parse_bytes, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,6 +46,9 @@ class FullySharded:
     )
     reduce_dtype: Precision = setting("fp32", "Precision in which gradients are reduced.")
     host_time: str = setting("0s", "Time that the host needs for one group in a step; measure it if GPUs wait for it.")
+    report: Path | None = setting(
+        None, "Write a page with time over memory, and what a rank does, to this file.", metavar="R.html"
+    )
     code: bool = setting(False, "Print the lines of torch that wrap the model as the row that is taken.", "--code")
 
     def given(self) -> list[str]:
@@ -81,6 +83,8 @@ def plan_fully_sharded(
 ) -> None:
     """Print the table, and write the wrapping that is taken, and its timeline, to files."""
     from legato.fsdp.table import compare
+    from legato.report.html import write_report
+    from legato.report.model import Report
 
     found = compare(job, cluster, how.sharding(job))
     chosen = found.rows[found.answer]
@@ -90,6 +94,8 @@ def plan_fully_sharded(
         files.write(output, chosen.wrapping)
     if timeline is not None:
         files.write(timeline, found.timeline(where))
+    if how.report is not None:
+        write_report(how.report, Report((found.report(job.name, where),)))
     if json:
         print_json([_row(found, k) for k in range(len(found.rows))])
         return
@@ -97,9 +103,9 @@ def plan_fully_sharded(
         say(chosen.wrapping.as_code())
         note(found.verdict)
     else:
-        _print(job, where, found)
+        _print(f"{job.name} on {where}, parameters sharded", found)
         say(found.verdict)
-    for path in (output, timeline):
+    for path in (output, timeline, how.report):
         if path is not None:
             note(f"{chosen.name} -> {path}")
 
@@ -117,20 +123,12 @@ def _row(found: Comparison, k: int) -> dict[str, Any]:
     }
 
 
-def _print(job: Workload, where: str, found: Comparison) -> None:
-    table = Table(title=f"{job.name} on {where}, parameters sharded", header_style="dim")
-    table.add_column("groups")
-    for head in ("predicted", "over\ncomputing", "memory\non a GPU", "of it\nbuffers", "kept", "above\nbound"):
-        table.add_column(head, justify="right")
-    for k, row in sorted(enumerate(found.rows), key=lambda entry: entry[1].nbytes):
-        table.add_row(
-            row.name,
-            format_seconds(row.seconds),
-            f"{row.seconds / found.compute_s:.3f}",
-            format_bytes(row.nbytes),
-            format_bytes(row.buffers),
-            format_bytes(row.kept) if row.kept else "",
-            "" if row.gap is None else percent(row.gap, signed=True),
-            style="bold green" if k == found.answer else None,
-        )
+def _print(title: str, found: Comparison) -> None:
+    shown = found.table(title)
+    table = Table(title=shown.title, header_style="dim")
+    for k, head in enumerate(shown.heads):
+        table.add_column(head, justify="right" if k else "left")
+    answer = found.by_memory.index(found.rows[found.answer])
+    for k, cells in enumerate(shown.rows):
+        table.add_row(*cells, style="bold green" if k == answer else None)
     print_table(table)

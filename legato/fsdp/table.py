@@ -14,7 +14,7 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.files import identity
 from legato.core.text import percent
 from legato.core.timeline import Timeline
-from legato.core.units import format_bytes
+from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
 from legato.core.wrapping import Sync, Wrapping
 from legato.fsdp.bound import lower_bound
@@ -23,6 +23,7 @@ from legato.fsdp.many import KEEP, NODE, RESHARD, Chain, Layout, evaluate
 from legato.fsdp.planner import by_unit, every, fastest
 from legato.fsdp.rules import Step, run
 from legato.fsdp.units import Precision, Unit, units_of
+from legato.report.model import MemoryPoint, ModelReport, TextTable
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
 
@@ -30,6 +31,8 @@ __all__ = ["SAME", "Comparison", "Row", "Sharding", "ShardingOptions", "compare"
 
 #: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
 SAME = 0.01
+#: A relative difference of times that nobody measures.
+_ROUNDING = 1e-3
 #: More parts of blocks than these are not looked at.
 _MOST_PARTS = 80
 _PARTS = "planned, with blocks divided"
@@ -91,8 +94,8 @@ class Row(msgspec.Struct, frozen=True):
     """One way to train: its predicted time, and the bytes on each GPU.
 
     `buffers` are gathered parameters, whole gradients and buffers at their peak, which a wrapping decides, `states`
-    the rest: shards of parameters and of the optimizer's states. `gap` is how far the time is above the bound for that
-    much memory, None where there is no bound. `wrapping` is None for DDP, which wraps nothing.
+    the rest: shards of parameters and of the optimizer's states. No groups of modules take less than `bound_s` in that
+    much memory; None where there is no bound. `wrapping` is None for DDP, which wraps nothing.
     """
 
     name: str
@@ -100,12 +103,17 @@ class Row(msgspec.Struct, frozen=True):
     buffers: int
     states: int
     kept: int
-    gap: float | None
+    bound_s: float | None
     wrapping: Wrapping | None
 
     @property
     def nbytes(self) -> int:
         return self.buffers + self.states
+
+    @property
+    def gap(self) -> float | None:
+        """How far the time is above the bound, as a part of it."""
+        return self.seconds / self.bound_s - 1 if self.bound_s else None
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -115,6 +123,38 @@ class Comparison(msgspec.Struct, frozen=True):
     answer: int
     compute_s: float
     steps: tuple[Timeline | None, ...]
+
+    def table(self, title: str) -> TextTable:
+        """The rows by memory, in words."""
+        heads = ("groups", "predicted", "over computing", "memory", "of it buffers", "kept", "above bound")
+        rows = (
+            (
+                row.name,
+                format_seconds(row.seconds),
+                f"{row.seconds / self.compute_s:.3f}",
+                format_bytes(row.nbytes),
+                format_bytes(row.buffers),
+                format_bytes(row.kept) if row.kept else "",
+                "" if row.gap is None else percent(row.gap, signed=True),
+            )
+            for row in self.by_memory
+        )
+        return TextTable(title, heads, tuple(rows))
+
+    @property
+    def by_memory(self) -> list[Row]:
+        return sorted(self.rows, key=lambda row: row.nbytes)
+
+    def report(self, job: str, where: str) -> ModelReport:
+        """A page: the curve of time over memory, the table, and what one rank does."""
+        points = tuple(
+            MemoryPoint(row.name, row.nbytes, row.seconds, row.bound_s, row is self.rows[self.answer])
+            for row in self.by_memory
+        )
+        drawn = () if self.steps[self.answer] is None else (self.timeline(where),)
+        several = tuple(one for timeline in drawn for one in (timeline.baseline, timeline) if one is not None)
+        told = (f"{self.verdict}. Predicted for {where}.", self.table(f"Ways to shard {job}"))
+        return ModelReport(job, timelines=several, told=told, points=points)
 
     def timeline(self, where: str) -> Timeline:
         """The answer's timeline, with that of one group for each block beside it, for a network in words."""
@@ -187,7 +227,7 @@ class _Table:
     def compare(self) -> Comparison:
         rows = [*self._plain(), *self._hybrid()]
         for row in self._planned():
-            if not any(_same(row, other) for other in rows):
+            if not any(_as_good(other, row) for other in rows):
                 rows.append(row)
         most = self.sharding.memory_bytes
         fitting = [k for k, row in enumerate(rows) if most is None or row.nbytes <= most]
@@ -276,13 +316,13 @@ class _Table:
             units = units_of(self.workload, costs.ranks, self.precision)
         step: Step = run(units, wrapping, costs, self.precision)
         self.steps[name] = step.timeline(units, wrapping)
-        gap = None
+        bound_s = None
         if wrapping.replicas == wrapping.micro_batches == 1:
             bound_s = lower_bound(units, costs, self.precision, step.peak_nbytes, node=self.chain.node).seconds
-            gap = step.seconds / bound_s - 1
+            bound_s += self.optimizer_s / costs.ranks
         kept = sum(unit.gathered for unit in units if unit.path in _kept(wrapping))
         seconds = step.seconds + self.optimizer_s / costs.ranks
-        return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, gap, wrapping)
+        return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, bound_s, wrapping)
 
     def _states(self, ranks: int) -> int:
         """The bytes of the shards of the parameters and of the optimizer's states."""
@@ -316,11 +356,9 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
 )
 
 
-def _same(row: Row, other: Row) -> bool:
-    """Whether two rows wrap the model in the same way."""
-    if row.wrapping is None or other.wrapping is None:
-        return False
-    return msgspec.structs.replace(row.wrapping, name="") == msgspec.structs.replace(other.wrapping, name="")
+def _as_good(row: Row, other: Row) -> bool:
+    """Whether a row makes another one needless: as fast, but for a rounding error, in as little memory."""
+    return row.seconds <= other.seconds * (1 + _ROUNDING) and row.nbytes <= other.nbytes
 
 
 def _kept(wrapping: Wrapping) -> set[str]:

@@ -17,7 +17,7 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "are_jobs", "save"]
+__all__ = ["MemoryPoint", "ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "are_jobs", "save"]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -96,6 +96,16 @@ class TextTable(msgspec.Struct, frozen=True):
     rows: tuple[tuple[str, ...], ...]
 
 
+class MemoryPoint(msgspec.Struct, frozen=True):
+    """A way to train that takes `seconds` and `nbytes` on each GPU; none takes less than `bound_s` in that memory."""
+
+    name: str
+    nbytes: int
+    seconds: float
+    bound_s: float | None
+    chosen: bool
+
+
 class ModelReport(msgspec.Struct, frozen=True):
     """Everything known about one workload; the page leaves out what is missing.
 
@@ -105,7 +115,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     `advice` is one plain sentence. `told` is what a command has said, in tables and
     lines, and `asides` what it said beside; the page then says nothing of its own
     about which plan is best. `computation` says what the times of the workload's ops
-    include besides computation. `plans` say which tensors are in the messages
+    include besides computation. With `points`, the page
+    draws time over memory, and timelines begin with the forward pass. `plans` say which tensors are in the messages
     of the timeline that has the plan's scheduler as its name.
     """
 
@@ -120,6 +131,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     told: tuple[TextTable | str, ...] = ()
     asides: tuple[str, ...] = ()
     computation: str = ""
+    points: tuple[MemoryPoint, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.workload or self.rows or self.timelines or self.measured or self.told):

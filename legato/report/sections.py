@@ -12,6 +12,7 @@ from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
 from legato.report.idle import drawn_worker, idle_costs, idle_sentence
+from legato.report.memory import draw_memory
 from legato.report.model import ModelReport, are_jobs
 from legato.report.schedulers import Entry, bound_sentence, entries, headline, scheduler_table
 from legato.report.tables import bar_percent, heads, table_cell
@@ -43,12 +44,16 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "doubts": model.measured.doubts if model.measured else (),
         "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
+        "points": "",
         "worker_note": "",
-        "waits": _waits(waiting, model.plans, single),
+        "waits": _waits(waiting, model.plans, single, of_tensors=not model.points),
         "single": any(timeline.source == "measured" for timeline in model.timelines),
         "workload": _workload(model.workload, model, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,
     }
+    if model.points:
+        part["points"] = f"points-{number}"
+        figures[part["points"]] = draw_memory(model.points)
     if model.timelines:
         part["timelines"] = f"timelines-{number}"
         figures[part["timelines"]] = draw_timelines(model.timelines, single)
@@ -88,7 +93,9 @@ def _facts(model: ModelReport) -> str:
     return " · ".join(facts)
 
 
-def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int]) -> list[dict[str, Any]]:
+def _waits(
+    timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collection[int], *, of_tensors: bool
+) -> list[dict[str, Any]]:
     """For each timeline the tensors or messages that computation waits for longest, with bars of one scale."""
     found = [(t, *idle_costs(t, plans)) for t in timelines]
     largest = max((w.seconds for _, ws, _ in found for w in ws), default=0.0)
@@ -112,7 +119,7 @@ def _waits(timelines: Sequence[Timeline], plans: Sequence[Plan], single: Collect
                 "name": timeline.name,
                 "source": timeline.source_in_words,
                 "summary": summary if every else "never idle",
-                "sentence": idle_sentence(every, tensors),
+                "sentence": idle_sentence(every, tensors and of_tensors),
                 "lines": lines,
                 "rest": f"and {format_seconds(sum(w.seconds for w in rest))} for {count(len(rest), 'other')}"
                 if rest

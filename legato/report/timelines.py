@@ -31,6 +31,12 @@ _PITCH = 3.4  # height of a timeline in the same unit
 _LANE = 0.88
 
 
+def _begins_with(timelines: Sequence[Timeline]) -> str:
+    """The pass with which an iteration begins: the forward pass, where parameters are gathered for it."""
+    spans = [span for timeline in timelines for span in timeline.spans if span.kind in ("forward", "backward")]
+    return min(spans, key=lambda span: span.start_s).kind if spans else "backward"
+
+
 def draw_timelines(timelines: Sequence[Timeline], single: Collection[int] = ()) -> dict[str, Any]:
     """The figure of a workload's timelines: {"data", "layout"} for plotly, and "spans" for the page's search.
 
@@ -182,7 +188,7 @@ def _layout(
         text = f"<b>{label(timeline.name, 24)}</b>  <span style='font-size:12px'>{facts}</span>"
         notes.append(_note(text, 0, "left", -i * _PITCH - 0.62, 15, "@ink"))
     margin = (longest - first) * 0.012 or 1
-    since = "" if are_jobs(timelines) else " since the start of the backward pass"
+    since = "" if are_jobs(timelines) else f" since the start of the {_begins_with(timelines)} pass"
     return layout(
         barmode="overlay",
         bargap=0,
