@@ -23,7 +23,7 @@ Shard = Literal["none", "optimizer", "gradients"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
 
 #: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
-#: to simulate. Real plans have hundreds; only slices of 4 MiB of a model of 4 TB are so many.
+#: to simulate. Real plans have hundreds; only a model of 4 TB in slices of 4 MiB has a million.
 MOST_CHUNKS = 1_000_000
 #: Every byte is aggregated by exactly one message of these kinds.
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")

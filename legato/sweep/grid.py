@@ -29,7 +29,7 @@ Fidelity = Literal["collective", "flow"]
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
 _FIELDS = [axis.field for axis in NETWORK]
-#: The axes by how fast they change, the slowest first: as in the table, from behind, but for the number of servers.
+#: The axes by how fast they change, the slowest first: the reverse of the table, except the number of servers.
 _SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
 _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 

@@ -47,7 +47,7 @@ class _Recorded(fx.Interpreter):
         try:
             return self.run(*values)  # type: ignore[no-any-return]
         finally:
-            self.env.clear()  # else autograd would copy the gradients: somebody else has them
+            self.env.clear()  # else autograd would copy the gradients, as another object holds them
 
     def run_node(self, n: fx.Node) -> Any:
         one_by_one.node = f"{self._prefix}/{n.name}"

@@ -8,8 +8,8 @@ alone have been measured by `calibrate`. The processor time that a message costs
 what the process needs above that of computation alone, which other work on the
 machine hardly changes. How much of it was lost to computation, and not spent by a
 processor that had nothing else to do, is one number for all sizes: the median of
-(seconds longer / processor seconds for messages). Small messages tell of the costs
-per message, large ones of those per byte.
+(seconds longer / processor seconds for messages). Small messages show the costs
+per message, large ones those per byte.
 """
 
 from __future__ import annotations

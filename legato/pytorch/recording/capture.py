@@ -306,8 +306,8 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
     measured = dict.fromkeys(fastest, 0.0)
     for op in ops:
         measured[op.phase] += op.duration_s
-    whole = sum(fastest[phase] for phase in fastest if measured[phase])
-    fit = min(map(sum, untraced)) / whole
+    sum_s = sum(fastest[phase] for phase in fastest if measured[phase])
+    fit = min(map(sum, untraced)) / sum_s
     factor = {phase: fit * fastest[phase] / measured[phase] for phase in fastest if measured[phase]}
     return [Op(op.name, op.phase, op.duration_s * factor.get(op.phase, 1.0), op.deps) for op in ops]
 

@@ -89,7 +89,7 @@ NEVER = np.iinfo(np.int64).max
 _MOST_NEEDS = 2**30
 #: The same for the sets of all forward ops, before it is known which are different: 512 MiB.
 _MOST_BITS = 2**32
-#: Up to so many bits, TIC counts them.
+#: Up to this number of bits, TIC counts them.
 _FEW_BITS = 2**26
 #: Sets that are unpacked at once, and transfers that are looked up one by one.
 _ROWS = 64
