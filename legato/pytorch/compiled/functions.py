@@ -178,7 +178,7 @@ def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """A module with a graph of its own, for compilation may change one."""
+    """A module with a graph of its own, because compilation may change one."""
     copied = copy.copy(module)
     copied.graph = copy.deepcopy(module.graph)
     return copied

@@ -36,7 +36,7 @@ SIZES = (2**16, 2**20, 2**22, 2**24)
 _LONG_S = 0.4
 #: The computation is repeated until it takes at least this long.
 _LEAST_S = 0.01
-#: So many messages of a size should arrive while the worker computes.
+#: The number of messages of a size that should arrive while the worker computes.
 _ARRIVALS = 4
 #: Repetitions of each size, in turns.
 _REPEATS = 4
