@@ -31,7 +31,7 @@ from legato.testbed.hosts import Hosts
 
 SIZES = tuple(4096 * 8**k for k in range(5))  # 4 KiB to 16 MiB
 NAMES = ("shuffle", "ring", "halving-doubling")
-LARGE, FEW = 4 * 2**20, 3  # above so many bytes, a third of the rounds
+LARGE, FEW = 4 * 2**20, 3  # above this size, a third of the rounds
 
 
 def ways(depths: list[int]) -> list[tuple[str | None, int]]:
@@ -69,7 +69,7 @@ def run_rank(depths: list[int], rounds: int, least: bool) -> None:
 
 
 def launch(ranks: int, bandwidth_bps: float | None, arguments: list[str]) -> dict[int, list[float]]:
-    """Measure between so many processes."""
+    """Measure between this number of processes."""
     command = [sys.executable, __file__, "--rank", *arguments]
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"}
     if bandwidth_bps is None:

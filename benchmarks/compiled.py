@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--backends", default="aot_eager,inductor")
     parser.add_argument("--models", default="resnet-50,gpt2-small,bert,towers")
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--order", type=int, metavar="ITERATIONS", help="train in caramel's order so many times")
+    parser.add_argument("--order", type=int, metavar="ITERATIONS", help="how long to train in caramel's order")
     chosen = parser.parse_args()
     for backend in chosen.backends.split(","):
         for model in chosen.models.split(","):

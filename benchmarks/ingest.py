@@ -2,7 +2,7 @@
 
     python benchmarks/ingest.py 250 500 1000 2000
 
-writes traces of so many MB (kernels, launches, operators with shapes, flows, as
+writes traces of these sizes in MB (kernels, launches, operators with shapes, flows, as
 torch.profiler does), imports each in a process of its own, and prints the
 seconds and the peak memory. Every trace has steps of the same size, so that the
 memory must not grow. With `--gzip` they are compressed; with `--whole` the

@@ -126,7 +126,7 @@ def decoder(tensors: int, seed: int = 0) -> Workload:
 
 
 def preemptive_optimum(tensors: int) -> Callable[[], object]:
-    """PACE's scheduling problem (section IV) for so many tensors, each released at a moment of its own."""
+    """PACE's scheduling problem (section IV) for this number of tensors, each released at a moment of its own."""
     draw = random.Random(0)
     release, processing, tail = ([draw.random() * scale for _ in range(tensors)] for scale in (1.0, 2 / tensors, 1.0))
     return lambda: jackson(release, processing, tail)

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--schedulers", default="ddp,merge-optimal,legato")
     parser.add_argument("--matrix", action="store_true", help="all of them, instead of the five above")
     parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after this time")
     parser.add_argument("-o", "--output", type=Path, default=Path("rehearsal.json"))
     chosen = parser.parse_args()
     runs = json.loads(chosen.output.read_text()) if chosen.output.exists() else []

@@ -55,8 +55,8 @@ def cell(job: Workload, cluster: Cluster) -> dict[str, Any]:
         start = time.perf_counter()
         plan = schedule(name, job, cluster)
         if name == "legato":
-            of = kind_of(plan, job)
-            bound = lower_bound(job, cluster, **of._asdict()).seconds
+            kind = kind_of(plan, job)
+            bound = lower_bound(job, cluster, **kind._asdict()).seconds
             took = iteration_time(job, plan, cluster)
             found |= {
                 "bound_s": bound, "gap": took / bound - 1, "taken_s": took, "plan_s": time.perf_counter() - start,
@@ -103,7 +103,7 @@ def summarise(cells: list[dict[str, Any]]) -> bool:
     print(f"  over ddp: median {statistics.median(over_ddp):.2f}x, most {max(over_ddp):.2f}x")
     print(
         f"  over the best other: median {statistics.median(over_other):.3f}x, most {max(over_other):.2f}x, "
-        f"least {min(over_other):.3f}x; slower in {slower}, but for plans within {GAP:.1%} of the bound"
+        f"least {min(over_other):.3f}x; slower in {slower}, except plans within {GAP:.1%} of the bound"
     )
     print(f"  planning: median {statistics.median(planning):.2f} s, most {max(planning):.2f} s")
     return slower > 0

@@ -392,11 +392,11 @@ def asides(advice: Advice) -> tuple[str, ...]:
 
 def _times_table(advice: Advice) -> TextTable:
     number = len(advice.ranks)
-    of = count(number, "rank") if advice.workers is None else f"{number} of {count(advice.workers, 'rank')}"
+    ranks = count(number, "rank") if advice.workers is None else f"{number} of {count(advice.workers, 'rank')}"
     steps = max(rank.steps for rank in advice.ranks)
     how = "measured" if steps == 1 else "measured: medians ± the median distance from them"
     return TextTable(
-        f"{advice.name}: {of}, {count(steps, 'step')}, {how}",
+        f"{advice.name}: {ranks}, {count(steps, 'step')}, {how}",
         ("rank", "iteration", "computing", "communicating", "exposed", "late ranks", "host"),
         tuple(
             (

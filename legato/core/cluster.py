@@ -245,8 +245,8 @@ class Cluster(
     of a worker's link) and `latency_s` (seconds, one hop) are the values that
     the costs were derived from, or None if the costs were measured;
     `send_s` (seconds) is the part of the latency for which a send keeps its sender
-    busy: of messages that a worker sends at once, each begins so much later. Where it
-    was not measured, it is None, and assumed to be `SEND_S`.
+    busy: messages that a worker sends at once begin this time after one another. Where
+    it was not measured, it is None, and assumed to be `SEND_S`.
     `reduce_s_per_byte` is the time to add one byte of one gradient to another.
     `depths` holds the measured costs of collectives in chunks: by name, then by
     depth (at least 2). `unpack_s_per_byte` is the time to copy a byte of an
@@ -392,7 +392,7 @@ class Cluster(
         return msgspec.structs.replace(
             self,
             collectives={name: _sum(cost, delay) for name, cost in self.collectives.items()},
-            depths={name: {d: _sum(cost, delay) for d, cost in of.items()} for name, of in self.depths.items()},
+            depths={name: {d: _sum(cost, delay) for d, cost in costs.items()} for name, costs in self.depths.items()},
             contention=None,
         )
 
@@ -407,7 +407,7 @@ class Cluster(
         return msgspec.structs.replace(
             self,
             collectives={name: _halved(cost) for name, cost in self.collectives.items()},
-            depths={name: {d: _halved(cost) for d, cost in of.items()} for name, of in self.depths.items()},
+            depths={name: {d: _halved(cost) for d, cost in costs.items()} for name, costs in self.depths.items()},
             bandwidth_bps=None if self.bandwidth_bps is None else 2 * self.bandwidth_bps,
             reduce_s_per_byte=self.reduce_s_per_byte / 2,
             contention=beside,
@@ -428,7 +428,7 @@ class Cluster(
         return msgspec.structs.replace(
             self,
             collectives={name: _flat(cost) for name, cost in self.collectives.items()},
-            depths={name: {d: _flat(cost) for d, cost in of.items()} for name, of in self.depths.items()},
+            depths={name: {d: _flat(cost) for d, cost in costs.items()} for name, costs in self.depths.items()},
             bandwidth_bps=None,
             contention=beside,
         )

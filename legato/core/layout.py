@@ -27,8 +27,8 @@ from legato.core.plan import Message, Slice
 __all__ = ["BufferLayout", "buffer_layout", "chains", "realigned", "scattered_tensors", "sharded_layout"]
 
 
-#: A tensor is cut at multiples of so many elements, so that vectorized updates of its parts and of the whole compute
-#: the same: remainders that do not fill a vector are rounded differently.
+#: A tensor is cut at multiples of this number of elements, so that vectorized updates compute the same for its parts
+#: as for all of it: remainders that do not fill a vector are rounded differently.
 _ALIGNED_ELEMENTS = 64
 
 

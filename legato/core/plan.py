@@ -18,12 +18,12 @@ __all__ = ["MOST_CHUNKS", "SHARDS", "Kind", "Message", "Plan", "Shard", "Slice",
 #: Formats of two bytes in which elements of four may travel.
 Wire = Literal["bf16", "fp16"]
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
-#: What each worker keeps only its own part of: nothing, the optimizer's states (ZeRO-1), or also gradients (ZeRO-2).
+#: What is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients")
 
 #: The most messages of a plan, each counted as often as its depth. A million take a minute and a gigabyte to plan and
-#: to simulate. Real plans have hundreds; only slices of 4 MiB of a model of 4 TB are so many.
+#: to simulate. Real plans have hundreds; only a model of 4 TB in slices of 4 MiB has a million.
 MOST_CHUNKS = 1_000_000
 #: Every byte is aggregated by exactly one message of these kinds.
 _AGGREGATE = ("all_reduce", "reduce_scatter", "push")
@@ -108,7 +108,7 @@ class Plan(
     order, that are nodes of a compiled model's graphs, which the runtime sorts
     by it; it is empty if no node changes its place.
 
-    `shard` says what a worker keeps only its own part of, its *shard*: the
+    `shard` says of what a worker keeps only a part, its *shard*: the
     optimizer's states, or also the gradients (ZeRO-1 and ZeRO-2: Rajbhandari,
     Rasley, Ruwase, He, SC 2020, section 5). All messages are then halves. After a
     reduce_scatter a worker updates its shard of the parameters in it, and the

@@ -31,7 +31,7 @@ def with_article(noun: str) -> str:
 
 
 def percent(share: float, decimals: int = 1, *, signed: bool = False) -> str:
-    """`3.1%` of a share of 0.031, `+3.1%` if `signed`; without decimals from 100% on.
+    """`3.1%` for 0.031, `+3.1%` if `signed`; without decimals from 100% on.
 
     What rounds to zero has no sign: `0.0%`.
     """

@@ -38,7 +38,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def graph(self) -> str:
-        """The graph of a compiled model of which the op is a node (`graph 0/backward`); empty if of none."""
+        """The graph of a compiled model of which the op is a node (`graph 0/backward`); empty if there is none."""
         return self.name.rpartition("/")[0] if self.name.startswith("graph ") else ""
 
 

@@ -32,7 +32,7 @@ MODEL_NAMES = ("resnet-50", "gpt2-small")
 
 #: What to do next with a model of one's own.
 NEXT = (
-    "With your own model: `model, optimizer = legato.distribute(model, optimizer)` instead of DDP in your training\n"
+    "With your own model: `model, optimizer = legato.distribute(model, optimizer)` after DDP in your training\n"
     "script, or first `legato capture FILE.py:FUNCTION -o w.json` and `legato plan w.json --scheduler all` to see\n"
     "what it would win on your network."
 )

@@ -36,7 +36,7 @@ class _Job:
 def import_jobs(
     paths: Sequence[Path], *, rank: int | None = None, step: str | None = None, progress: Progress | None = None
 ) -> list[Imported]:
-    """Import one job, or two: of another job is a trace of a rank that a job already has, or of more or fewer ranks.
+    """Import one job, or two: a second trace of a rank, or a trace with another number of ranks, begins another job.
 
     A trace that does not tell its rank is one of rank 0. Raises `InputError` for
     more than two jobs, and what `import_kineto` and `import_execution_traces`

@@ -23,7 +23,7 @@ BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
-#: A trace that is read into memory has so many bytes at most, after decompression.
+#: The most bytes of a trace that is read into memory, after decompression.
 MOST_BYTES = 2**30
 
 

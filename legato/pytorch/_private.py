@@ -413,7 +413,7 @@ def backend_name(backend: Any) -> str:
 
 
 def compile_graphs(backend: Any, graph: Any, inputs: Any, function_of: Callable[..., Any]) -> Any:
-    """Compile a graph as the backend does, but for the forward and backward graphs that AOTAutograd makes of it.
+    """Compile a graph as the backend does, except the forward and backward graphs that AOTAutograd makes of it.
 
     Each becomes `function_of(phase, graph, inputs, compile_piece)`, where phase
     is `forward` or `backward`, and `compile_piece(graph, inputs, whole)` compiles it as the
@@ -677,7 +677,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def begins_with_step(optimizer: Any) -> bool:
-    """Whether a parameter's state is made in its first step and counts steps, as torch's is (but for Adagrad's)."""
+    """Whether a parameter's state is made in its first step and counts steps, as torch's is (except Adagrad's)."""
     return hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.Adagrad)
 
 

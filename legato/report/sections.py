@@ -112,8 +112,8 @@ def _waits(
             for w in every[:_MOST_WAITS]
         ]
         share = idle / timeline.iteration_s if timeline.iteration_s else 0.0
-        whole = "the iteration" if i in single else format_seconds(timeline.iteration_s)
-        summary = f"idle for {format_seconds(idle)}, {percent(share)} of {whole}"
+        period = "the iteration" if i in single else format_seconds(timeline.iteration_s)
+        summary = f"idle for {format_seconds(idle)}, {percent(share)} of {period}"
         parts.append(
             {
                 "name": timeline.name,
@@ -148,9 +148,13 @@ def _workload(workload: Workload, model: ModelReport, number: int, figures: dict
                 }
             )
     largest = max(workload.tensors, key=lambda t: t.nbytes)
-    of = f"with {model.computation}" if model.computation else f"batch of {workload.batch_size:,} on {workload.device}"
+    batch = f"batch of {workload.batch_size:,} on {workload.device}"
     tiles = [
-        _tile("computation", format_seconds(workload.compute_s), of),
+        _tile(
+            "computation",
+            format_seconds(workload.compute_s),
+            f"with {model.computation}" if model.computation else batch,
+        ),
         _tile("gradients", format_bytes(workload.nbytes), count(len(workload.tensors), "tensor")),
         _tile(
             "largest tensor",

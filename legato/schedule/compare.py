@@ -242,8 +242,8 @@ def stock_buckets(
 ) -> tuple[Plan, float]:
     """The plan of merge-optimal for buckets of stock DDP, and its predicted seconds.
 
-    It is planned again where a message has more than `MOST_BUCKET_BYTES`, for at most so many. The other arguments
-    are those given to `compare`.
+    It is planned again with a limit of `MOST_BUCKET_BYTES` where a message has more. The other arguments are those
+    given to `compare`.
     """
     if max(message.nbytes for message in merged.plan.messages) <= MOST_BUCKET_BYTES:
         return merged.plan, merged.iteration_s

@@ -29,7 +29,7 @@ Fidelity = Literal["collective", "flow"]
 PLAIN = "plain"
 _MOST_CELLS = 1_000_000
 _FIELDS = [axis.field for axis in NETWORK]
-#: The axes by how fast they change, the slowest first: as in the table, from behind, but for the number of servers.
+#: The axes by how fast they change, the slowest first: the reverse of the table, except the number of servers.
 _SLOWEST_FIRST = [field for field in reversed(_FIELDS) if field != SERVERS.field]
 _SLOWEST_FIRST.insert(_SLOWEST_FIRST.index("latency_s"), SERVERS.field)
 
@@ -123,18 +123,14 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         if self.iterations is not None:
             check_iterations(self.iterations)
         if self._disturbed and self.iterations not in (None, 1):
-            raise InputError(
-                f"iterations: {self.iterations} (expected 1 with disturb, whose times count from its start)"
-            )
+            raise InputError(f"iterations: {self.iterations} (expected 1 with disturb: its times are of one iteration)")
         check_options(self.fabrics, self.options)
         for name in self.fabrics:
             fitting(name, self.options)
         for values in self._networks(has_servers=True):
             network = network_of(values)
             if self.fidelity == "collective" and not (network.plain and not self.options):
-                raise InputError(
-                    "fidelity: collective has identical hosts and one switch (expected flow for anything else)"
-                )
+                raise InputError("fidelity: collective knows only identical hosts behind one switch (expected flow)")
 
     def _check_names(self) -> None:
         if self.fidelity not in get_args(Fidelity):

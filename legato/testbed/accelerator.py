@@ -144,7 +144,7 @@ class EmulatedModel(nn.Module):
 class EmulatedOptimizer(torch.optim.Optimizer):
     """Takes the time of a workload's optimizer ops; an op runs when the last of its parameters is stepped.
 
-    Of an op of which it has some elements only (`parameters`, or shards of them), it takes their share of the time.
+    With only some elements of an op (`parameters`, or shards of them), it takes the same fraction of its time.
     """
 
     #: Tells the runtime that parameters, and their elements, may be stepped one by one.

@@ -78,7 +78,7 @@ _SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 _USER_NAMESPACE = ("--user", "--map-root-user")
 #: CAP_NET_ADMIN and CAP_SYS_ADMIN.
 _CAPABILITIES = 1 << 12 | 1 << 21
-#: What Linux says when it does not let somebody make namespaces: it may not, or there are as many as there may be.
+#: What Linux says when namespaces cannot be made: they are forbidden, or there are as many as are allowed.
 _DENIALS = ("Operation not permitted", "Permission denied", "No space left on device")
 #: The settings that forbid namespaces: (name, value that forbids them, value that does not).
 _OBSTACLES = (

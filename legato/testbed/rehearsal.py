@@ -93,7 +93,7 @@ class Task(msgspec.Struct, frozen=True):
             raise unknown_name("shard", self.shard, SHARDS)
         check_rounding(self.wire, self.workload, shard=self.shard)
         if self.compiled and (self.shard, self.wire) != ("none", "none"):
-            raise InputError("compiled: not with shards or a wire format")
+            raise InputError("compiled: given with shard or wire (expected one or the other)")
         for name in self.schedulers:
             if name not in ALL:
                 raise unknown_name("scheduler", name, ALL)

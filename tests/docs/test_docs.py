@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pytest
 import typer
 from markdown_it import MarkdownIt
@@ -32,7 +31,6 @@ from support.ranks import run_script
 import legato
 from legato.cli.commands import app
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
-from legato.schedule.bound.lower_bound import Bound
 from legato.simulator.flow import FABRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +54,6 @@ x, y, loss_of = torch.randn(3, 4), torch.randn(3, 2), nn.functional.mse_loss
 """
 BEFORE = {
     "README.md": TRAINING,
-    "docs/design.md": TRAINING,
     "docs/runtime.md": TRAINING + "model, optimizer = legato.distribute(model, optimizer)\n",
 }
 
@@ -196,15 +193,6 @@ def test_every_command_line_exists(page):
     for verb, options in command_lines(page):
         assert verb in VERBS, f"{page.name}: legato {verb}"
         assert set(options) <= VERBS[verb] | {"--help"}, f"{page.name}: legato {verb}: {options}"
-
-
-def test_the_design_lists_the_fields_of_the_nouns():
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^([A-Z]\w+)\(([a-z_, ]+)\)", text, re.MULTILINE)
-    assert len(listed) == 12
-    for name, fields in listed:
-        noun = Bound if name == "Bound" else getattr(legato, name)
-        assert fields.split(", ") == [field.name for field in msgspec.structs.fields(noun)], name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -71,7 +71,7 @@ def test_other_workers_do_not_count():
     assert waits(t, worker=1) == [Wait("other", 3.0, 1)]
 
 
-def test_all_idle_time_is_laid_to_somebody():
+def test_all_idle_time_has_a_cause():
     for t in timelines(cnn(20)):
         idle = t.iteration_s - t.computation_s
         assert sum(w.seconds for w in waits(t)) == pytest.approx(idle)

@@ -33,8 +33,8 @@ def test_a_worker_that_stands_for_others_says_so():
     assert {"worker 0 of 4,096 alike compute", "worker 1 compute"} <= names
 
 
-def events(*of):
-    return json.loads(to_perfetto(of))["traceEvents"]
+def events(*drawn):
+    return json.loads(to_perfetto(drawn))["traceEvents"]
 
 
 def threads(found):
@@ -42,14 +42,14 @@ def threads(found):
 
 
 def test_every_event_has_what_the_format_requires():
-    of = timelines(cnn(5))
-    found = events(*of)
+    drawn = timelines(cnn(5))
+    found = events(*drawn)
     assert {e["ph"] for e in found} == {"M", "X", "i", "s", "f"}
     for event in found:
         assert {"ph", "pid", "tid", "name"} <= event.keys()
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0 and event["cat"] and event["cname"]
-    assert sum(e["ph"] == "X" for e in found) == sum(len(t.spans) for t in of)
+    assert sum(e["ph"] == "X" for e in found) == sum(len(t.spans) for t in drawn)
     names = {e["args"]["name"] for e in found if e["name"] == "process_name"}
     assert names == {"ddp (predicted)", "fifo (predicted)", "legato (predicted)"}
     assert [e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"] == [1, 2, 3]

@@ -22,7 +22,7 @@ def test_what_has_no_halves_is_not_planned_in_halves(name):
     cluster = cluster_for(name, fabric(name), network)
     assert {message.kind for message in schedule("legato", TWO, cluster).messages} == {"all_reduce"}
     for scheduler, options in (("dear", {}), ("legato", {"shard": "optimizer"}), ("fifo", {"shard": "gradients"})):
-        with pytest.raises(PlanError, match=r"has no halves \(expected ring, halving-doubling, shuffle"):
+        with pytest.raises(PlanError, match=r"has no reduce-scatter \(expected ring, halving-doubling, shuffle"):
             schedule(scheduler, TWO, cluster, **options)
     halves = schedule("dear", TWO, Cluster.derive(8, 1e9, 1e-5))
     with pytest.raises(PlanError, match=r"for reduce_scatter \(expected one that has halves, or all_reduce"):
@@ -42,4 +42,4 @@ def test_a_scheduler_that_needs_halves_is_left_out():
     left_out = {}
     found = compare(TWO, Cluster.derive(8, 1e9, 1e-5, collectives=["tree"]), left_out=left_out.__setitem__)
     assert [candidate.plan.scheduler for candidate in found] == [name for name in SCHEDULERS if name != "dear"]
-    assert "dear: tree has no halves" in str(left_out["dear"])
+    assert "dear: tree has no reduce-scatter" in str(left_out["dear"])

@@ -31,7 +31,7 @@ def network(workers, send_s=0.0, **options):
 
 
 def hosts_of(gpus, name="hierarchical"):
-    """Options of a network: hosts of so many GPUs on one network card, for the hierarchical fabric."""
+    """Options of a network: hosts with this number of GPUs on one network card, for the hierarchical fabric."""
     return {"gpus_per_host": gpus, "gpus_per_card": gpus} if name == "hierarchical" else {}
 
 

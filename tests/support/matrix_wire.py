@@ -29,10 +29,10 @@ def _hook(wire):
 
 def in_wire(plan, wire, chosen=lambda: True):
     """The plan with chosen messages in a wire format; halves of one message alike."""
-    of = {}
+    wires = {}
     for message in plan.messages:
-        of.setdefault(message.slices, wire if chosen() else None)
-    messages = tuple(msgspec.structs.replace(message, wire=of[message.slices]) for message in plan.messages)
+        wires.setdefault(message.slices, wire if chosen() else None)
+    messages = tuple(msgspec.structs.replace(message, wire=wires[message.slices]) for message in plan.messages)
     return msgspec.structs.replace(plan, messages=messages)
 
 
@@ -92,7 +92,7 @@ class Constant(nn.Module):
 
 
 def lost(error_feedback, steps=50):
-    """What is missing in the sum of so many averaged gradients, in units of the rounding of one."""
+    """What is missing in the sum of this number of averaged gradients, in units of the rounding of one."""
     model = Constant()
     size = model.weight.nbytes
     plan = Plan("halves", (Message((Slice("weight", 0, 1600),), wire="bf16"), Message((Slice("weight", 1600, size),))))

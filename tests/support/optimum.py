@@ -100,10 +100,10 @@ class Optimum:
         pairs = {(k, later): self.model.new_bool_var("") for k, later in itertools.combinations(self.slots, 2)}
         for k in self.slots:
             for kind, own in (("reduce_scatter", 0), ("all_gather", 1)):
-                of = [pair for slots, pair in pairs.items() if slots[own] == k]
+                possible = [pair for slots, pair in pairs.items() if slots[own] == k]
                 for t in range(len(self.units)):
-                    self.model.add(self.holds[kind, k, t] <= sum(of))
-                self.model.add(sum(of) <= 1)
+                    self.model.add(self.holds[kind, k, t] <= sum(possible))
+                self.model.add(sum(possible) <= 1)
         for (k, later), pair in pairs.items():
             for t in range(len(self.units)):
                 scattered, gathered = self.sends["reduce_scatter", k, t], self.sends["all_gather", later, t]

@@ -86,7 +86,7 @@ class Plant:
         return worker - worker % self.g + leaf * self.c + worker % self.c
 
     def seconds(self, link, nbytes):
-        """How long a link takes for so many bytes."""
+        """How long a link takes for a number of bytes."""
         network, kind, end = self.network, link[0], link[1]
         bits = 8 * Fraction(nbytes)
         if kind in ("from", "to"):

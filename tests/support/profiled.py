@@ -58,7 +58,7 @@ class Training:
         self._update()
 
     def sent_twice(self):
-        """Accumulation by somebody who does not know `no_sync`."""
+        """Accumulation in a script that does not use `no_sync`."""
         self._backward()
         self._backward()
         self._update()

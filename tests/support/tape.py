@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
         memory = {key: storage.clone() for key, storage in self.before.items() if storage is not None}
         for i in order:
             func, places, made, grad_enabled, jump = self.calls[i]
-            if jump is not None:  # somebody had set the generator: recomputation does
+            if jump is not None:  # something has set the generator, as recomputation does
                 torch.set_rng_state(jump)
             args, kwargs = tree_map_only(Place, lambda place: place.look(memory), places)
             with torch.set_grad_enabled(grad_enabled):  # some kernels ask whether they will be differentiated

@@ -270,7 +270,7 @@ def test_a_worker_that_is_killed():
 
 
 def _where(seconds):
-    """(the item, the process it is done in, whether Ctrl-C is kept from it), after so many seconds."""
+    """(the item, the process it is done in, whether Ctrl-C is kept from it), after this time."""
     time.sleep(max(0, seconds))
     return seconds, os.getpid(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

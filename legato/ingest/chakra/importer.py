@@ -72,7 +72,7 @@ def import_chakra(
     collectives = {r: [_kind_and_size(n) for n in nodes if _is_transfer(n)] for r, nodes in graphs.items()}
     for r, found in collectives.items():
         if sorted(map(str, found)) != sorted(map(str, collectives[chosen])):
-            raise FileError(f"{ranks[r]}: not the collectives of {ranks[chosen]} (expected ranks of one job)")
+            raise FileError(f"{ranks[r]}: other collectives than in {ranks[chosen]} (expected ranks of one job)")
     graph = _Graph(ranks[chosen], graphs[chosen], notes)
     ops, gradients = graph.ops(), graph.gradients()
     title = name or one_line(ranks[chosen].name.partition(".")[0], 60) or "trace"

@@ -80,9 +80,9 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
             continue
         cut[thread] = end
         if inside:  # it cuts the operator around it in two
-            whole, at = found[current[thread]], current[thread]
-            found[at], current[thread] = whole._replace(end_s=start), len(found)
-            found.append(whole._replace(host_s=end, start_s=end, end_s=max(whole.end_s, end)))
+            around, at = found[current[thread]], current[thread]
+            found[at], current[thread] = around._replace(end_s=start), len(found)
+            found.append(around._replace(host_s=end, start_s=end, end_s=max(around.end_s, end)))
     return found
 
 

@@ -66,13 +66,13 @@ def import_kineto(
     chosen = _chosen(traces, rank)
     marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
     wanted = _wanted(marked[chosen], step, traces[chosen])
-    whole: dict[int, dict[str, TracedStep]] = {}
+    steps_of: dict[int, dict[str, TracedStep]] = {}
     for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
         graph = (graphs or {}).get(traces[r].path)
         found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
         wanted = [interval for interval in wanted if interval.name in found]
-        whole[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
-    every = [{r: whole[r][interval.name] for r in sorted(whole)} for interval in wanted]
+        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
     measures = [
@@ -122,10 +122,10 @@ def _steps(
     if graph is not None:
         graph.describe(trace)
     found = {w.name: extract(trace, w, notes) for w in same}
-    whole = {name: step for name, step in found.items() if step.ops}
-    if not whole:
+    computing = {name: step for name, step in found.items() if step.ops}
+    if not computing:
         raise FileError(f"{marks.path}: no computation in step {_listed(same)} (expected a trace of torch.profiler)")
-    return whole
+    return computing
 
 
 def _workload(
@@ -171,8 +171,8 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
     found: dict[int, Marks] = {}
     for number, trace in enumerate(traces):
         if not trace.has_work:
-            of = count(trace.events, "event")
-            raise FileError(f"{trace.path}: no operators and no kernels in {of} (expected a trace of torch.profiler)")
+            seen = count(trace.events, "event")
+            raise FileError(f"{trace.path}: no operators and no kernels in {seen} (expected a trace of torch.profiler)")
         if trace.rank is None and len(traces) > 1:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank

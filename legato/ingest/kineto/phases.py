@@ -56,7 +56,7 @@ class Phases:
 
 
 class Nodes:
-    """Tells what a collective of the backward pass is of: of gradients, or of a node of autograd.
+    """Tells what a collective of the backward pass carries: gradients, or what a node of autograd sums.
 
     Gradients are sent from hooks of parameters (`AccumulateGrad`), by FSDP, or when the backward pass has ended. What
     another node sends is what it computes from: tensor parallelism sums the gradients of activations, batch

@@ -131,9 +131,9 @@ def _of_gradients(
 ) -> list[bool]:
     """Whether each collective can carry gradients, if it is issued in the backward pass.
 
-    Whole numbers are no gradients, nor is what a node of autograd sums for itself, nor less than half of the smallest
-    parameter (half of it: as 16 bits): losses and norms. An all-reduce within a compiled graph carries gradients if
-    its bytes are those of parameters.
+    Not gradients are integers, what a node of autograd sums for itself, and losses and norms, which have less than half
+    of the bytes of the smallest parameter (a gradient in 16 bits has half of them). An all-reduce within a compiled
+    graph carries gradients if its bytes are those of parameters.
     """
     nodes, sizes = Nodes(trace), _parameter_sizes(trace, interval)
 

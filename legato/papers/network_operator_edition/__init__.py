@@ -41,8 +41,8 @@ PAPER = Paper(
             "the other"
         ),
         "9.2, message pipelining": (
-            "holds but for VGG-16 with multicast and aggregation, where a switch that forwards whole parameters is the "
-            "bottleneck: pipelining saves 29% there"
+            "holds except for VGG-16 with multicast and aggregation, where a switch that forwards whole parameters is "
+            "the bottleneck: pipelining saves 29% there"
         ),
         "Figs. 4 and 5, ring ahead at all bandwidths": (
             "at 5 Gbps Resnet-200, above 25 Gbps VGG-16 are faster with multicast and aggregation, whose forward pass "

@@ -38,19 +38,19 @@ def job(model: str, mode: str) -> Workload:
     forward_s, backward_s = TABLE_3[model][:2]
     if mode == "fitted":
         backward_s = FITTED_BACKWARD_S.get(model, backward_s)
-    whole = zoo.workload(MODELS[model], device="k80", forward_s=forward_s)
-    sent = [tensor for tensor in whole.tensors if not tensor.name.startswith("aux")]
+    full = zoo.workload(MODELS[model], device="k80", forward_s=forward_s)
+    sent = [tensor for tensor in full.tensors if not tensor.name.startswith("aux")]
     scale = TABLE_2[model][1] * 1e9 / 8 / sum(tensor.nbytes for tensor in sent)
     tensors = [msgspec.structs.replace(tensor, nbytes=max(1, round(tensor.nbytes * scale))) for tensor in sent]
     first = min(tensor.ready_after for tensor in tensors)
-    after = sum(op.duration_s for i, op in enumerate(whole.ops) if op.phase == "backward" and i > first)
+    after = sum(op.duration_s for i, op in enumerate(full.ops) if op.phase == "backward" and i > first)
     ops = [
         Op(op.name, op.phase, 0.0 if i <= first else op.duration_s * backward_s / after, op.deps)
         if op.phase == "backward"
         else op
-        for i, op in enumerate(whole.ops)
+        for i, op in enumerate(full.ops)
     ]
-    return msgspec.structs.replace(whole, ops=tuple(ops), tensors=tuple(tensors))
+    return msgspec.structs.replace(full, ops=tuple(ops), tensors=tuple(tensors))
 
 
 @cache

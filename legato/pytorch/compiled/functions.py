@@ -47,7 +47,7 @@ class _Recorded(fx.Interpreter):
         try:
             return self.run(*values)  # type: ignore[no-any-return]
         finally:
-            self.env.clear()  # else autograd would copy the gradients: somebody else has them
+            self.env.clear()  # else autograd would copy the gradients, as another object holds them
 
     def run_node(self, n: fx.Node) -> Any:
         one_by_one.node = f"{self._prefix}/{n.name}"
@@ -178,7 +178,7 @@ def _with_strides(value: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """A module with a graph of its own, for compilation may change one."""
+    """A module with a graph of its own, because compilation may change one."""
     copied = copy.copy(module)
     copied.graph = copy.deepcopy(module.graph)
     return copied

@@ -81,7 +81,7 @@ def raise_together(problem: str, group: Any) -> None:
 
 
 def first_said(problem: str, group: Any) -> str:
-    """What the first rank says that has something to say, with its number, on every rank; empty if none has."""
+    """The message of the first rank that has one, with its number, on every rank; empty if none has one."""
     mine = _to_tensor(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)

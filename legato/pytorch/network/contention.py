@@ -8,8 +8,8 @@ alone have been measured by `calibrate`. The processor time that a message costs
 what the process needs above that of computation alone, which other work on the
 machine hardly changes. How much of it was lost to computation, and not spent by a
 processor that had nothing else to do, is one number for all sizes: the median of
-(seconds longer / processor seconds for messages). Small messages tell of the costs
-per message, large ones of those per byte.
+(seconds longer / processor seconds for messages). Small messages show the costs
+per message, large ones those per byte.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = (2**16, 2**20, 2**22, 2**24)
 _LONG_S = 0.4
 #: The computation is repeated until it takes at least this long.
 _LEAST_S = 0.01
-#: So many messages of a size should arrive while the worker computes.
+#: The number of messages of a size that should arrive while the worker computes.
 _ARRIVALS = 4
 #: Repetitions of each size, in turns.
 _REPEATS = 4

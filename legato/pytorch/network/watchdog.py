@@ -60,7 +60,7 @@ class Watchdog:
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
         self.passes = 0  # backward passes that have begun here
-        self._meetings, self._meeting = 0, ""  # calls that all ranks have to make; what the thread tells of the last
+        self._meetings, self._meeting = 0, ""  # calls that all ranks have to make; what the thread reports of the last
         self._answers: dict[int, str] = {}
         self._store_lost = self._left = False
         self._wake, self._asked = threading.Event(), threading.Event()

@@ -306,8 +306,8 @@ def _scaled(ops: Sequence[Op], untraced: Sequence[PhaseTimes]) -> list[Op]:
     measured = dict.fromkeys(fastest, 0.0)
     for op in ops:
         measured[op.phase] += op.duration_s
-    whole = sum(fastest[phase] for phase in fastest if measured[phase])
-    fit = min(map(sum, untraced)) / whole
+    sum_s = sum(fastest[phase] for phase in fastest if measured[phase])
+    fit = min(map(sum, untraced)) / sum_s
     factor = {phase: fit * fastest[phase] / measured[phase] for phase in fastest if measured[phase]}
     return [Op(op.name, op.phase, op.duration_s * factor.get(op.phase, 1.0), op.deps) for op in ops]
 
@@ -359,9 +359,9 @@ def _check_same(first: RecordedStep, other: RecordedStep) -> None:
         raise differ(f"{count(len(shorter), 'op')} in one run, in another also {what(extra.phase, extra.name)}")
     for a_tensor, b_tensor in zip(first.tensors, other.tensors, strict=True):
         if a_tensor != b_tensor:
-            raise differ(f"the gradient of {a_tensor.name!r} was complete where later {b_tensor.name!r} was")
+            raise differ(f"the gradient of {a_tensor.name!r} was complete first, then that of {b_tensor.name!r}")
     if [p for p, _ in first.updates] != [p for p, _ in other.updates]:
-        raise differ("the optimizer updated other parameters")
+        raise differ("the optimizer updated different parameters")
 
 
 def _log_parameters(name: str, model: nn.Module, step: RecordedStep) -> None:

@@ -35,7 +35,7 @@ class OptimizerTimes:
     def note(self, arguments: Sequence[Any], out: Any, marks: Any) -> None:
         """Record an op that has run: its arguments, its result, and its marks (start, stop) on the clock."""
         columns = [arg for arg in arguments if isinstance(arg, (list, tuple)) and any(True for _ in tensors(arg))]
-        shares: dict[int, int] = {}
+        counts: dict[int, int] = {}  # by owner: elements
         if columns:
             rows = [[c[i] for c in columns if i < len(c)] for i in range(max(map(len, columns)))]
         else:
@@ -45,11 +45,11 @@ class OptimizerTimes:
             found = list(tensors(row))
             owners = {owner for tensor in found for owner in self._owners.of(tensor)}
             for owner in owners:
-                shares[owner] = shares.get(owner, 0) + self._parameters[owner].numel()
+                counts[owner] = counts.get(owner, 0) + self._parameters[owner].numel()
             for tensor in tensors(out[i] if split else out):
                 for owner in owners:
                     self._owners.add(tensor, owner)
-        self._notes.append((marks, shares))
+        self._notes.append((marks, counts))
 
     def seconds(self, updated: Sequence[int], read: Callable[[Any, Any], float]) -> list[tuple[int, float]]:
         """Return (parameter, seconds) for the parameters of `updated` in the optimizer, in its order.
@@ -62,14 +62,14 @@ class OptimizerTimes:
         order = [index[id(p)] for group in self._optimizer.param_groups for p in group["params"] if id(p) in index]
         total = dict.fromkeys(order, 0.0)
         spare = 0.0
-        for marks, shares in self._notes:
+        for marks, counts in self._notes:
             duration = read(*marks)
-            mine = {owner: share for owner, share in shares.items() if owner in total}
-            whole = sum(mine.values())
-            if not whole:
+            mine = {owner: own for owner, own in counts.items() if owner in total}
+            elements = sum(mine.values())
+            if not elements:
                 spare += duration
-            for owner, share in mine.items():
-                total[owner] += duration * share / whole
+            for owner, own in mine.items():
+                total[owner] += duration * own / elements
         nbytes = {i: self._parameters[i].nbytes for i in order}
-        whole = sum(nbytes.values())
-        return [(i, total[i] + spare * nbytes[i] / whole) for i in order]
+        every = sum(nbytes.values())
+        return [(i, total[i] + spare * nbytes[i] / every) for i in order]

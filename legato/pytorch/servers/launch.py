@@ -125,9 +125,9 @@ class _Role:
     part: Worker | Server | None = None
 
 
-def _status(of: weakref.ref[_Role]) -> Callable[[], str]:
+def _status(role_ref: weakref.ref[_Role]) -> Callable[[], str]:
     def say() -> str:
-        role = of()
+        role = role_ref()
         part = role.part if role is not None else None
         return part.status if part is not None else "is starting or ending"
 

@@ -153,7 +153,6 @@ class AgentModel(_Measured):
     def __init__(self, module: nn.Module, puller: Puller, plan: Plan) -> None:
         super().__init__(module, puller, plan)
         self.training_goes_on, self.iteration = True, 0
-        self._pulls = 0
 
     def pull(self) -> None:
         """Request all parameters; from here on, reading a parameter waits for its value."""

@@ -70,7 +70,7 @@ def in_halves(cluster: Cluster, collective: str | None, what: str) -> Cluster:
     asked = cluster.in_halves if collective is None else [collective] if collective not in UNDIVIDED else []
     if not asked:
         known = ", ".join(name for name in COLLECTIVES if name not in UNDIVIDED)
-        raise PlanError(f"{what}: {collective or cluster.default_collective} has no halves (expected {known})")
+        raise PlanError(f"{what}: {collective or cluster.default_collective} has no reduce-scatter (expected {known})")
     if len(cluster.in_halves) == len(cluster.collectives):
         return cluster
     kept = {name: cost for name, cost in cluster.collectives.items() if name in cluster.in_halves}

@@ -30,9 +30,9 @@ from legato.simulator.period import Compute, Period, check_compute
 
 __all__ = ["HeadsTails", "Order", "check_size", "heads_tails"]
 
-#: The most ops to plan for. So many take a gigabyte, and some ten seconds to bound.
+#: The most ops to plan for. They take a gigabyte, and some ten seconds to bound.
 _MOST_OPS = 2**20
-#: Up to so many ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
+#: Up to this number of ops, each has a bit for each op that it depends on: 32 MiB, where they form one chain.
 _MOST_BITS = 2**14
 
 #: The orders in which a worker may run its ops. "captured" keeps backward and forward ops in the order of the
@@ -105,9 +105,9 @@ def _without_sets(period: Period, order: Order) -> HeadsTails:
     for update in reversed(updates):
         first[update] = min((first[op] for op in successors[update]), default=forward)
         among[update] = [op for op in successors[update] if op >= updates[0]]
-    own = [[r for r in of if r >= forward] for of in readers]
+    own = [[op for op in ops if op >= forward] for ops in readers]
     updating_s = reached_s(updates[::-1], among, duration, own)
-    begun_s = (rest_s[min((first[r] for r in of), default=forward)] for of in readers)
+    begun_s = (rest_s[min((first[op] for op in ops), default=forward)] for ops in readers)
     tails = [sum(both) for both in zip(begun_s, updating_s, strict=True)]
     return HeadsTails(release_times(workload), tails, workload.compute_s)
 

@@ -77,9 +77,9 @@ class _Nearest:
         self.duration: dict[int, int] = dict.fromkeys(part_of.values(), 0)
         self.waits: dict[int, set[int]] = {op: set() for op in self.duration}
         durations = _whole_durations(workload)
-        for op, whole in part_of.items():
-            self.duration[whole] += durations[op]
-            self.waits[whole].update(part_of[dep] for dep in period.waits[op])
+        for op, joined in part_of.items():
+            self.duration[joined] += durations[op]
+            self.waits[joined].update(part_of[dep] for dep in period.waits[op])
         self.followers: dict[int, list[int]] = {op: [] for op in self.duration}
         for op, waits in self.waits.items():
             waits.discard(op)

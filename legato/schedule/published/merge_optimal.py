@@ -56,7 +56,7 @@ from legato.schedule.basics.compose import (
 
 __all__ = ["earliest_finishes", "merge_neighbours", "merge_optimal"]
 
-#: Up to so many gradients, a cost with a floor is tried for every pair of them.
+#: Up to this number of gradients, a cost with a floor is tried for every pair of them.
 _FEW = 4096
 
 
@@ -66,7 +66,7 @@ def merge_optimal(
     """The fastest plan without forward overlap.
 
     With `max_message_bytes`, it is the fastest of those that merge neighbours in ready
-    order into messages of at most so many bytes; a larger tensor is sent alone. Raises
+    order into messages of at most this size; a larger tensor is sent alone. Raises
     `InputError` on a limit below 16 bytes or a collective the cluster lacks.
     """
     name, most = resolve_collective(cluster, collective), message_limit(max_message_bytes)

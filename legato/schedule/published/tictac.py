@@ -89,7 +89,7 @@ NEVER = np.iinfo(np.int64).max
 _MOST_NEEDS = 2**30
 #: The same for the sets of all forward ops, before it is known which are different: 512 MiB.
 _MOST_BITS = 2**32
-#: Up to so many bits, TIC counts them.
+#: Up to this number of bits, TIC counts them.
 _FEW_BITS = 2**26
 #: Sets that are unpacked at once, and transfers that are looked up one by one.
 _ROWS = 64
@@ -199,8 +199,8 @@ def find_dependencies(workload: Workload, *, inference: bool = False) -> list[in
     """
     forward, tensors = len(workload.phase_ops("forward")), len(workload.tensors)
     if forward * tensors > _MOST_BITS:
-        sets = f"{tensors:,} that {forward:,} forward ops need"
-        raise TooLargeError(f"tensors: {sets} (expected at most {_MOST_BITS:,} pairs)")
+        sizes = f"{tensors:,}, with {forward:,} forward ops"
+        raise TooLargeError(f"tensors: {sizes} (expected at most {_MOST_BITS:,} pairs of both)")
     reads = [0] * _worker_ops(workload, inference)
     for t, tensor in enumerate(workload.tensors):
         for reader in tensor.readers:
@@ -233,8 +233,8 @@ class TransferProperties:
                 loads[needs] = loads.get(needs, 0) + time
         transfers = len(transfer_time)
         if len(loads) * transfers > _MOST_NEEDS:
-            sets = f"{len(loads):,} sets of {transfers:,} tensors"
-            raise TooLargeError(f"tensors: {sets} that ops need (expected at most {_MOST_NEEDS:,} pairs)")
+            sizes = f"{transfers:,}, of which ops need {len(loads):,} different sets"
+            raise TooLargeError(f"tensors: {sizes} (expected at most {_MOST_NEEDS:,} pairs of both)")
         width = (transfers + 7) // 8
         packed = bytearray().join(needs.to_bytes(width, "little") for needs in loads)
         #: `_bits[set]`: its transfers, eight to a byte; rows lose a bit when a transfer completes.

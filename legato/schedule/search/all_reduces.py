@@ -80,12 +80,12 @@ class AllReduces:
     def _plan(self, best: Filled) -> tuple[Plan, list[float]]:
         """The plan of these messages, and when each tensor arrives."""
         workload, cluster = self.problem.workload, self.problem.cluster
-        whole = [Message(slices) for pieces in best.messages if (slices := self.blocks.slices(pieces))]
+        filled = [Message(slices) for pieces in best.messages if (slices := self.blocks.slices(pieces))]
         tensor_id = Period.of(workload).tensor_id
         messages = []
         arrival_s = [0.0] * len(workload.tensors)
         now = 0.0
-        for message in self.problem.collectives.fit(whole):
+        for message in self.problem.collectives.fit(filled):
             tensors = [tensor_id[name] for name in message.tensors]
             takes_s = message_s(cluster, message.collective, message.depth, message.nbytes)
             now = max(now, *(self.ready_s[t] for t in tensors)) + takes_s

@@ -63,9 +63,9 @@ def best_groups(
 def _work(sets: NestedSets, half_s: float, moment_s: float, seconds: float) -> list[float]:
     """The work on one side up to the end of each group but the last, which takes the rest."""
     found: list[float] = []
-    of, count = 0, len(sets.work_s)
-    while of < count:
-        room_s = min(moment_s - sets.release_s[of], seconds - moment_s - sets.tail_s[of])
+    at, count = 0, len(sets.work_s)
+    while at < count:
+        room_s = min(moment_s - sets.release_s[at], seconds - moment_s - sets.tail_s[at])
         found.append(float(room_s - (len(found) + 1) * half_s))
-        of = max(of + 1, int(np.searchsorted(sets.work_s / 2, found[-1], side="right")))
+        at = max(at + 1, int(np.searchsorted(sets.work_s / 2, found[-1], side="right")))
     return found[:-1]

@@ -1,11 +1,11 @@
 """Neighbouring tensors joined to blocks, so that a search has no more than some thousands of things to send.
 
-The time of a search grows with the number of tensors, or with its square
-(`merge_deadlines.py`). But messages of a model of 100,000 tensors hold hundreds of them,
-and which of two neighbours in ready order ends a message makes no difference. So tensors
-that become ready one after another form blocks of about equal size, and the search plans
-for those. A block is ready with its last tensor and as urgent as its most urgent one; it is
-partitioned like a tensor. A model with few tensors has one in each block.
+The time of a search grows with the number of tensors, or with its square. But messages of
+a model of 100,000 tensors hold hundreds of them, and which of two neighbours in ready
+order ends a message makes no difference. So tensors that become ready one after another
+form blocks of about equal size, and the search plans for those. A block is ready with its
+last tensor and as urgent as its most urgent one; it is partitioned like a tensor. A model
+with few tensors has one in each block.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from legato.schedule.search.fill import Piece
 
 __all__ = ["Blocks", "too_many_tensors"]
 
-#: Up to so many tensors are planned for one by one; of more, about so many blocks are made.
+#: Up to this number, tensors are planned for one by one; more of them form about this number of blocks.
 MOST_BLOCKS = 4096
 
 
 def too_many_tensors(count: int) -> bool:
-    """Whether so many are planned for in blocks."""
+    """Whether this number of tensors is planned for in blocks."""
     return count > MOST_BLOCKS
 
 

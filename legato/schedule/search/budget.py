@@ -22,25 +22,25 @@ class Budget:
         self.work = work
         self.cut = False
         self._stop_at = time.perf_counter() + limit_s
-        self._whole: Budget | None = None
+        self._parent: Budget | None = None
 
-    def part(self, share: float) -> Budget:
+    def part(self, fraction: float) -> Budget:
         """At most this fraction of what is left; what it spends, this one spends too."""
-        part = Budget(self.work * share)
-        part._stop_at, part._whole = self._stop_at, self
+        part = Budget(self.work * fraction)
+        part._stop_at, part._parent = self._stop_at, self
         return part
 
     def spend(self, work: float) -> None:
         """Count work that was done."""
         self.work -= work
-        if self._whole is not None:
-            self._whole.spend(work)
+        if self._parent is not None:
+            self._parent.spend(work)
 
     @property
     def spent(self) -> bool:
         """Whether to stop."""
         if self.work > 0 and time.perf_counter() > self._stop_at:
             self.cut = True
-            if self._whole is not None:
-                self._whole.cut = True
+            if self._parent is not None:
+                self._parent.cut = True
         return self.work <= 0 or self.cut

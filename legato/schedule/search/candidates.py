@@ -62,7 +62,7 @@ class Fastest:
 
 
 def published(problem: Problem, collective: str, names: Iterable[str] = PUBLISHED) -> Iterator[Plan]:
-    """The plans of all other schedulers (or some of them) that can plan so many bytes, with this collective."""
+    """The plans of all other schedulers (or some of them) that can plan a model of this size, with this collective."""
     limit = {} if problem.max_message_bytes is None else {"max_message_bytes": problem.max_message_bytes}
     for name in names:
         with suppress(TooLargeError, PlanError):

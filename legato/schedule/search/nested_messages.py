@@ -32,8 +32,8 @@ _PER_SET_S, _PER_PAIR_S = 1.2e-5, 2.5e-9
 
 def nested_messages(instance: Instance) -> Filled:
     """The messages that the bound asks for; each takes the collective that is cheapest for its size."""
-    whole = instance.fill([sum(instance.nbytes)])
-    seconds, moments = whole.seconds, list[float]()
+    single = instance.fill([sum(instance.nbytes)])
+    seconds, moments = single.seconds, list[float]()
     for line in instance.collectives.costs:
         chain = Chain(instance.release_s, instance.tail_s, instance.nbytes, line, sends="all_reduces")
         order = chain.orders()[0]
@@ -42,9 +42,9 @@ def nested_messages(instance: Instance) -> Filled:
         if found_s < seconds:
             seconds, moments = found_s, _moments(sets, found_s)
     if not moments:
-        return whole
+        return single
     sizes, not_before_s = zip(*_sizes(moments, instance), strict=True)
-    return min(whole, instance.fill(sizes, not_before_s=not_before_s), key=lambda filled: filled.seconds)
+    return min(single, instance.fill(sizes, not_before_s=not_before_s), key=lambda filled: filled.seconds)
 
 
 def _least_s(sets: NestedSets, low_s: float, high_s: float, budget: Budget) -> float:

@@ -114,8 +114,8 @@ class _Places:
         fixed = (op for phase in ("backward", "forward") for op in workload.phase_ops(phase))
         key, number = None, 0
         for op in fixed:
-            of = workload.ops[op]
-            last, key = key, (of.phase, of.graph or op)
+            phase, graph = workload.ops[op].phase, workload.ops[op].graph
+            last, key = key, (phase, graph or op)
             number += key != last
             self.stretch[op] = number
 
@@ -184,7 +184,7 @@ def promising_orders(
 ) -> list[tuple[int, ...]]:
     """Distinct orders of all ops of a period, without the captured one.
 
-    Moves updates, and then single ops, so many times, or until the value is `enough_s` seconds or the
+    Moves updates, and then single ops, until the value is `enough_s` seconds or the number of moves or the
     budget is spent.
     """
     updates = update_order(workload)

@@ -130,7 +130,7 @@ class _Network:
         for k, tensors in enumerate(self.tensors):
             for t in tensors:
                 self.groups_with.setdefault(t, []).append(k)
-        self.unscattered = {t: len(of) for t, of in self.groups_with.items()}
+        self.unscattered = {t: len(groups) for t, groups in self.groups_with.items()}
         self.waits = [len(tensors) for tensors in self.tensors]  # tensors that are not scattered
         self.now, self.end = 0.0, [math.inf] * (2 * self.count)
 

@@ -57,9 +57,9 @@ class Problem:
     def large(self) -> bool:
         return too_many_tensors(len(self.workload.tensors))
 
-    def budget(self, share: float = 1.0) -> Budget:
+    def budget(self, fraction: float = 1.0) -> Budget:
         """A part of the work."""
-        return Budget(self.work * share, self.limit_s)
+        return Budget(self.work * fraction, self.limit_s)
 
     def warn_if_cut(self, budget: Budget) -> None:
         if budget.cut:

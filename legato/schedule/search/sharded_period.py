@@ -89,7 +89,7 @@ class _Arrangement:
                 self.ungathered[t] += 1
         self.waits = {op: len(period.update_reads[op]) + len(period.update_waits[op]) for op in period.updates}
         self.since = dict.fromkeys(period.updates, period.backward_s)  # when an update can run
-        self.unupdated = [len(of) for of in period.updates_of]  # by tensor: its updates
+        self.unupdated = [len(updates) for updates in period.updates_of]  # by tensor: its updates
         self.groups_with: list[list[int]] = [[] for _ in range(number)]
         for k, tensors in enumerate(self.tensors):
             for t in tensors:

@@ -68,7 +68,7 @@ def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
 
 
 def _regrouped(problem: Problem, seconds: float, solve: Solve) -> Iterator[Plan]:
-    """Plans for messages of tensors that are all exact, or all rounded, for iterations of so many seconds.
+    """Plans for messages of tensors that are all exact, or all rounded, for iterations of this length.
 
     Which are exact is what would be possible in this time, or somewhat less, without startup times.
     """

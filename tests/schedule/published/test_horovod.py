@@ -21,7 +21,7 @@ NETWORK = Cluster(2, {"ring": LinearCost(1e-3, 1e-9)})
 
 
 def chain(tensors):
-    """A workload whose gradients become ready after so many milliseconds more, with so many bytes."""
+    """A workload whose gradients become ready after these milliseconds more, with these bytes."""
     ops = [Op("f", "forward", MS)] + [Op(f"b{k}", "backward", ms * MS, (k,)) for k, (ms, _) in enumerate(tensors)]
     return Workload("w", tuple(ops), tuple(Tensor(f"t{k}", n, k + 1, (0,)) for k, (_, n) in enumerate(tensors)))
 
