@@ -6,11 +6,13 @@ import os
 import random
 import time
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
@@ -321,7 +323,7 @@ def adopting():
 
 
 def to_and_fro(what, views):
-    """Passes become DDP's for two steps of every four, under a plan of whole messages, halves, or shards."""
+    """Passes are DDP's in two steps of every four, under a plan of whole messages, halves, or shards."""
     trained, ours = [], []
     for kind in ("ddp", "legato"):
         model = build("Convolutional")
@@ -333,9 +335,10 @@ def to_and_fro(what, views):
                 plan = sharded_plan(plan, random.Random(2), "none" if what == "halves" else what)
             attach(ddp, optimizer, plan)
         for i in range(12):
-            if kind == "legato" and i % 4 == 2:
-                attachment(ddp)._leave_to_ddp("a test")
-                attachment(ddp)._clean, attachment(ddp)._clean_enough = 0, 2
+            if kind == "legato" and i and i % 2 == 0:
+                attachment(ddp).adopt(
+                    plan if i % 4 == 0 else msgspec.structs.replace(default_buckets(ddp), scheduler="ddp")
+                )
             train(ddp, optimizer, 1, seed=i)
             ours.append(kind == "legato" and attachment(ddp).reducer is not None)
         trained.append(ddp)

@@ -7,7 +7,7 @@ passes the next ones are:
 
 - *DDP's*: nothing is done; its reducer sends. So are the first passes, in which legato
   looks at the model (`ddp_passes`), the turns of DDP in a tournament, and all passes
-  that use what only DDP does (`own_feature`, `ModuleFingerprint`), as long as they do.
+  from the first one on that uses what only DDP does (`own_feature`, `ModuleFingerprint`).
 - *legato's*: DDP's forward pass is told to send nothing (`SilentForward`), and the
   gradients go to a `Reducer`, which carries out the plan. DDP's own reducer is put
   away, with its buckets, and comes back as soon as anything asks for it (`IdleReducer`).
@@ -93,8 +93,6 @@ __all__ = ["Attachment", "Hook", "attach", "attachment", "attachment_of", "find_
 
 #: The number of backward passes that send and are DDP's, before the first of legato's.
 FIRST_PASSES = 2
-#: After something that only DDP does, legato comes back after a number of passes without it: at most this many.
-MOST_CLEAN_PASSES = 64
 
 
 class Attachment:
@@ -121,9 +119,10 @@ class Attachment:
         self._group: Any = ddp.process_group
         former = self._former_attachments()
         shared = any(other.module is not self.module for other in former)
-        reason = "it has a parameter of another model" if shared else self._lasting_reason()
-        self._lasting = first_said(reason, self._group).partition(": ")[2]
-        if not self._lasting:
+        reason = "it has a parameter of another model" if shared else self._model_reason()
+        #: Why passes are DDP's for good; empty if they are not.
+        self.reason = first_said(reason, self._group).partition(": ")[2]
+        if not self.reason:
             self._check(plan)
         self._error_feedback, self._current, self._flight_dir = error_feedback, tuple(current), flight_dir
         self._connection: _Connection | None = None
@@ -133,10 +132,7 @@ class Attachment:
         #: What carries the plan out; None while passes are DDP's.
         self.reducer: Reducer | None = None
         self.stepped = False
-        #: Why passes are DDP's, although the plan is not; empty if they are not.
-        self.reason = ""
         self._said: set[str] = set()
-        self._clean, self._clean_enough = 0, 0  # passes since the last one that had to be DDP's; and how many it takes
         self._fingerprint = ModuleFingerprint(self.module)
         # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
@@ -173,12 +169,11 @@ class Attachment:
             if other.module is self.module:
                 other.detach()
             else:  # passes are DDP's in both models
-                other._lasting = self._lasting
-                other._leave_to_ddp(self._lasting)
+                other._leave_to_ddp(self.reason)
         for parameter in self._parameters.values():
             _attachments[parameter] = weakref.ref(self)
-        if self._lasting:
-            self._leave_to_ddp(self._lasting)
+        if self.reason:
+            self._leave_to_ddp(self.reason)
 
     # ---- what users do ---------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class Attachment:
         An optimizer that is not torch's, or has none of the model's parameters, is left alone.
         Raises `RankError`, on every rank, if its settings differ between ranks.
         """
-        if self._lasting:
+        if self.reason:
             return
         optimizer = innermost_optimizer(optimizer)
         if not isinstance(optimizer, Optimizer) or not is_known(optimizer):
@@ -215,7 +210,7 @@ class Attachment:
 
     def begin(self) -> None:
         """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
-        if not self._first and self.reducer is None and not (self._lasting or is_ddps(self._plan) or self._reason()):
+        if not self._first and self.reducer is None and not (self.reason or is_ddps(self._plan) or self._pass_reason()):
             self._carry_out(self._plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -230,7 +225,7 @@ class Attachment:
         self._plan = plan
         if self.reducer is not None:
             self._carry_out(plan)
-        elif self._ddps is None and not self._lasting:
+        elif self._ddps is None and not self.reason:
             self._ddps = self._watch_ddp()
             self._compiles_one_way = compiles_two_ways(self.ddp, self._compiler, lambda: self._ours)
 
@@ -319,7 +314,7 @@ class Attachment:
 
     # ---- whose passes ----------------------------------------------------------------
 
-    def _lasting_reason(self) -> str:
+    def _model_reason(self) -> str:
         """Why no pass can be legato's, as far as the model shows it; empty if nothing does."""
         if sparse := sparse_parameters(self.module):
             return f"the gradients of {next(iter(sparse))} are sparse"
@@ -329,8 +324,10 @@ class Attachment:
             return "it has a communication hook"
         return ""
 
-    def _reason(self) -> str:
-        """Why the pass that begins is DDP's, as far as legato may come back; empty if nothing is in the way."""
+    def _pass_reason(self) -> str:
+        """Why the pass that begins cannot be legato's; empty if nothing is in the way."""
+        if is_joining(self.ddp):  # ranks run different numbers of passes, and cannot agree on later ones
+            return "join() was used"
         if self.ddp.module is not self.module:
             return "it has another module"
         if feature := own_feature(self.ddp):
@@ -353,29 +350,17 @@ class Attachment:
 
     def _choose(self) -> None:
         """Decide whose the pass is that begins; nothing of another pass is still to be sent."""
-        if is_joining(self.ddp):  # ranks run different numbers of passes, and cannot agree on later ones
-            self._lasting = "join() was used"
-            self._leave_to_ddp(self._lasting)
+        if reason := self._pass_reason():
+            self._leave_to_ddp(reason)
             return
-        if reason := self._reason():
-            self._clean = 0
-            if self.reducer is not None or not self.reason:
-                self._clean_enough = min(MOST_CLEAN_PASSES, 2 * self._clean_enough + 1)
-                self._leave_to_ddp(reason)
-            return
-        self._clean += 1
         if self._first:
             assert self._ddps is not None
             if self._ddps.done < self._first:
                 return
             self._first = 0
-            if objection := first_said(self._ddps.objection or self._lasting_reason(), self._group):
-                self._lasting = objection.partition(": ")[2]
-                self._leave_to_ddp(self._lasting)
+            if said := first_said(self._ddps.objection or self._model_reason(), self._group):
+                self._leave_to_ddp(said.partition(": ")[2])
                 return
-        if self.reason and self._clean <= self._clean_enough:
-            return
-        self.reason = ""
         stepped, self.stepped = self.stepped or not self._optimizers, False
         if self._tournament is not None and stepped:  # else another pass of the same step
             self._next_turn(self._tournament)
@@ -394,13 +379,11 @@ class Attachment:
         return shards is not None and any(map(shards.has_changed, self._optimizers))
 
     def _leave_to_ddp(self, reason: str) -> None:
-        """Let passes be DDP's from now on."""
+        """Let passes be DDP's for good."""
         self._carry_out(None)
-        self.reason = reason
-        self.say(f"DDP's own passes {'stay' if self._lasting else 'run meanwhile'}: {reason}")
-        if self._lasting:
-            self.observed = False
-            self._rest()
+        self.reason, self.observed = reason, False
+        self.say(f"DDP's own passes stay: {reason}")
+        self._rest()
 
     def _rest(self) -> None:
         """Do nothing until there is another plan."""
@@ -529,8 +512,7 @@ class Attachment:
             return
         if not self._idle.is_away:
             if has_builtin_hook(self.ddp):
-                self._lasting = "it has a communication hook"
-                self._leave_to_ddp(self._lasting)
+                self._leave_to_ddp("it has a communication hook")
                 return
             self._idle.put_away()
         self.in_graphs = bool(compiled) or self._fingerprint.compiled()
@@ -577,7 +559,7 @@ class Attachment:
         """After a forward pass that has returned."""
         if self._ddps is not None:
             sends = torch.is_grad_enabled() and self.ddp.require_backward_grad_sync
-            self._ddps.forward_ended(output, sends, counts=sends and not self.reason)
+            self._ddps.forward_ended(output, sends)
         if not self._ours or self._nested:
             return
         self._ours = False
