@@ -15,7 +15,6 @@ from legato.pytorch import attach, attachment
 from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime import reducer
 from legato.pytorch.runtime.checkpoint import OptimizerState
 from legato.pytorch.runtime.graph_sender import GraphSender
 from legato.schedule.basics.compose import with_node_order
@@ -146,20 +145,18 @@ def sent_early(kind, backend, steps=5):
     arrived, found = [], []
     for accumulator in attachment(wrapped).reducer.accumulator_of.values():
         accumulator._node.register_hook(lambda *_: arrived.append(1))
-    launch = reducer.Reducer._launch
+    messages = attachment(wrapped).reducer.messages
+    launch = messages.launch
 
-    def noted(self, bucket):
+    def noted(bucket):
         found.append(len(arrived))
-        launch(self, bucket)
+        launch(bucket)
 
-    reducer.Reducer._launch = noted
-    try:
-        for _ in range(steps):
-            arrived.clear()
-            found.clear()
-            train(wrapped, optimizer, 1)
-    finally:
-        reducer.Reducer._launch = launch
+    messages.launch = noted
+    for _ in range(steps):
+        arrived.clear()
+        found.clear()
+        train(wrapped, optimizer, 1)
     return found
 
 
@@ -299,7 +296,7 @@ def in_order(backend, seed):
     found, hand_over = [], GraphSender.hand_over
 
     def noted(self, parameter, grad):
-        found.append(self.reducer.by_parameter[id(parameter)].name)
+        found.append(self.reducer.delivery.by_parameter[id(parameter)].name)
         hand_over(self, parameter, grad)
 
     GraphSender.hand_over = noted

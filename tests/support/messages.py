@@ -134,17 +134,17 @@ def packed_and_sent():
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
     )
     reducer = attachment(wrapped).reducer
-    pack, channel = reducer._pack, reducer._channel
+    pack, launch = reducer.delivery.pack, reducer.messages.launch
 
     def packing(bucket):
         happened.append(f"packed {bucket.index}")
         pack(bucket)
 
-    def sending(buffer, message, residual):
-        happened.append(f"sent {messages.index(message)}")
-        return channel(buffer, message, residual)
+    def sending(bucket):
+        happened.append(f"sent {bucket.index}")
+        launch(bucket)
 
-    reducer._pack, reducer._channel = packing, sending
+    reducer.delivery.pack, reducer.messages.launch = packing, sending
     wrapped(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     attachment(wrapped).flush()

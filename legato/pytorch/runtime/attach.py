@@ -18,14 +18,13 @@ program does with the model, and what the ranks tell each other after the first 
 
 from __future__ import annotations
 
-import fnmatch
 import gc
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ from legato.pytorch._private import (
     compiled_by,
     compiled_module,
     compiles_two_ways,
-    group_is_alive,
-    group_timeout,
     has_builtin_hook,
     has_forward_hooks,
     is_compiled,
@@ -67,25 +64,22 @@ from legato.pytorch.network.agreement import (
     describe_model,
     describe_optimizer,
     first_said,
-    gather_numbers,
-    group_device,
 )
-from legato.pytorch.network.channel import channel_for, check_message
-from legato.pytorch.network.threads import batch_policy_threads
-from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
+from legato.pytorch.network.channel import check_message
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import check_plan
 from legato.pytorch.runtime.ddp_passes import DdpPasses
-from legato.pytorch.runtime.debug import COMPARED, DebugChecks, chosen_checks
+from legato.pytorch.runtime.debug import chosen_checks
 from legato.pytorch.runtime.deferred import defer_steps, is_known, restore_steps
 from legato.pytorch.runtime.drift import DriftMonitor
-from legato.pytorch.runtime.graph_sender import GraphSender, sender_of
+from legato.pytorch.runtime.graph_sender import GraphSender
+from legato.pytorch.runtime.messages import Connection
 from legato.pytorch.runtime.readers import Readers
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharded_state import take_state, whole_state
-from legato.pytorch.runtime.sharding import check_shardable
+from legato.pytorch.runtime.sharding import Shards, check_shardable
 from legato.pytorch.runtime.tournament import Measured, Tournament
 from legato.pytorch.runtime.tracing import Tracer
 
@@ -124,9 +118,10 @@ class Attachment:
         self.reason = first_said(reason, self._group).partition(": ")[2]
         if not self.reason:
             self._check(plan)
-        self._error_feedback, self._current, self._flight_dir = error_feedback, tuple(current), flight_dir
-        self._connection: _Connection | None = None
-        self._readers = Readers(strict="reads" in self._debug)
+        self._error_feedback, self._flight_dir = error_feedback, flight_dir
+        self._readers = Readers(
+            self._is_own, current, not getattr(self.module, "reads_no_gradients", False), strict="reads" in self._debug
+        )
         self._optimizers: list[Optimizer] = []
         self._plan = plan
         #: What carries the plan out; None while passes are DDP's.
@@ -146,7 +141,7 @@ class Attachment:
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
         self.on_drift: Callable[[str], None] = self._log_drift
         self._compiler = GraphCompiler(
-            sender_of, partial(is_whole_frame, function=compiled_module(self.module).forward)
+            _sender_of, partial(is_whole_frame, function=compiled_module(self.module).forward)
         )
         self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
         self._ours = False  # whether the forward pass that runs is legato's
@@ -205,7 +200,7 @@ class Attachment:
             self._optimizers.append(optimizer)
         if not self._is_idle:
             defer_steps(optimizer, self)
-        if self.reducer is not None and self.reducer.shards is not None:
+        if self._shards is not None:
             self._carry_out(self._plan)  # its parameters have messages of their own from now on
 
     def begin(self) -> None:
@@ -260,11 +255,15 @@ class Attachment:
         """The process group of the model's ranks."""
         return self._group
 
+    @property
+    def _shards(self) -> Shards | None:
+        return None if self.reducer is None else self.reducer.shards
+
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Record what happens in legato's passes from now on with this tracer; None ends recording."""
         self._tracer = tracer
         if self.reducer is not None:
-            self.reducer.tracer = tracer
+            self.reducer.messages.tracer = tracer
 
     @contextmanager
     def trace(self) -> Iterator[list[Timeline]]:
@@ -288,14 +287,13 @@ class Attachment:
         Call it on all ranks between the backward pass and `optimizer.step()`.
         Returns the norm from before. Raises `RankError` if sharded gradients were not averaged since the last step.
         """
-        if self.reducer is None or self.reducer.shards is None:
+        if self._shards is None:
             return nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        return self.reducer.shards.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        return self._shards.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clip as `torch.nn.utils.clip_grad_value_` does, over the gradients of all parameters, sharded or not."""
-        shards = None if self.reducer is None else self.reducer.shards
-        found = self.ddp.parameters() if shards is None else shards.averaged()
+        found = self.ddp.parameters() if self._shards is None else self._shards.averaged()
         nn.utils.clip_grad_value_(found, clip_value, foreach)
 
     def say(self, what: str) -> None:
@@ -366,17 +364,14 @@ class Attachment:
             self._next_turn(self._tournament)
         elif self.reducer is None and not is_ddps(self._plan):
             self._carry_out(self._plan)
-        elif self._optimizers_have_changed():
+        elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
             for optimizer in self._optimizers:
                 agree(describe_optimizer(optimizer), self._group)
             self._carry_out(self._plan)
-        if self.reducer is not None and not self.observed and (change := self._drift.pass_begins(self.reducer)):
+        if self.reducer is None or self.observed:
+            return
+        if change := self._drift.pass_begins(self.reducer.messages):
             self.on_drift(change)
-
-    def _optimizers_have_changed(self) -> bool:
-        """Whether a sharded optimizer has other parameters now: its messages go by optimizers."""
-        shards = None if self.reducer is None else self.reducer.shards
-        return shards is not None and any(map(shards.has_changed, self._optimizers))
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Let passes be DDP's for good."""
@@ -410,13 +405,11 @@ class Attachment:
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
+        self.flush()
+        states = [whole_state(optimizer, self._shards) for optimizer in self._optimizers]
         before, self.reducer = self.reducer, None
         if before is not None:
-            before.settle()
-            states = [whole_state(optimizer, before) for optimizer in self._optimizers]
             before.close()
-        else:
-            states = [vars(optimizer).get("state") for optimizer in self._optimizers]
         if self._ddps is not None:
             self._ddps.close()
         if plan is None or is_ddps(plan):
@@ -430,36 +423,31 @@ class Attachment:
                 gate.methods.begin()
                 self._methods_back = weakref.finalize(self, gate.methods.end)
             self.reducer, self._ddps = self._make_reducer(plan, before), None
-        shards = None if self.reducer is None else self.reducer.shards
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)
-            take_state(optimizer, state, shards)
+            take_state(optimizer, state, self._shards)
         self._drift = DriftMonitor(self._gather_numbers)
 
     def _make_reducer(self, plan: Plan, before: Reducer | None) -> Reducer:
-        if self._connection is None:
-            self._connection = _Connection(self._group, self._flight_dir, self._debug, _status(weakref.ref(self)))
         with _no_garbage_collection():  # thousands of small objects that all stay
             reducer = Reducer(
                 plan,
                 self._parameters,
-                self._connection.group,
-                self._connection.channel,
-                self._connection.watchdog,
-                checks=self._connection.checks,
+                self._connection,
+                self._readers,
                 gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
-                readers=self._readers,
-                current=lambda name: any(name == it or fnmatch.fnmatchcase(name, it) for it in self._current),
-                is_own=self._is_own,
-                read_elsewhere=not getattr(self.module, "reads_no_gradients", False),
                 optimizers=self._optimizers,
                 error_feedback=self._error_feedback,
             )
-        reducer.tracer = self._tracer
+        reducer.messages.tracer = self._tracer
         if before is not None:
-            reducer.forwards = before.forwards
+            reducer.messages.forwards = before.messages.forwards
             GraphSender(reducer).learn_from(before)
         return reducer
+
+    @cached_property
+    def _connection(self) -> Connection:
+        return Connection(self._group, self._flight_dir, self._debug, _status(weakref.ref(self)))
 
     def _is_own(self, module: nn.Module) -> bool:
         """Whether a module's forward pass is that of the model: it is the model, or contains it."""
@@ -472,11 +460,10 @@ class Attachment:
 
     def _ddp_is_asked(self, name: str) -> None:
         """DDP's reducer was put away, and comes back because something asks for its attribute `name`."""
-        reducer = self.reducer
-        if reducer is not None and reducer.shards is not None and name == JOIN_BEGINS:
+        if self._shards is not None and name == JOIN_BEGINS:
             raise InputError("join() under a sharded plan: a rank without batches would still have to update its shard")
-        if reducer is not None and not reducer.in_backward:
-            reducer.settle()
+        if self.reducer is not None and not self.reducer.in_backward:
+            self.reducer.settle()
 
     def _prepare_backward(self) -> None:
         """A framework says that the next backward pass is to send."""
@@ -522,9 +509,9 @@ class Attachment:
             else:
                 self._readers.never()
                 reducer.settle()
-        reducer.forwards += self.ddp.require_backward_grad_sync
-        if reducer.tracer:
-            reducer.tracer.switch("forward")
+        reducer.messages.forwards += self.ddp.require_backward_grad_sync
+        if reducer.messages.tracer:
+            reducer.messages.tracer.switch("forward")
         self._compiler.ran.clear()
         self._ours = True
         self._silent.begin()
@@ -577,8 +564,8 @@ class Attachment:
         if sends:
             reducer.armed = True
             reducer.backward_scope.expect(output)
-        if reducer.tracer:
-            reducer.tracer.end_forward(output)
+        if reducer.messages.tracer:
+            reducer.messages.tracer.end_forward(output)
 
     @not_compiled  # type: ignore[untyped-decorator]
     def _forward_failed(self, *_: Any) -> None:
@@ -610,13 +597,7 @@ class Attachment:
             self.say(f"{which}{f' (median step of each: {found})' if found else ''}")
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        if self._connection is None:
-            return gather_numbers(numbers, self._group, lambda work: work.wait())
-        watchdog = self._connection.watchdog
-        try:
-            return gather_numbers(numbers, self._connection.group, watchdog.wait)
-        except RuntimeError as error:
-            raise watchdog.failure("comparing times before a forward pass", error) from error
+        return self._connection.gather_numbers(numbers, "comparing times before a forward pass")
 
     def _log_drift(self, change: str) -> None:
         self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
@@ -705,28 +686,10 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Connection:
-    """What the ranks of a model send legato's messages through, and watch each other with."""
-
-    def __init__(
-        self, of: Any, flight_dir: str | os.PathLike[str] | None, debug: Sequence[str], status: Callable[[], str]
-    ) -> None:
-        ranks, timeout = dist.get_process_group_ranks(of), group_timeout(of, group_device(of))
-        everyone = len(ranks) == dist.get_world_size()
-        with batch_policy_threads():
-            # No other collective comes between two messages.
-            self.group: Any = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
-        self.watchdog = Watchdog(self.group, FlightRecorder(self.group.rank(), flight_dir), status)
-        compared = set(debug) & set(COMPARED)
-        self.checks = DebugChecks(tuple(debug), self.group, timeout) if compared else None
-        weakref.finalize(self, _release, self.group, self.watchdog).atexit = False
-        self.channel = channel_for(self.group)
-
-
-def _release(group: Any, watchdog: Watchdog) -> None:
-    """Destroy the group of a model that was deleted, unless a collective failed: that could take its timeout."""
-    if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
-        dist.destroy_process_group(group)
+def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
+    """What sends the parameter's gradients, as compiled graphs see it; None in passes of DDP's."""
+    reducer: Reducer | None = getattr(_attachments.get(parameter, lambda: None)(), "reducer", None)
+    return None if reducer is None else GraphSender(reducer)
 
 
 def _status(of: weakref.ref[Attachment]) -> Callable[[], str]:
