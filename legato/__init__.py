@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, and types
 
     from legato.auto import distribute
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
-    from legato.pytorch.runtime.checkpoint import OptimizerState
+    from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
     from legato.schedule import PlanOptions
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
@@ -76,7 +76,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "GradScaler": "legato.pytorch",
-    "OptimizerState": "legato.pytorch.runtime.checkpoint",
+    "OptimizerState": "legato.pytorch.runtime.sharding.checkpoint",
     "attachment": "legato.pytorch",
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",

@@ -110,7 +110,7 @@ def updates_while_waiting():
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
     messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
     wrapped, optimizer = attach(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
-    attachment(wrapped)._readers.may_wait = lambda _: True  # there is no forward pass to watch,
+    attachment(wrapped)._forward.readers.may_wait = lambda _: True  # there is no forward pass to watch,
     attachment(wrapped).reducer.armed = True  # nor one of the wrapped model
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:

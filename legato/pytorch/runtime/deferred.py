@@ -10,7 +10,7 @@ steps all parameters at once, when all gradients have arrived: slower, but never
 An optimizer that is not torch's is left alone (`is_known`).
 
 Under a sharded plan, `step()` itself updates this rank's shards, and the parameters
-wait for the others' (`legato.pytorch.runtime.sharding`).
+wait for the others' (`legato.pytorch.runtime.sharding.shards`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING
 from legato.pytorch.runtime.readers import state_is_held
 from legato.pytorch.runtime.reducer import Reducer
-from legato.pytorch.runtime.sharded_state import take_state, whole_state
-from legato.pytorch.runtime.sharding import shards_of
+from legato.pytorch.runtime.sharding.shards import shards_of
+from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.update import Update, reducers_of, zeroing
 
 __all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]

@@ -30,7 +30,7 @@ from legato.pytorch.runtime.delivery import Delivery
 from legato.pytorch.runtime.messages import Connection, Messages
 from legato.pytorch.runtime.packing import is_due
 from legato.pytorch.runtime.readers import Readers, settle_before_fork
-from legato.pytorch.runtime.sharding import Shards
+from legato.pytorch.runtime.sharding.shards import Shards
 
 __all__ = ["Reducer"]
 
@@ -39,8 +39,8 @@ class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
     A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
-    (see `legato.pytorch.runtime.attach`). `optimizers` are those whose steps a sharded plan divides among the ranks.
-    With `error_feedback`, what rounding to a wire format takes from gradients and from their
+    (see `legato.pytorch.runtime.attachment`). `optimizers` are those whose steps a sharded plan divides among the
+    ranks. With `error_feedback`, what rounding to a wire format takes from gradients and from their
     sum is added to the next ones (Seide et al., Interspeech 2014).
     Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
     """

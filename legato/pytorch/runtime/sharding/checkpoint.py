@@ -38,8 +38,8 @@ from legato.core.text import count
 from legato.pytorch._private import begin_state, begins_with_step, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.parameters import named_parameters
-from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
-from legato.pytorch.runtime.sharding import Shard, Shards, shards_of
+from legato.pytorch.runtime.sharding.shards import Shard, Shards, shards_of
+from legato.pytorch.runtime.sharding.state import is_elementwise, uneven
 from legato.pytorch.runtime.update import Update, reducers_of
 
 __all__ = ["LocalShards", "OptimizerState", "boxes"]
