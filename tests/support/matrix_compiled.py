@@ -125,7 +125,7 @@ def compiled_when(kind, when, backend):
         plain.compile(backend=backend)
     run = torch.compile(wrapped, backend=backend) if when == "after" else wrapped
 
-    def loss_of(x, y, run=run):
+    def loss_of(x, y):
         return F.cross_entropy(run(x) * 2, y)
 
     if when == "around":
@@ -383,7 +383,7 @@ def regularized(kind):
     model.compile(backend="aot_eager")
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
-    def loss_of(x, y, model=model, wrapped=wrapped):
+    def loss_of(x, y):
         return F.cross_entropy(wrapped(x), y) + 0.01 * sum(p.square().sum() for p in model.layers.parameters())
 
     return train(wrapped, optimizer, STEPS, loss_of=loss_of)

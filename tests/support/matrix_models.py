@@ -92,7 +92,7 @@ def compiled_function(kind):
     torch.manual_seed(7)
     model = Dense()
     run = torch.compile(lambda x, w: F.gelu(x @ w.T), backend="aot_eager")
-    model.forward = lambda x, m=model, f=run: m.third(f(f(x, m.first.weight), m.second.weight))
+    model.forward = lambda x: model.third(run(run(x, model.first.weight), model.second.weight))
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
     return train(wrapped, optimizer, 8)
 

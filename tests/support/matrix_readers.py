@@ -200,7 +200,7 @@ def tensor_betas(kind):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=betas, foreach=False)
     wrapped, optimizer = wrap(kind, model, optimizer)
 
-    def step(optimizer, i, betas=betas):
+    def step(optimizer, i):
         optimizer.step()
         betas[0].mul_(0.9)
 
