@@ -95,9 +95,8 @@ class Delivery:
 
     def check_cleared(self, slot: Slot) -> None:
         """Raise `RankError` if a backward pass is about to add to a gradient that was taken under a plan before."""
-        if slot.spent is not None:
-            with without_overrides():
-                slot.check_cleared()
+        with without_overrides():
+            slot.check_cleared()
 
     def pack(self, bucket: Bucket) -> None:
         """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""

@@ -15,17 +15,12 @@ from legato.pytorch._private import copy_all, multiply_all
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Bucket, BucketSlice, Slot
 
-__all__ = ["is_due", "pack"]
+__all__ = ["PACK_BYTES", "pack"]
 
 #: Gradients up to this size, in bytes, are packed by one call for many of them.
 _SMALL_BYTES = 64 * 2**10
 #: A bucket is packed when so many bytes of gradients wait for it, or when it is complete.
-_PACK_BYTES = 2**20
-
-
-def is_due(bucket: Bucket) -> bool:
-    """Whether the gradients that have arrived are to be packed now."""
-    return bucket.missing == 0 or bucket.waiting_bytes > _PACK_BYTES
+PACK_BYTES = 2**20
 
 
 def pack(bucket: Bucket, ranks: int) -> list[Slot]:

@@ -28,7 +28,7 @@ from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot, make_buckets
 from legato.pytorch.runtime.delivery import Delivery
 from legato.pytorch.runtime.messages import Connection, Messages
-from legato.pytorch.runtime.packing import is_due
+from legato.pytorch.runtime.packing import PACK_BYTES
 from legato.pytorch.runtime.readers import Readers, settle_before_fork
 from legato.pytorch.runtime.sharding.shards import Shards
 
@@ -129,12 +129,13 @@ class Reducer:
         """Prepare for an addition to `.grad`, which must be up to date and not in flight."""
         if slot.offered is not None:
             slot.compare(gradients[0] if gradients else None)
-        self.delivery.check_cleared(slot)
+        if slot.spent is not None:
+            self.delivery.check_cleared(slot)
         if slot.early:
             slot.taken = None  # what is not packed yet will be in `.grad`
-        elif not self.in_backward and self.armed:
+        elif not self.messages.in_backward and self.armed:
             self.begin_backward()
-        elif self.in_backward and slot.ready:
+        elif self.messages.in_backward and slot.ready:
             raise RankError(
                 f"{slot.name}: a second gradient in one backward pass (checkpointing with use_reentrant=True over a "
                 "shared parameter?), where the first passes had one; use use_reentrant=False"
@@ -166,7 +167,7 @@ class Reducer:
             bucket.arrived, bucket.waiting_bytes = [], 0
 
     def _gradient_ready(self, slot: Slot, *_: Any) -> None:
-        if not self.in_backward:
+        if not self.messages.in_backward:
             return
         self.delivery.after_accumulation()
         if not slot.early:
@@ -194,7 +195,7 @@ class Reducer:
             if bucket.index in slot.parts:
                 bucket.arrived.append(slot)
                 bucket.waiting_bytes += slot.nbytes
-                if is_due(bucket):
+                if bucket.missing == 0 or bucket.waiting_bytes > PACK_BYTES:
                     self.delivery.pack(bucket)
             self._advance()
 
