@@ -46,12 +46,7 @@ from legato.pytorch._private import (
     own_feature,
     steps_in_backward,
 )
-from legato.pytorch.network.agreement import (
-    agree,
-    describe_model,
-    describe_optimizer,
-    first_said,
-)
+from legato.pytorch.network.agreement import agree, describe_model, describe_optimizer, first_said
 from legato.pytorch.network.channel import check_message
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
