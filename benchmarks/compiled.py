@@ -230,7 +230,7 @@ def follow(model: str, backend: str, iterations: int) -> None:
     from legato.schedule import schedule
 
     def noted(self: GraphSender, parameter: Any, grad: Any) -> None:
-        found.append(self.reducer.by_parameter[id(parameter)].name)
+        found.append(self.reducer.delivery.by_parameter[id(parameter)].name)
         hand_over(self, parameter, grad)
 
     found: list[str] = []

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
+from typing import overload as _overload
 
 from legato.core import __version__
 from legato.core.cluster import Cluster, Contention, LinearCost
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, and types
     from legato.auto import distribute
     from legato.fsdp.table import ShardingOptions
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
-    from legato.pytorch.runtime.checkpoint import OptimizerState
+    from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
     from legato.schedule import PlanOptions
     from legato.schedule.bound.lower_bound import Bound, lower_bound
     from legato.simulator.flow import Fabric
@@ -80,7 +81,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "GradScaler": "legato.pytorch",
-    "OptimizerState": "legato.pytorch.runtime.checkpoint",
+    "OptimizerState": "legato.pytorch.runtime.sharding.checkpoint",
     "attachment": "legato.pytorch",
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",
@@ -95,9 +96,9 @@ _LAZY = {
 }
 
 
-@overload
+@_overload
 def plan(workload: Workload, cluster: Cluster, scheduler: str = "legato", **options: Unpack[PlanOptions]) -> Plan: ...
-@overload
+@_overload
 def plan(
     workload: Workload, cluster: Cluster, *, shard: Literal["parameters"], **options: Unpack[ShardingOptions]
 ) -> Wrapping: ...

@@ -40,16 +40,10 @@ from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
-from legato.pytorch.runtime.attach import (
-    Attachment,
-    Hook,
-    attach,
-    attachment,
-    attachment_of,
-    find_ddp,
-    innermost_optimizer,
-)
-from legato.pytorch.runtime.sharding import check_shardable
+from legato.pytorch.runtime.attach import attach, attachment, attachment_of, find_ddp
+from legato.pytorch.runtime.attachment import Attachment, innermost_optimizer
+from legato.pytorch.runtime.forward import Hook
+from legato.pytorch.runtime.sharding.shards import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES

@@ -2,8 +2,9 @@
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.attach import Attachment, attach, attachment
-from legato.pytorch.runtime.sharding import GradScaler
+from legato.pytorch.runtime.attach import attach, attachment
+from legato.pytorch.runtime.attachment import Attachment
+from legato.pytorch.runtime.sharding.shards import GradScaler
 from legato.pytorch.servers import parameter_servers
 
 __all__ = [

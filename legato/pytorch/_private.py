@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -50,7 +49,6 @@ __all__ = [
     "current_node",
     "current_node_number",
     "default_store",
-    "flatten_tensors",
     "group_is_alive",
     "group_timeout",
     "has_builtin_hook",
@@ -82,7 +80,6 @@ __all__ = [
     "steps_in_backward",
     "storage_id",
     "tensor_without_memory",
-    "unflatten_tensors",
     "unhooked_step",
     "uses",
     "version_of",
@@ -636,16 +633,6 @@ def uses(tensor: Tensor) -> tuple[int, int, bool]:
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()  # type: ignore[attr-defined]
 
 
-def flatten_tensors(tensors: list[Tensor]) -> Tensor:
-    """Dense tensors of one dtype, copied into a flat one; DDP and FSDP use this too."""
-    return cast(Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
-
-
-def unflatten_tensors(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor that are shaped like the tensors from which it was made."""
-    return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
-
-
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
     """A tensor of a subclass that has a shape and no storage ("Extending PyTorch" makes wrappers in this way)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
@@ -800,11 +787,6 @@ class IdleReducer:
         self._ddp, self._asked, self._prepare = ddp, asked, prepare
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the DDP averages."""
-        return cast("list[nn.Parameter]", self._parameters)
 
     @property
     def is_away(self) -> bool:

@@ -6,8 +6,8 @@ and checkpoints of all of these fit each other. `named_parameters` makes all nam
 
 [Note: fingerprint] A model may have other parameters for a while
 (`torch.func.functional_call`), or from some moment on; a parameter that is cast or
-moved loses its hooks. DDP does with all of these what it does, so passes are DDP's as
-long as there is a difference. Before each forward pass the dictionaries of all modules
+moved loses its hooks. DDP does with all of these what it does, so passes are DDP's from
+then on. Before each forward pass the dictionaries of all modules
 and all parameters are compared, which takes some tens of microseconds.
 """
 

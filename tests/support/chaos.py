@@ -79,14 +79,14 @@ class Chaos:
             module.register_full_backward_pre_hook(self.sleep)
 
     def delay_messages(self, wrapped):
-        reducer = attachment(wrapped).reducer
-        channel = reducer._channel
+        messages = attachment(wrapped).reducer.messages
+        launch = messages.launch
 
-        def late(*message):
+        def late(bucket):
             self.sleep()
-            return channel(*message)
+            launch(bucket)
 
-        reducer._channel = late
+        messages.launch = late
 
     def look(self, wrapped, optimizer):
         what, rng = self._rng.random(), self._rng

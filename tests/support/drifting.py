@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import legato
 from legato.pytorch import attachment
-from legato.pytorch.runtime import attach as runtime
+from legato.pytorch.runtime import attachment as runtime
 from legato.pytorch.runtime import drift, tracing
 from support.automatic import short_tournaments
 from support.training import OPTIMIZERS, build, distance, wrap

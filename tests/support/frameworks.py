@@ -44,7 +44,7 @@ def weights(model):
 def note(case, model):
     """Note in how many backward passes legato has sent."""
     attached = attachment_of(find_ddp(model))
-    SENT[case] = attached.reducer.passes if attached is not None and attached.reducer is not None else 0
+    SENT[case] = attached.reducer.messages.passes if attached is not None and attached.reducer is not None else 0
 
 
 # ---- Accelerate ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from legato.core.errors import LegatoError
 from legato.pytorch import attachment
-from legato.pytorch.runtime.checkpoint import LocalShards, OptimizerState
+from legato.pytorch.runtime.sharding.checkpoint import LocalShards, OptimizerState
 from support.matrix_sharded import Mixed
 from support.training import wrap
 

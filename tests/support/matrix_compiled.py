@@ -15,15 +15,14 @@ from legato.pytorch import attach, attachment
 from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime import reducer
-from legato.pytorch.runtime.checkpoint import OptimizerState
 from legato.pytorch.runtime.graph_sender import GraphSender
+from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
 from legato.schedule.basics.compose import with_node_order
 from support import runtime_cases
 from support.automatic import short_tournaments
 from support.matrix_checkpoint import same
 from support.matrix_rows import Dense, adam, compared, sgd
-from support.training import OPTIONS, compiled, distance, random_plan, train, wrap
+from support.training import OPTIONS, compiled, distance, random_plan, train, under_both, wrap
 
 STEPS = 8
 
@@ -115,26 +114,23 @@ def per_tensor(model, forward_overlap=False):
     return Plan("per tensor", tuple(Message((s,)) for s in slices), forward_overlap=forward_overlap)
 
 
-def compiled_when(when, backend):
+@under_both
+def compiled_when(kind, when, backend):
     """`torch.compile` before or after the model is distributed, in place, or of a function around it."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch._dynamo.reset()
-        torch.manual_seed(7)
-        plain = Layers()
-        module = torch.compile(plain, backend=backend) if when == "before" else plain
-        wrapped, optimizer = wrap(kind, module, sgd(plain.parameters()))
-        if when == "in place":
-            plain.compile(backend=backend)
-        run = torch.compile(wrapped, backend=backend) if when == "after" else wrapped
+    torch._dynamo.reset()
+    plain = Layers()
+    module = torch.compile(plain, backend=backend) if when == "before" else plain
+    wrapped, optimizer = wrap(kind, module, sgd(plain.parameters()))
+    if when == "in place":
+        plain.compile(backend=backend)
+    run = torch.compile(wrapped, backend=backend) if when == "after" else wrapped
 
-        def loss_of(x, y, run=run):
-            return F.cross_entropy(run(x) * 2, y)
+    def loss_of(x, y):
+        return F.cross_entropy(run(x) * 2, y)
 
-        if when == "around":
-            loss_of = torch.compile(loss_of, backend=backend)
-        trained.append(train(wrapped, optimizer, STEPS, loss_of=loss_of))
-    return distance(*trained)
+    if when == "around":
+        loss_of = torch.compile(loss_of, backend=backend)
+    return train(wrapped, optimizer, STEPS, loss_of=loss_of)
 
 
 def sent_early(kind, backend, steps=5):
@@ -146,20 +142,18 @@ def sent_early(kind, backend, steps=5):
     arrived, found = [], []
     for accumulator in attachment(wrapped).reducer.accumulator_of.values():
         accumulator._node.register_hook(lambda *_: arrived.append(1))
-    launch = reducer.Reducer._launch
+    messages = attachment(wrapped).reducer.messages
+    launch = messages.launch
 
-    def noted(self, bucket):
+    def noted(bucket):
         found.append(len(arrived))
-        launch(self, bucket)
+        launch(bucket)
 
-    reducer.Reducer._launch = noted
-    try:
-        for _ in range(steps):
-            arrived.clear()
-            found.clear()
-            train(wrapped, optimizer, 1)
-    finally:
-        reducer.Reducer._launch = launch
+    messages.launch = noted
+    for _ in range(steps):
+        arrived.clear()
+        found.clear()
+        train(wrapped, optimizer, 1)
     return found
 
 
@@ -267,7 +261,7 @@ def planned(steps=24):
         run = torch.compile(wrapped, backend="aot_eager")
         trained.append(train(wrapped, optimizer, steps, loss_of=lambda x, y, run=run: F.cross_entropy(run(x), y)))
     assert len(attachment(wrapped)._tournament.plans) > 1  # they still take turns
-    assert attachment(wrapped)._readers._graphs >= 12  # recorded steps too were one graph each, so updates may wait
+    assert attachment(wrapped)._forward.readers._graphs >= 12  # recorded steps too were one graph each
     return distance(*trained)
 
 
@@ -299,7 +293,7 @@ def in_order(backend, seed):
     found, hand_over = [], GraphSender.hand_over
 
     def noted(self, parameter, grad):
-        found.append(self.reducer.by_parameter[id(parameter)].name)
+        found.append(self.reducer.delivery.by_parameter[id(parameter)].name)
         hand_over(self, parameter, grad)
 
     GraphSender.hand_over = noted
@@ -381,21 +375,18 @@ def hooks_that_come_and_go():
     return compiled(compared, Layers, sgd, STEPS, None, lambda *_: {"inner": change})
 
 
-def regularized():
+@under_both
+def regularized(kind):
     """Eager code adds to the gradients of some parameters too, in every step."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch._dynamo.reset()
-        torch.manual_seed(7)
-        model = Layers()
-        model.compile(backend="aot_eager")
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    torch._dynamo.reset()
+    model = Layers()
+    model.compile(backend="aot_eager")
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
-        def loss_of(x, y, model=model, wrapped=wrapped):
-            return F.cross_entropy(wrapped(x), y) + 0.01 * sum(p.square().sum() for p in model.layers.parameters())
+    def loss_of(x, y):
+        return F.cross_entropy(wrapped(x), y) + 0.01 * sum(p.square().sum() for p in model.layers.parameters())
 
-        trained.append(train(wrapped, optimizer, STEPS, loss_of=loss_of))
-    return distance(*trained)
+    return train(wrapped, optimizer, STEPS, loss_of=loss_of)
 
 
 def regularized_once():

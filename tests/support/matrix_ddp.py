@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from legato.auto import default_buckets
 from legato.pytorch import attach, attachment
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
-from support.training import OPTIONS, distance, first_passes, random_plan, train, wrap
+from support.training import OPTIONS, distance, first_passes, random_plan, train, under_both, wrap
 
 
 def plain(model, optimizer, **options):
@@ -19,18 +19,15 @@ def plain(model, optimizer, **options):
     return attach(model, optimizer, default_buckets(model), **options, **OPTIONS)
 
 
-def hooked(register):
+@under_both
+def hooked(kind, register):
     """`register(ddp)` registers the same hook under both."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = (wrap if kind == "ddp" else lambda _, *args: plain(*args))(
-            kind, model, sgd(model.parameters())
-        )
-        register(wrapped)
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = (wrap if kind == "ddp" else lambda _, *args: plain(*args))(
+        kind, model, sgd(model.parameters())
+    )
+    register(wrapped)
+    return train(wrapped, optimizer, STEPS)
 
 
 def fp16_hook():
@@ -67,18 +64,15 @@ def own_hook():
     return found if same else seen
 
 
-def hook_of_a_users_ddp():
+@under_both
+def hook_of_a_users_ddp(kind):
     """A DDP that has a hook already keeps it."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = nn.parallel.DistributedDataParallel(model), sgd(model.parameters())
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if kind == "legato":
-            wrapped, optimizer = attach(wrapped, optimizer, default_buckets(model))
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = nn.parallel.DistributedDataParallel(model), sgd(model.parameters())
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if kind == "legato":
+        wrapped, optimizer = attach(wrapped, optimizer, default_buckets(model))
+    return train(wrapped, optimizer, STEPS)
 
 
 def hook_and_missing_gradients():
@@ -132,51 +126,42 @@ class Twice(Dense):
         return self.third(x)
 
 
-def static_graph():
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Twice()
-        optimizer = adam(model.parameters())
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model, static_graph=True)
-        else:
-            with first_passes(2):
-                wrapped, optimizer = attach(model, optimizer, random_plan(model, 0), static_graph=True, **OPTIONS)
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+@under_both
+def static_graph(kind):
+    model = Twice()
+    optimizer = adam(model.parameters())
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    else:
+        with first_passes(2):
+            wrapped, optimizer = attach(model, optimizer, random_plan(model, 0), static_graph=True, **OPTIONS)
+    return train(wrapped, optimizer, STEPS)
 
 
-def ignored():
+@under_both
+def ignored(kind):
     """Parameters and buffers that DDP was told to ignore are each rank's own."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["second.weight"])
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Dense()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["second.weight"])
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    return train(wrapped, optimizer, STEPS)
 
 
-def own_group_again():
+@under_both
+def own_group_again(kind):
     """The default group is destroyed and made anew between two trainings."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        train(wrapped, optimizer, 4)
-        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-        if kind == "legato":
-            attachment(wrapped).flush()
-        del wrapped
-        dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"again/{kind}", store), rank=rank, world_size=size)
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed=5)
-        trained.append(train(wrapped, optimizer, 4, seed=3))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    train(wrapped, optimizer, 4)
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    if kind == "legato":
+        attachment(wrapped).flush()
+    del wrapped
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"again/{kind}", store), rank=rank, world_size=size)
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed=5)
+    return train(wrapped, optimizer, 4, seed=3)
 
 
 class Depthwise(nn.Module):
@@ -194,16 +179,13 @@ class Depthwise(nn.Module):
         return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
 
 
-def depthwise():
+@under_both
+def depthwise(kind):
     """Gradients that are views, and are added to."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Depthwise()
-        make = wrap if kind == "ddp" else lambda _, *given: plain(*given)
-        wrapped, optimizer = make(kind, model, adam(model.parameters()))
-        trained.append(train(wrapped, optimizer, STEPS, set_to_none=False))
-    return distance(*trained)
+    model = Depthwise()
+    make = wrap if kind == "ddp" else lambda _, *given: plain(*given)
+    wrapped, optimizer = make(kind, model, adam(model.parameters()))
+    return train(wrapped, optimizer, STEPS, set_to_none=False)
 
 
 ROWS = [

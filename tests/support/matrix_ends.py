@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from legato.pytorch import attach
 from support.matrix_rows import STEPS, Dense, adam, sgd
-from support.training import build, distance, random_plan, train, wrap
+from support.training import build, distance, random_plan, train, under_both, wrap
 
 # ---- failures ------------------------------------------------------------------------
 
@@ -34,25 +34,22 @@ class Failing(Dense):
         return self.third(x)
 
 
-def caught():
+@under_both
+def caught(kind):
     """Every third forward pass fails on all ranks, which go on."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Failing()
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for i in range(12):
-            x, y = model.batch(generator)
-            model.fails = "forward" if i % 3 == 2 else None
-            optimizer.zero_grad()
-            try:
-                F.cross_entropy(wrapped(x), y).backward()
-            except MemoryError:
-                continue
-            optimizer.step()
-        trained.append(wrapped)
-    return distance(*trained)
+    model = Failing()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for i in range(12):
+        x, y = model.batch(generator)
+        model.fails = "forward" if i % 3 == 2 else None
+        optimizer.zero_grad()
+        try:
+            F.cross_entropy(wrapped(x), y).backward()
+        except MemoryError:
+            continue
+        optimizer.step()
+    return wrapped
 
 
 # ---- checkpoints --------------------------------------------------------------------------
@@ -80,17 +77,15 @@ def hooks_after_loading():
     return len(calls)
 
 
-def second_half(path):
+@under_both
+def second_half(kind, path):
     """Resume on these ranks, under DDP and under legato; the distance of the two."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed=dist.get_world_size())
-        state = torch.load(path)
-        wrapped.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        trained.append(train(wrapped, optimizer, 10, seed=50))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed=dist.get_world_size())
+    state = torch.load(path)
+    wrapped.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return train(wrapped, optimizer, 10, seed=50)
 
 
 def whole_batch(optimizer_name):
@@ -118,17 +113,14 @@ def whole_batch(optimizer_name):
 # ---- what must be refused -------------------------------------------------------------------
 
 
-def replaced():
+@under_both
+def replaced(kind):
     """A layer is replaced after the model was wrapped: DDP does not know the new one."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
-        train(wrapped, optimizer, 4)
-        model.third = nn.Linear(16, 10, bias=False)
-        trained.append(train(wrapped, optimizer, 3))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
+    train(wrapped, optimizer, 4)
+    model.third = nn.Linear(16, 10, bias=False)
+    return train(wrapped, optimizer, 3)
 
 
 def step_inside_the_backward_pass():

@@ -14,111 +14,97 @@ from torch.nn import functional as F
 from legato.pytorch import attach, attachment
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.matrix_steps import Mixed
-from support.training import OPTIONS, build, distance, first_passes, random_plan, train, wrap
+from support.training import OPTIONS, build, distance, first_passes, random_plan, train, under_both, wrap
 
 
-def accumulating(around):
+@under_both
+def accumulating(kind, around):
     """Three micro-batches a step; `no_sync()` is around both passes of two of them, or around one pass only."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            for i in range(3):
-                x, y = model.batch(generator)
-                with wrapped.no_sync() if i < 2 and around != "backward" else torch.enable_grad():
-                    loss = F.cross_entropy(wrapped(x), y)
-                    if around == "both":
-                        loss.backward()
-                with wrapped.no_sync() if i < 2 and around == "backward" else torch.enable_grad():
-                    if around != "both":
-                        loss.backward()
-            optimizer.step()
-        trained.append(wrapped)
-    return distance(*trained)
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for i in range(3):
+            x, y = model.batch(generator)
+            with wrapped.no_sync() if i < 2 and around != "backward" else torch.enable_grad():
+                loss = F.cross_entropy(wrapped(x), y)
+                if around == "both":
+                    loss.backward()
+            with wrapped.no_sync() if i < 2 and around == "backward" else torch.enable_grad():
+                if around != "both":
+                    loss.backward()
+        optimizer.step()
+    return wrapped
 
 
 def no_sync():
     return max(map(accumulating, ("both", "forward", "backward")))
 
 
-def adversaries():
+@under_both
+def adversaries(kind):
     """Two forward passes before one backward pass, with batch norm."""
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
-    def apart(wrapped):
-        return lambda x, y: F.cross_entropy(wrapped(x), y) + wrapped(torch.ones_like(x)).square().mean()
+    def loss_of(x, y):
+        return F.cross_entropy(wrapped(x), y) + wrapped(torch.ones_like(x)).square().mean()
 
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        trained.append(train(wrapped, optimizer, STEPS, loss_of=apart(wrapped)))
-    return distance(*trained)
+    return train(wrapped, optimizer, STEPS, loss_of=loss_of)
 
 
-def common_parameters():
+@under_both
+def common_parameters(kind):
     """Two optimizers with common parameters, of which one zeroes its gradients while the other's updates wait."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        first = torch.optim.SGD([model.first.weight], lr=0.05)
-        wrapped, second = wrap(kind, model, sgd(model.parameters()))
-        if kind == "legato":
-            attachment(wrapped).manage(first)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for i in range(STEPS):
-            x, y = model.batch(generator)
-            if i % 3 == 0:
-                second.zero_grad()
-            F.cross_entropy(wrapped(x), y).backward()
-            second.step()
-            first.zero_grad()
-        trained.append(wrapped)
-    return distance(*trained)
+    model = Dense()
+    first = torch.optim.SGD([model.first.weight], lr=0.05)
+    wrapped, second = wrap(kind, model, sgd(model.parameters()))
+    if kind == "legato":
+        attachment(wrapped).manage(first)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for i in range(STEPS):
+        x, y = model.batch(generator)
+        if i % 3 == 0:
+            second.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        second.step()
+        first.zero_grad()
+    return wrapped
 
 
-def kept_gradients():
+@under_both
+def kept_gradients(kind):
     """Gradients that are views, kept by the user, while plans change."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model, seen = Dense(), []
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), gradient_as_bucket_view=True)
-        for i in range(6):
-            train(wrapped, optimizer, 2, seed=i, set_to_none=False)
-            kept = [p.grad for p in model.parameters()]
-            if kind == "legato":
-                attachment(wrapped).adopt(random_plan(model, i))
-            assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
-            seen += [g.clone() for g in kept]
-        trained.append((wrapped, seen))
-    (a, one), (b, other) = trained
-    return distance(a, b) if all(map(torch.equal, one, other)) else [1.0]
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()), gradient_as_bucket_view=True)
+    for i in range(6):
+        train(wrapped, optimizer, 2, seed=i, set_to_none=False)
+        kept = [p.grad for p in model.parameters()]
+        if kind == "legato":
+            attachment(wrapped).adopt(random_plan(model, i))
+        assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+        seen += [g.clone() for g in kept]
+    return wrapped, seen
 
 
 class Special(nn.Parameter):
     """A parameter of the user's own class, which has no gate."""
 
 
-def scaled_gradients():
+@under_both
+def scaled_gradients(kind):
     """Gradients that are changed in place after the backward pass, one of them a subclass's."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        model.second.weight = Special(model.second.weight.detach())
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    model = Dense()
+    model.second.weight = Special(model.second.weight.detach())
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
 
-        def scale(wrapped, *_):
-            for i, p in enumerate(wrapped.parameters()):
-                p.grad.mul_(1 + i + dist.get_rank()).square_()
-                p.grad.data = p.grad.data * 0.5
+    def scale(wrapped, *_):
+        for i, p in enumerate(wrapped.parameters()):
+            p.grad.mul_(1 + i + dist.get_rank()).square_()
+            p.grad.data = p.grad.data * 0.5
 
-        trained.append(train(wrapped, optimizer, STEPS, inner=scale))
-    return distance(*trained)
+    return train(wrapped, optimizer, STEPS, inner=scale)
 
 
 def adafactor_of_several_dtypes():
@@ -126,35 +112,28 @@ def adafactor_of_several_dtypes():
     return compared(Mixed, lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2))
 
 
-def post_hooks():
+@under_both
+def post_hooks(kind):
     """A user's own hook on `step()` sees the new weights."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model, seen = Dense(), []
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        optimizer.register_step_post_hook(lambda *_, seen=seen, model=model: seen.append(model.first.weight.sum()))
-        train(wrapped, optimizer, STEPS)
-        trained.append((wrapped, torch.stack(seen)))
-    (a, one), (b, other) = trained
-    return distance(a, b) if torch.equal(one, other) else [1.0]
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.first.weight.sum()))
+    train(wrapped, optimizer, STEPS)
+    return wrapped, torch.stack(seen)
 
 
-def one_optimizer_over_two_models():
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        models = Dense(), Dense()
-        optimizer = adam([p for model in models for p in model.parameters()])
-        first, second = (wrap(kind, model, optimizer, seed)[0] for seed, model in enumerate(models))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            x, y = models[0].batch(generator)
-            optimizer.zero_grad()
-            (F.cross_entropy(first(x), y) + F.cross_entropy(second(x), y)).backward()
-            optimizer.step()
-        trained.append(nn.ModuleList([first.module, second.module]))
-    return distance(*trained)
+@under_both
+def one_optimizer_over_two_models(kind):
+    models = Dense(), Dense()
+    optimizer = adam([p for model in models for p in model.parameters()])
+    first, second = (wrap(kind, model, optimizer, seed)[0] for seed, model in enumerate(models))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        x, y = models[0].batch(generator)
+        optimizer.zero_grad()
+        (F.cross_entropy(first(x), y) + F.cross_entropy(second(x), y)).backward()
+        optimizer.step()
+    return nn.ModuleList([first.module, second.module])
 
 
 def copied_and_trained():
@@ -174,35 +153,28 @@ def copied_and_trained():
     return worst
 
 
-def other_weights():
+@under_both
+def other_weights(kind):
     """Every third step calls the model with other weights, whose gradients are not averaged."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model, losses = Dense(), []
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        for i in range(STEPS):
-            train(wrapped, optimizer, 1, seed=i)
-            if i % 3 == 1:
-                others = {name: torch.ones_like(p, requires_grad=True) for name, p in wrapped.named_parameters()}
-                x, _ = model.batch(torch.Generator().manual_seed(i))
-                with wrapped.no_sync():
-                    functional_call(wrapped, others, (x,)).sum().backward()
-                losses += [p.grad.sum() for p in others.values()]
-        trained.append((wrapped, torch.stack(losses)))
-    (a, one), (b, other) = trained
-    return distance(a, b) if torch.equal(one, other) else [1.0]
+    model, losses = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    for i in range(STEPS):
+        train(wrapped, optimizer, 1, seed=i)
+        if i % 3 == 1:
+            others = {name: torch.ones_like(p, requires_grad=True) for name, p in wrapped.named_parameters()}
+            x, _ = model.batch(torch.Generator().manual_seed(i))
+            with wrapped.no_sync():
+                functional_call(wrapped, others, (x,)).sum().backward()
+            losses += [p.grad.sum() for p in others.values()]
+    return wrapped, torch.stack(losses)
 
 
-def meshed():
+@under_both
+def meshed(kind):
     """`device_mesh=` in place of a process group."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model, mesh = Dense(), init_device_mesh("cpu", (dist.get_world_size(),))
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), device_mesh=mesh)
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model, mesh = Dense(), init_device_mesh("cpu", (dist.get_world_size(),))
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), device_mesh=mesh)
+    return train(wrapped, optimizer, STEPS)
 
 
 def ignored_of_other_shapes():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, apart, compared, sgd
-from support.training import build, distance, train, wrap
+from support.training import build, distance, train, under_both, wrap
 
 
 class Reentrant(nn.Module):
@@ -58,49 +58,43 @@ def wandering():
     return compared(Wandering, adam, ddp={"find_unused_parameters": True})
 
 
-def unfrozen():
+@under_both
+def unfrozen(kind):
     """Parameters that are unfrozen, frozen and unfrozen again; DDP does not know those that were frozen at first."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Partial")
-        model.never.requires_grad_(False)
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()), find_unused_parameters=True)
-        train(wrapped, optimizer, 10)
-        for thawed in (model.frozen, model.never, model.body):
-            thawed.requires_grad_(True)
-            train(wrapped, optimizer, 10, seed=12)
-            model.body.requires_grad_(False)
-            train(wrapped, optimizer, 5, seed=13)
-        trained.append(wrapped)
-    return distance(*trained)
+    model = build("Partial")
+    model.never.requires_grad_(False)
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()), find_unused_parameters=True)
+    train(wrapped, optimizer, 10)
+    for thawed in (model.frozen, model.never, model.body):
+        thawed.requires_grad_(True)
+        train(wrapped, optimizer, 10, seed=12)
+        model.body.requires_grad_(False)
+        train(wrapped, optimizer, 5, seed=13)
+    return wrapped
 
 
-def added():
+@under_both
+def added(kind):
     """A module that is added after the model was distributed is each rank's own, as under DDP."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Partial")
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
-        train(wrapped, optimizer, 5)
-        torch.manual_seed(100 + dist.get_rank())
-        model.frozen = nn.Sequential(model.frozen, nn.Linear(12, 12))
-        optimizer.add_param_group({"params": model.frozen[1].parameters(), "lr": 0.02})
-        trained.append(train(wrapped, optimizer, 10))
-    return distance(*trained)
+    model = build("Partial")
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()), find_unused_parameters=True)
+    train(wrapped, optimizer, 5)
+    torch.manual_seed(100 + dist.get_rank())
+    model.frozen = nn.Sequential(model.frozen, nn.Linear(12, 12))
+    optimizer.add_param_group({"params": model.frozen[1].parameters(), "lr": 0.02})
+    return train(wrapped, optimizer, 10)
 
 
-def compiled_function():
+@under_both
+def compiled_function(kind):
     """A compiled function that takes parameters while they wait for their update."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch._dynamo.reset()
-        torch.manual_seed(7)
-        model = Dense()
-        run = torch.compile(lambda x, w: F.gelu(x @ w.T), backend="aot_eager")
-        model.forward = lambda x, m=model, f=run: m.third(f(f(x, m.first.weight), m.second.weight))
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        trained.append(train(wrapped, optimizer, 8))
-    return distance(*trained)
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    model = Dense()
+    run = torch.compile(lambda x, w: F.gelu(x @ w.T), backend="aot_eager")
+    model.forward = lambda x: model.third(run(run(x, model.first.weight), model.second.weight))
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    return train(wrapped, optimizer, 8)
 
 
 def own_hooks():
@@ -203,26 +197,23 @@ def missing_gradient():
     return compared(Model, sgd, ddp={"find_unused_parameters": True})
 
 
-def local_after_sending():
+@under_both
+def local_after_sending(kind):
     """A backward pass that is not sent, after one that was, and before the step: added to the average."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            (x, y), (u, v) = model.batch(generator), model.batch(generator)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(wrapped(x), y)
-            with wrapped.no_sync():
-                other = F.cross_entropy(wrapped(u), v)
-            loss.backward()
-            with wrapped.no_sync():
-                other.backward()
-            optimizer.step()
-        trained.append(wrapped)
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        (x, y), (u, v) = model.batch(generator), model.batch(generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(x), y)
+        with wrapped.no_sync():
+            other = F.cross_entropy(wrapped(u), v)
+        loss.backward()
+        with wrapped.no_sync():
+            other.backward()
+        optimizer.step()
+    return wrapped
 
 
 def averaged():
@@ -287,13 +278,11 @@ def closures():
     return distance(*trained) if waits == [False] * (STEPS + WATCHED - 1) + [True] * (STEPS - WATCHED + 1) else waits
 
 
-def uneven_inputs():
+@under_both
+def uneven_inputs(kind):
     """`join()`: rank 1 has fewer batches than the others, which go on."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-        with wrapped.join():
-            train(wrapped, optimizer, 4 if dist.get_rank() == 1 else 9)
-        trained.append(wrapped)
-    return distance(*trained)
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    with wrapped.join():
+        train(wrapped, optimizer, 4 if dist.get_rank() == 1 else 9)
+    return wrapped

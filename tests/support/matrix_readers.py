@@ -19,7 +19,7 @@ from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support import PATIENCE_S
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
-from support.training import distance, random_plan, train, wrap
+from support.training import distance, random_plan, train, under_both, wrap
 
 
 def alike(a, b):
@@ -180,37 +180,31 @@ def gradients_held(set_to_none=False):
     return distance(*trained) if same else "not what DDP shows"
 
 
-def distributed_again(forget=False):
+@under_both
+def distributed_again(kind, forget=False):
     """A second phase of training with the same module, with or without `del` of the first wrapper."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        train(wrapped, optimizer, 5)
-        if forget:
-            del wrapped, optimizer
-        again, second = wrap(kind, model, sgd(model.parameters()), seed=5)
-        trained.append(train(again, second, 5, seed=3))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    train(wrapped, optimizer, 5)
+    if forget:
+        del wrapped, optimizer
+    again, second = wrap(kind, model, sgd(model.parameters()), seed=5)
+    return train(again, second, 5, seed=3)
 
 
-def tensor_betas():
+@under_both
+def tensor_betas(kind):
     """Hyper-parameters that are tensors inside tuples, changed in place right after `step()`."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        betas = (torch.tensor(0.9), torch.tensor(0.99))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=betas, foreach=False)
-        wrapped, optimizer = wrap(kind, model, optimizer)
+    model = Dense()
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=betas, foreach=False)
+    wrapped, optimizer = wrap(kind, model, optimizer)
 
-        def step(optimizer, i, betas=betas):
-            optimizer.step()
-            betas[0].mul_(0.9)
+    def step(optimizer, i):
+        optimizer.step()
+        betas[0].mul_(0.9)
 
-        trained.append(train(wrapped, optimizer, STEPS, step=step))
-    return distance(*trained)
+    return train(wrapped, optimizer, STEPS, step=step)
 
 
 class _Averager:
@@ -218,30 +212,24 @@ class _Averager:
         pass
 
 
-def optimizer_without_init():
+@under_both
+def optimizer_without_init(kind):
     """`PostLocalSGDOptimizer` never calls `Optimizer.__init__`."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, PostLocalSGDOptimizer(adam(model.parameters()), _Averager()))
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, PostLocalSGDOptimizer(adam(model.parameters()), _Averager()))
+    return train(wrapped, optimizer, STEPS)
 
 
-def a_users_own_ddp():
+@under_both
+def a_users_own_ddp(kind):
     """A `DistributedDataParallel` that the user made stays the same object, and one for everybody who asks."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = adam(model.parameters())
-        if kind == "legato":
-            same, optimizer = attach(wrapped, optimizer, random_plan(model, 3))
-            assert same is wrapped and isinstance(same, nn.parallel.DistributedDataParallel)
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Dense()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = adam(model.parameters())
+    if kind == "legato":
+        same, optimizer = attach(wrapped, optimizer, random_plan(model, 3))
+        assert same is wrapped and isinstance(same, nn.parallel.DistributedDataParallel)
+    return train(wrapped, optimizer, STEPS)
 
 
 class Unseen(Dense):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.training import distance, train, wrap
+from support.training import train, under_both, wrap
 
 STEPS = 10
 
@@ -28,19 +28,16 @@ class Dense(nn.Module):
         return torch.randn(4, 12, generator=generator), torch.randint(0, 10, (4,), generator=generator)
 
 
-def compared(make, optimizer_of, steps=STEPS, ddp=None, after=None, **training):
+@under_both
+def compared(kind, make, optimizer_of, steps=STEPS, ddp=None, after=None, **training):
     """Train what `make` makes, with DDP and with legato; returns the distance of the weights.
 
     `after(kind, wrapped, optimizer)` runs once the model is wrapped, and may return what `train` needs.
     """
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = make()
-        wrapped, optimizer = wrap(kind, model, optimizer_of(model.parameters()), **(ddp or {} if kind == "ddp" else {}))
-        extra = (after(kind, wrapped, optimizer) or {}) if after else {}
-        trained.append(train(wrapped, optimizer, steps, **training, **extra))
-    return distance(*trained)
+    model = make()
+    wrapped, optimizer = wrap(kind, model, optimizer_of(model.parameters()), **(ddp or {} if kind == "ddp" else {}))
+    extra = (after(kind, wrapped, optimizer) or {}) if after else {}
+    return train(wrapped, optimizer, steps, **training, **extra)
 
 
 def apart(expected, found):

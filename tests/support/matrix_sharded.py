@@ -20,7 +20,7 @@ from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.attach import attach, attachment, attachment_of
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
-from support.training import OPTIMIZERS, SHARD, distance, random_plan, train, wrap
+from support.training import OPTIMIZERS, SHARD, distance, random_plan, train, under_both, wrap
 
 
 class Mixed(nn.Module):
@@ -48,19 +48,16 @@ def per_tensor(model):
     return Plan("per tensor", tuple(Message((s,)) for s in reversed(slices)))
 
 
-def whole_tensors(name, dtype=torch.float32):
+@under_both
+def whole_tensors(kind, name, dtype=torch.float32):
     """An optimizer whose vectorized update rounds what does not fill a vector differently."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Mixed().to(dtype)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            wrapped, optimizer = attach(model, optimizer, per_tensor(model), shard=SHARD[-1])
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = Mixed().to(dtype)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped, optimizer = attach(model, optimizer, per_tensor(model), shard=SHARD[-1])
+    return train(wrapped, optimizer, STEPS)
 
 
 def clipped(norm_type, max_norm=0.01):
@@ -291,23 +288,20 @@ def left_out():
     return found
 
 
-def left_out_last():
+@under_both
+def left_out_last(kind):
     """Parameters that no optimizer has, whose gradients go out after the all-gathers of the others."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = nn.Sequential(Dense(), nn.Linear(10, 100_000), nn.Linear(100_000, 10))
-        model.batch = model[0].batch
-        optimizer = adam(model[0].parameters())
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            whole = [Message((Slice(name, 0, p.nbytes),)) for name, p in model.named_parameters()]
-            halves = [msgspec.structs.replace(m, kind=kind) for m in whole for kind in ("reduce_scatter", "all_gather")]
-            plan = Plan("in turns", tuple(halves), forward_overlap=True, shard=SHARD[-1])
-            wrapped, optimizer = attach(model, optimizer, plan)
-        trained.append(train(wrapped, optimizer, 4))
-    return distance(*trained)
+    model = nn.Sequential(Dense(), nn.Linear(10, 100_000), nn.Linear(100_000, 10))
+    model.batch = model[0].batch
+    optimizer = adam(model[0].parameters())
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        whole = [Message((Slice(name, 0, p.nbytes),)) for name, p in model.named_parameters()]
+        halves = [msgspec.structs.replace(m, kind=kind) for m in whole for kind in ("reduce_scatter", "all_gather")]
+        plan = Plan("in turns", tuple(halves), forward_overlap=True, shard=SHARD[-1])
+        wrapped, optimizer = attach(model, optimizer, plan)
+    return train(wrapped, optimizer, 4)
 
 
 def evaluated():

@@ -12,7 +12,7 @@ from legato.pytorch import attachment
 from legato.pytorch.runtime.gate import GatedParameter
 from legato.pytorch.runtime.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
-from support.training import build, distance, train, wrap
+from support.training import build, distance, train, under_both, wrap
 
 
 class Mixed(Dense):
@@ -158,46 +158,41 @@ def scheduler_per_step(name, early):
     return worst, waits == [False] * (STEPS + WATCHED - 1) + [True] * (STEPS - WATCHED + 1)
 
 
-def scheduler_per_epoch():
+@under_both
+def scheduler_per_epoch(kind):
     """ReduceLROnPlateau on the loss of an evaluation after each epoch of five steps."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
-        x, y = model.batch(torch.Generator().manual_seed(5))
-        for epoch in range(4):
-            train(wrapped, optimizer, 5, seed=epoch)
-            wrapped.eval()
-            with torch.inference_mode():
-                loss = F.cross_entropy(wrapped(x), y)
-            wrapped.train()
-            dist.all_reduce(loss)
-            schedule.step(loss.item())
-        trained.append(wrapped)
-    return distance(*trained)
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+    x, y = model.batch(torch.Generator().manual_seed(5))
+    for epoch in range(4):
+        train(wrapped, optimizer, 5, seed=epoch)
+        wrapped.eval()
+        with torch.inference_mode():
+            loss = F.cross_entropy(wrapped(x), y)
+        wrapped.train()
+        dist.all_reduce(loss)
+        schedule.step(loss.item())
+    return wrapped
 
 
 # ---- precision ------------------------------------------------------------------------
 
 
-def autocast(optimizer_name):
+@under_both
+def autocast(kind, optimizer_name):
     """The forward pass under autocast; updates, which run inside it, do not."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = Dense()
-        wrapped, optimizer = wrap(kind, model, getattr(torch.optim, optimizer_name)(model.parameters(), lr=1e-2))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(STEPS):
-            x, y = model.batch(generator)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy(wrapped(x), y)
-            loss.backward()
-            optimizer.step()
-        trained.append(wrapped)
-    return distance(*trained)
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, getattr(torch.optim, optimizer_name)(model.parameters(), lr=1e-2))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        x, y = model.batch(generator)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(wrapped(x), y)
+        loss.backward()
+        optimizer.step()
+    return wrapped
 
 
 def scaled(fused=False):

@@ -14,7 +14,7 @@ from legato.pytorch import attach, attachment
 from legato.pytorch.network.rounds import ROUNDS
 from support.automatic import DECIDED, short_tournaments
 from support.matrix_rows import STEPS, Dense, adam
-from support.training import MODELS, distance, random_plan, train
+from support.training import MODELS, distance, random_plan, train, under_both
 
 
 def _hook(wire):
@@ -36,20 +36,17 @@ def in_wire(plan, wire, chosen=lambda: True):
     return msgspec.structs.replace(plan, messages=messages)
 
 
-def as_hook(name, wire, **options):
+@under_both
+def as_hook(kind, name, wire, **options):
     """All messages in a wire format, against DDP with torch's hook that compresses."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        torch.manual_seed(7)
-        model = MODELS[name]()
-        optimizer = adam(model.parameters())
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-            wrapped.register_comm_hook(None, _hook(wire))
-        else:
-            wrapped, optimizer = attach(model, optimizer, in_wire(random_plan(model, 3), wire), **options)
-        trained.append(train(wrapped, optimizer, STEPS))
-    return distance(*trained)
+    model = MODELS[name]()
+    optimizer = adam(model.parameters())
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, _hook(wire))
+    else:
+        wrapped, optimizer = attach(model, optimizer, in_wire(random_plan(model, 3), wire), **options)
+    return train(wrapped, optimizer, STEPS)
 
 
 def halves(wire):

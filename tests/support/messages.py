@@ -110,7 +110,7 @@ def updates_while_waiting():
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("late", "early")})
     messages = tuple(Message((Slice(f"{name}.weight", 0, 12),)) for name in ("early", "late"))
     wrapped, optimizer = attach(model, Seen(model, say), Plan("p", messages, forward_overlap=True))
-    attachment(wrapped)._readers.may_wait = lambda _: True  # there is no forward pass to watch,
+    attachment(wrapped)._forward.readers.may_wait = lambda _: True  # there is no forward pass to watch,
     attachment(wrapped).reducer.armed = True  # nor one of the wrapped model
     late, early = (model[name](torch.ones(1, 3)).sum() for name in ("late", "early"))
     if rank == 1:
@@ -134,17 +134,17 @@ def packed_and_sent():
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan("p", messages, forward_overlap=True)
     )
     reducer = attachment(wrapped).reducer
-    pack, channel = reducer._pack, reducer._channel
+    pack, launch = reducer.delivery.pack, reducer.messages.launch
 
     def packing(bucket):
         happened.append(f"packed {bucket.index}")
         pack(bucket)
 
-    def sending(buffer, message, residual):
-        happened.append(f"sent {messages.index(message)}")
-        return channel(buffer, message, residual)
+    def sending(bucket):
+        happened.append(f"sent {bucket.index}")
+        launch(bucket)
 
-    reducer._pack, reducer._channel = packing, sending
+    reducer.delivery.pack, reducer.messages.launch = packing, sending
     wrapped(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     attachment(wrapped).flush()

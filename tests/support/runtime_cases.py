@@ -6,27 +6,27 @@ import os
 import random
 import time
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime.gate import GatedParameter
-from support.training import OPTIMIZERS, build, distance, random_plan, sharded_plan, train, wrap
+from support.training import OPTIMIZERS, build, distance, random_plan, sharded_plan, train, under_both, wrap
 
 
-def both(model_name, optimizer_name, steps=8, seed=0, find_unused_parameters=False, **training):
+@under_both
+def both(kind, model_name, optimizer_name, steps=8, seed=0, find_unused_parameters=False, **training):
     """Train a model under DDP and under a random plan; returns the distance of their weights."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build(model_name)
-        options = {"find_unused_parameters": True} if kind == "ddp" and find_unused_parameters else {}
-        wrapped, optimizer = wrap(kind, model, OPTIMIZERS[optimizer_name](model.parameters()), seed, **options)
-        trained.append(train(wrapped, optimizer, steps, **training))
-    return distance(*trained)
+    model = build(model_name)
+    options = {"find_unused_parameters": True} if kind == "ddp" and find_unused_parameters else {}
+    wrapped, optimizer = wrap(kind, model, OPTIMIZERS[optimizer_name](model.parameters()), seed, **options)
+    return train(wrapped, optimizer, steps, **training)
 
 
 def equality(model_name, optimizer_name, seed=0, find_unused_parameters=False):
@@ -128,41 +128,37 @@ def equality_groups():
     return distance(*trained), torch.equal(*strangers)
 
 
-def equality_accumulation():
+@under_both
+def equality_accumulation(kind):
     """Three backward passes a step, the first two under `no_sync()`."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, OPTIMIZERS["momentum"](model.parameters()))
-        generator = torch.Generator().manual_seed(5 + dist.get_rank())
-        for _ in range(4):
-            with wrapped.no_sync():
-                for _ in range(2):
-                    x, y = model.batch(generator)
-                    F.cross_entropy(wrapped(x), y).backward()
-            x, y = model.batch(generator)
-            F.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(wrapped)
-    return distance(*trained)
-
-
-def equality_synced_accumulation():
-    """Two sending backward passes before one step: the second adds to the average of the first."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, OPTIMIZERS["momentum"](model.parameters()))
-        generator = torch.Generator().manual_seed(5 + dist.get_rank())
-        for _ in range(3):
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, OPTIMIZERS["momentum"](model.parameters()))
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    for _ in range(4):
+        with wrapped.no_sync():
             for _ in range(2):
                 x, y = model.batch(generator)
                 F.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(wrapped)
-    return distance(*trained)
+        x, y = model.batch(generator)
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrapped
+
+
+@under_both
+def equality_synced_accumulation(kind):
+    """Two sending backward passes before one step: the second adds to the average of the first."""
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, OPTIMIZERS["momentum"](model.parameters()))
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    for _ in range(3):
+        for _ in range(2):
+            x, y = model.batch(generator)
+            F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrapped
 
 
 def equality_evaluation():
@@ -188,25 +184,23 @@ def equality_evaluation():
     return all(torch.equal(a, b) for a, b in zip(seen["ddp"], seen["legato"], strict=True))
 
 
-def equality_lbfgs():
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Partial").body
-        model.batch = lambda g: (torch.randn(4, 12, generator=g), torch.randint(0, 12, (4,), generator=g))
-        wrapped, optimizer = wrap(kind, model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(3):
-            x, y = model.batch(generator)
+@under_both
+def equality_lbfgs(kind):
+    model = build("Partial").body
+    model.batch = lambda g: (torch.randn(4, 12, generator=g), torch.randint(0, 12, (4,), generator=g))
+    wrapped, optimizer = wrap(kind, model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x, y = model.batch(generator)
 
-            def closure(x=x, y=y, wrapped=wrapped, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(wrapped(x), y)
-                loss.backward()
-                return loss
+        def closure(x=x, y=y, wrapped=wrapped, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(wrapped(x), y)
+            loss.backward()
+            return loss
 
-            optimizer.step(closure)
-        trained.append(wrapped)
-    return distance(*trained)
+        optimizer.step(closure)
+    return wrapped
 
 
 def reduced_gradient(seed):
@@ -306,22 +300,20 @@ def copies():
     return plain, distance(model, saved), distance(model, copied) > 0, kind is torch.optim.Adam
 
 
-def adopting():
+@under_both
+def adopting(kind):
     """Another plan every two steps: the weights are DDP's all the same."""
-    trained = []
-    for kind in ("ddp", "legato"):
-        model = build("Convolutional")
-        wrapped, optimizer = wrap(kind, model, OPTIMIZERS["adam"](model.parameters()))
-        for i in range(4):
-            train(wrapped, optimizer, 2, seed=i)
-            if kind == "legato":
-                attachment(wrapped).adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
-        trained.append(wrapped)
-    return distance(*trained)
+    model = build("Convolutional")
+    wrapped, optimizer = wrap(kind, model, OPTIMIZERS["adam"](model.parameters()))
+    for i in range(4):
+        train(wrapped, optimizer, 2, seed=i)
+        if kind == "legato":
+            attachment(wrapped).adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
+    return wrapped
 
 
 def to_and_fro(what, views):
-    """Passes become DDP's for two steps of every four, under a plan of whole messages, halves, or shards."""
+    """Passes are DDP's in two steps of every four, under a plan of whole messages, halves, or shards."""
     trained, ours = [], []
     for kind in ("ddp", "legato"):
         model = build("Convolutional")
@@ -333,9 +325,10 @@ def to_and_fro(what, views):
                 plan = sharded_plan(plan, random.Random(2), "none" if what == "halves" else what)
             attach(ddp, optimizer, plan)
         for i in range(12):
-            if kind == "legato" and i % 4 == 2:
-                attachment(ddp)._leave_to_ddp("a test")
-                attachment(ddp)._clean, attachment(ddp)._clean_enough = 0, 2
+            if kind == "legato" and i and i % 2 == 0:
+                attachment(ddp).adopt(
+                    plan if i % 4 == 0 else msgspec.structs.replace(default_buckets(ddp), scheduler="ddp")
+                )
             train(ddp, optimizer, 1, seed=i)
             ours.append(kind == "legato" and attachment(ddp).reducer is not None)
         trained.append(ddp)

@@ -249,7 +249,7 @@ def _prepare(mode, first_passes):
         return sent
     import legato.auto
     from legato.pytorch.network.channel import _GlooChannel
-    from legato.pytorch.runtime import attach
+    from legato.pytorch.runtime import attachment
 
     launch = _GlooChannel.__call__
 
@@ -265,7 +265,7 @@ def _prepare(mode, first_passes):
     if mode == "hasty":
         legato.auto.WARMUP_STEPS, legato.auto.RECORDED_STEPS = 1, 2
     elif mode != "auto":
-        attach.FIRST_PASSES = first_passes
+        attachment.FIRST_PASSES = first_passes
     _attach_to_all(mode)
     return sent
 

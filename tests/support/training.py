@@ -1,5 +1,6 @@
 """Small models, random plans and training loops, for the ranks of a test."""
 
+import functools
 import random
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime import attach as runtime
+from legato.pytorch.runtime import attachment as runtime
 
 #: The cases are about legato's passes, and most have few steps: here the first passes, too, are legato's.
 runtime.FIRST_PASSES = 0
@@ -244,6 +245,27 @@ def train(model, optimizer, steps, seed=11, inner=None, step=None, zero="before"
         if zero == "after":
             optimizer.zero_grad(set_to_none=set_to_none)
     return model
+
+
+def under_both(row):
+    """Make of `row(kind, ...)`, which trains a model under DDP or legato and returns it, the distance of the two.
+
+    It may also return tensors, which have to be equal.
+    """
+
+    @functools.wraps(row)
+    def compared(*arguments, **options):
+        models, seen = [], []
+        for kind in ("ddp", "legato"):
+            torch.manual_seed(7)
+            found = row(kind, *arguments, **options)
+            model, values = found if isinstance(found, tuple) else (found, [])
+            models.append(model)
+            seen.append(list(values))
+        same = len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
+        return distance(*models) if same else "not what DDP shows"
+
+    return compared
 
 
 def distance(a, b):

@@ -21,7 +21,6 @@ from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
 from legato.core.text import count
-from legato.pytorch._private import flatten_tensors, unflatten_tensors
 
 __all__ = [
     "agree",
@@ -129,20 +128,23 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[A
     """
     root = dist.get_global_rank(group, source)
     for part in _parts([t.detach() for t in tensors]):
-        flat = flatten_tensors(part)
+        flat = torch.cat([tensor.reshape(-1) for tensor in part])
         wait(dist.broadcast(flat, root, group=group, async_op=True))
         if group.rank() != source:
-            for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
-                tensor.copy_(value)
+            _unpack(flat, part)
 
 
 def sum_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None]) -> None:
     """Replace tensors by their sums over the ranks: one collective for each dtype, device and 250 MiB."""
     for part in _parts(tensors):
-        flat = flatten_tensors(part)
+        flat = torch.cat([tensor.reshape(-1) for tensor in part])
         wait(dist.all_reduce(flat, group=group, async_op=True))
-        for tensor, value in zip(part, unflatten_tensors(flat, part), strict=True):
-            tensor.copy_(value)
+        _unpack(flat, part)
+
+
+def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
 
 
 def _parts(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -68,6 +68,19 @@ class Slot:
     spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
 
     @property
+    def owner(self) -> int:
+        """In a sharded plan: the place of the optimizer that has the parameter; -1 if none has."""
+        return self.buckets[-1].owner
+
+    def begin_pass(self, lends: bool) -> None:
+        """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
+        self.ready = self.has_grad = self.early = self.zeroed = False
+        self.taken = None
+        self.to_pack = len(self.parts)
+        if lends and self.whole is not None and self.whole.data_ptr() != self.slices[0].view.data_ptr():
+            self.whole = _whole(self)  # the user has given it other memory (`p.grad.data = ...`)
+
+    @property
     def is_spent(self) -> bool:
         """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
         return self.spent is not None and self.parameter.grad is self.spent
@@ -78,7 +91,8 @@ class Slot:
             nan = torch.full((), math.nan, dtype=self.parameter.dtype, device=self.parameter.device)
             self.spent = nan.expand(self.parameter.shape)
             self.spent._legato_spent = True  # type: ignore[attr-defined]  # a plan that comes later has to know it
-        self.parameter.grad = self.spent
+        with without_overrides():
+            self.parameter.grad = self.spent
 
     def find_spent(self) -> None:
         """Notice a gradient that was taken under the plan before."""
@@ -146,11 +160,6 @@ class Slot:
             (target if part.whole else target.view(-1)[part.start : part.stop]).copy_(part.view)
         if flat is not None:
             tensor.copy_(flat)
-
-    def renew_whole(self) -> None:
-        """Make the view of the whole gradient again, if the user has given it other memory (`p.grad.data = ...`)."""
-        if self.whole is not None and self.whole.data_ptr() != self.slices[0].view.data_ptr():
-            self.whole = _whole(self)
 
     def release(self) -> None:
         """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""

@@ -21,7 +21,7 @@ class DdpPasses:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._in_forward = self._counts = False
+        self._in_forward = False
         self._arrived: set[str] = set()
         self._accumulators = [Accumulator(p, self._before, partial(self._after, n, p)) for n, p in parameters.items()]
         self._scope = BackwardScope(lambda: True, self._backward_ended)
@@ -36,11 +36,11 @@ class DdpPasses:
         """A forward pass begins."""
         self._in_forward = True
 
-    def forward_ended(self, output: Any, sends: bool, counts: bool) -> None:
-        """A forward pass has ended; does DDP send in the backward pass that comes next, and does that count?"""
+    def forward_ended(self, output: Any, sends: bool) -> None:
+        """A forward pass has ended; does DDP send in the backward pass that comes next?"""
         self._in_forward = False
         if sends:
-            self.running, self._counts = True, counts
+            self.running = True
             self._scope.expect(output)
 
     def forward_failed(self) -> None:
@@ -66,5 +66,5 @@ class DdpPasses:
 
     def _backward_ended(self) -> None:
         self._arrived.clear()
-        self.done += self.running and self._counts
+        self.done += self.running
         self.running = False

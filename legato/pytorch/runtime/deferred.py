@@ -10,25 +10,27 @@ steps all parameters at once, when all gradients have arrived: slower, but never
 An optimizer that is not torch's is left alone (`is_known`).
 
 Under a sharded plan, `step()` itself updates this rank's shards, and the parameters
-wait for the others' (`legato.pytorch.runtime.sharding`).
+wait for the others' (`legato.pytorch.runtime.sharding.shards`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
-from legato.pytorch._private import has_step_hooks, hooked_step, mark_as_hooked, rebind_step, without_overrides
+from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step, without_overrides
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, Slot
+from legato.pytorch.runtime.buckets import PENDING
 from legato.pytorch.runtime.readers import state_is_held
 from legato.pytorch.runtime.reducer import Reducer
-from legato.pytorch.runtime.sharded_state import take_state, whole_state
+from legato.pytorch.runtime.sharding.shards import shards_of
+from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.update import Update, reducers_of, zeroing
 
 __all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]
@@ -60,20 +62,20 @@ class _DeferredSteps:
             attachment.stepped = True
         loss = None
         whole = base.__name__ in _WHOLE or has_step_hooks(optimizer) or _mixes_dtypes(optimizer, base)
-        if closure is not None and (not whole or _sharded_reducer(self) is not None):
+        if closure is not None and (not whole or shards_of(self) is not None):
             with torch.enable_grad():
                 loss = closure()
             closure = None
         reducers: list[Reducer] = reducers_of(self)  # the closure's forward pass may have changed the plan
-        if (sharded := _sharded_reducer(self)) is not None:
-            _step_shards(optimizer, base, sharded)
+        if (shards := shards_of(self)) is not None:
+            shards.step(optimizer, base)
             return loss
         if reducers and not whole and _divisible(optimizer, reducers):
             _step_later(optimizer, base, reducers)
             return loss
         for reducer in reducers:
             reducer.settle()
-        tracers = [reducer.tracer for reducer in reducers if reducer.tracer]
+        tracers = [reducer.messages.tracer for reducer in reducers if reducer.messages.tracer]
         for tracer in tracers:
             tracer.switch("optimizer")
         result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
@@ -85,11 +87,14 @@ class _DeferredSteps:
         optimizer, reducers = cast(Optimizer, self), reducers_of(self)
         if not reducers:
             return self._legato_base.zero_grad(optimizer, set_to_none)
-        found = {key: (reducer, slot) for reducer in reducers for key, slot in reducer.by_parameter.items()}
+        zero_of = {
+            key: partial(reducer.delivery.zero, slot)
+            for reducer in reducers
+            for key, slot in reducer.delivery.by_parameter.items()
+        }
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            reducer, slot = found.get(id(p), (None, None))
-            if reducer is not None and slot is not None:
-                reducer.zero(slot, set_to_none)
+            if id(p) in zero_of:
+                zero_of[id(p)](set_to_none)
             else:
                 zeroing(set_to_none)(p)
         return None
@@ -106,21 +111,21 @@ class _DeferredSteps:
     def state_dict(self) -> Any:
         """The state of whole parameters; if it is sharded, all ranks have to call this."""
         self._settle()
-        sharded = _sharded_reducer(self)
-        if sharded is None:
+        shards = shards_of(self)
+        if shards is None:
             return self._legato_base.state_dict(cast(Optimizer, self))
-        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), sharded)))
+        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), shards)))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the state of whole parameters, of which a rank keeps its shards."""
         self._settle()
-        sharded = _sharded_reducer(self)
-        if sharded is None:
+        shards = shards_of(self)
+        if shards is None:
             return self._legato_base.load_state_dict(cast(Optimizer, self), state_dict)
         whole = self._with_state({})
         self._legato_base.load_state_dict(whole, state_dict)
         vars(self)["param_groups"] = whole.param_groups
-        take_state(cast(Optimizer, self), whole.state, sharded.shards)
+        take_state(cast(Optimizer, self), whole.state, shards)
         return None
 
     def _with_state(self, state: Any) -> Optimizer:
@@ -136,7 +141,7 @@ class _DeferredSteps:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy (pickle, deepcopy) as an optimizer of the user's own class."""
         self._settle()
-        if _sharded_reducer(self) is not None:
+        if shards_of(self) is not None:
             raise InputError("a sharded optimizer cannot be copied: use its state_dict(), on all ranks")
         return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
 
@@ -146,10 +151,6 @@ class _DeferredSteps:
 
 
 mark_as_hooked(_DeferredSteps.step)
-
-
-def _sharded_reducer(optimizer: Any) -> Reducer | None:
-    return next((reducer for reducer in reducers_of(optimizer) if reducer.shards is not None), None)
 
 
 def is_known(optimizer: Any) -> bool:
@@ -171,7 +172,7 @@ def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
     """Whether the optimizer can update some parameters now and others later."""
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     differentiable = any(g.get("differentiable") for g in optimizer.param_groups)
-    return any(reducer.plan.forward_overlap for reducer in reducers) and not (scaled or differentiable)
+    return any(reducer.delivery.overlaps for reducer in reducers) and not (scaled or differentiable)
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
@@ -179,38 +180,18 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = vars(optimizer)["state"]
     waiting: set[int] = set()
-    for reducer in reducers:
-        slots = [slot for p in parameters if (slot := reducer.by_parameter.get(id(p))) is not None]
+    for delivery in (reducer.delivery for reducer in reducers):
+        slots = [slot for p in parameters if (slot := delivery.by_parameter.get(id(p))) is not None]
         if any(slot.stage == PENDING for slot in slots):
-            reducer.settle()  # a second step() before the first one's result was read
+            delivery.settle()  # a second step() before the first one's result was read
         with gate.invisible():
-            later = [slot for slot in slots if reducer.plan.forward_overlap and reducer.may_wait(slot)]
+            later = [slot for slot in slots if delivery.may_wait(slot)]
         later = [slot for slot in later if not state_is_held(states, slot.parameter)]
-        reducer.postpone(later, update)
+        delivery.postpone(later, update)
         waiting.update(id(slot.parameter) for slot in later)
-        reducer.deliver([slot for slot in slots if slot.stage != PENDING])
+        delivery.deliver(slot for slot in slots if slot.stage != PENDING)
     if now := [p for p in parameters if id(p) not in waiting]:
         update.apply(now)
-
-
-def _step_shards(optimizer: Optimizer, base: type[Optimizer], reducer: Reducer) -> None:
-    """Update this rank's shards now; parameters that wait for other ranks' are up to date when they are read."""
-    shards = reducer.shards
-    assert shards is not None
-    if reducer.tracer:
-        reducer.tracer.switch("optimizer")
-    waiting: list[Slot] = []
-
-    def step(_: Optimizer) -> None:
-        waiting.extend(shards.step(optimizer, base))
-        others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in reducer.by_parameter]
-        if others:
-            Update(optimizer, base).apply(others)
-
-    (hooked_step(step) if has_step_hooks(optimizer) else step)(optimizer)
-    if reducer.tracer:
-        reducer.tracer.switch(None)
-    reducer.expect(waiting)
 
 
 def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.messages import Messages
 from legato.pytorch.runtime.tracing import Tracer
 
 __all__ = ["DriftMonitor"]
@@ -47,27 +47,27 @@ class DriftMonitor:
         self._reference: Sequence[Pace] = ()
         self._suspected = False
 
-    def pass_begins(self, reducer: Reducer) -> str:
+    def pass_begins(self, messages: Messages) -> str:
         """Call this before each forward pass whose gradients will be sent.
 
         Returns a description of what has changed its pace, or an empty string.
         """
-        self._sample(reducer)
-        if reducer.passes < self._next:
+        self._sample(messages)
+        if messages.passes < self._next:
             return ""
-        self._next = reducer.passes + WINDOW
+        self._next = messages.passes + WINDOW
         mine = tuple(statistics.median(values) for values in zip(*self._samples, strict=True))
         self._samples.clear()
         return self._judge(self._gather(mine or (0.0, 0.0)))
 
-    def _sample(self, reducer: Reducer) -> None:
-        into = reducer.passes % SAMPLE
+    def _sample(self, messages: Messages) -> None:
+        into = messages.passes % SAMPLE
         if self._tracer is None:
-            if into == SAMPLE - _TRACED and reducer.tracer is None:  # else the user traces
-                reducer.tracer = self._tracer = Tracer()
-        elif into < SAMPLE - _TRACED and reducer.tracer is self._tracer:
+            if into == SAMPLE - _TRACED and messages.tracer is None:  # else the user traces
+                messages.tracer = self._tracer = Tracer()
+        elif into < SAMPLE - _TRACED and messages.tracer is self._tracer:
             self._tracer.switch(None)
-            reducer.tracer = None
+            messages.tracer = None
         elif 0 < into < SAMPLE - _TRACED:  # its last messages have arrived by now
             computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
             self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from legato.pytorch._private import has_gradient_hooks, not_compiled
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
-from legato.pytorch.runtime.reducer import Reducer, reducer_of
+from legato.pytorch.runtime.reducer import Reducer
 
-__all__ = ["GraphSender", "sender_of"]
+__all__ = ["GraphSender"]
 
 #: A gradient is sent before it arrives, after so many passes in which it arrived unchanged.
 _KEPT = 2
@@ -69,16 +69,17 @@ class GraphSender:
 
     def learn_from(self, before: Reducer) -> None:
         """Take over what the reducer of another plan has learnt about the gradients of compiled graphs."""
-        for key, slot in self.reducer.by_parameter.items():
-            if key in before.by_parameter:
-                slot.kept = before.by_parameter[key].kept
+        known = before.delivery.by_parameter
+        for key, slot in self.reducer.delivery.by_parameter.items():
+            if key in known:
+                slot.kept = known[key].kept
 
     # ---- forward graphs -----------------------------------------------------------
 
     def late_message_of(self, parameter: nn.Parameter) -> int:
         """The place, in the plan, of the message for which the parameter may wait in a compiled forward pass; or -1."""
         slot = self._slot(parameter)
-        if slot is None or not self.reducer.plan.forward_overlap or not self.reducer.readers.may_wait(parameter):
+        if slot is None or not self.reducer.delivery.overlaps or not self.reducer.readers.may_wait(parameter):
             return -1
         return slot.buckets[-1].index
 
@@ -87,7 +88,7 @@ class GraphSender:
         """Bring a parameter up to date, whether or not it has a gate."""
         slot = self._slot(parameter)
         if slot is not None and slot.stage == PENDING:
-            self.reducer.resolve(slot)
+            self.reducer.delivery.resolve(slot)
 
     def settle(self) -> None:
         """Bring every parameter up to date."""
@@ -102,18 +103,12 @@ class GraphSender:
         """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
         hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
         for slot in hidden:
-            gate.install(slot, self.reducer.resolve, self.reducer.zero)
+            self.reducer.install_gate(slot)
         return hidden[0].name if hidden else ""
 
     def waiting(self) -> list[Slot]:
         """The parameters whose updates wait."""
-        return [slot for slot in self.reducer.pending if slot.stage == PENDING]
+        return [slot for slot in self.reducer.delivery.pending if slot.stage == PENDING]
 
     def _slot(self, parameter: nn.Parameter) -> Slot | None:
-        return self.reducer.by_parameter.get(id(parameter))
-
-
-def sender_of(parameter: nn.Parameter) -> GraphSender | None:
-    """The sender of the parameter's gradients, if it is distributed."""
-    reducer = reducer_of(parameter)
-    return None if reducer is None else GraphSender(reducer)
+        return self.reducer.delivery.by_parameter.get(id(parameter))

@@ -20,6 +20,7 @@ DDP.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import sys
@@ -42,7 +43,6 @@ __all__ = [
     "ModuleCalls",
     "Readers",
     "gradient_is_held",
-    "is_gateable",
     "parameter_is_held",
     "settle_before_fork",
     "state_is_held",
@@ -86,13 +86,6 @@ def parameter_is_held(parameter: nn.Parameter) -> bool:
     return uses(parameter) != _PARAMETER_ALONE
 
 
-def is_gateable(parameter: nn.Parameter) -> bool:
-    """Whether a gate can see all reads of a parameter: it is no subclass's, and torch owns its memory."""
-    plain = type(parameter) in (nn.Parameter, gate.GatedParameter)
-    with gate.invisible():
-        return plain and parameter.untyped_storage().resizable()
-
-
 def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter) -> bool:
     """Whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
     entries = states.get(parameter)
@@ -123,17 +116,31 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
 class Readers:
     """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
 
+    `is_own(module)` says whether a module's forward pass is that of the training. Parameters whose names are or match
+    one of `current` never wait. `read_gradients` is False if nothing has the memory of gradients but the parameters.
     With `strict` it goes on watching, and raises `RankError` if an operator
     reads a parameter that waits.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self._strict = strict
+    def __init__(
+        self,
+        is_own: Callable[[nn.Module], bool],
+        current: Sequence[str] = (),
+        read_gradients: bool = True,
+        strict: bool = False,
+    ) -> None:
+        self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
         self._forwards = 0
         self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
         self._seen: set[int] = set()
         self._graphs = 0  # forward passes that were one compiled graph
         self._of_graph: set[int] = set()  # by id(): its parameters
+
+    def is_gateable(self, slot: Slot) -> bool:
+        """Whether a gate can see all reads of a parameter: it is no subclass's, and torch owns its memory."""
+        current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
+        with gate.invisible():
+            return slot.plain_class is nn.Parameter and not current and slot.parameter.untyped_storage().resizable()
 
     def may_wait(self, parameter: nn.Parameter) -> bool:
         """Whether all watched reads of the parameter passed its gate."""

@@ -34,17 +34,13 @@ class Update:
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run the optimizer's step on these parameters and no others."""
-        self._step((p, p) for p in parameters)
+        self.apply_to_shards((p, p) for p in parameters)
 
     def apply_to_shards(self, shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Run the optimizer's step on shards, each given with the parameter of which it is a part."""
-        self._step(shards)
-
-    def _step(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Run the optimizer's step on the first of each pair, with the settings of the second."""
         by_group: dict[int, list[nn.Parameter]] = {}
-        for p, known in parameters:
-            by_group.setdefault(self._group_of[id(known)], []).append(p)
+        for shard, parameter in shards:
+            by_group.setdefault(self._group_of[id(parameter)], []).append(shard)
         stand_in = object.__new__(self._base)
         vars(stand_in).update(self._shared)
         stand_in.param_groups = [{**self._groups[i], "params": ps} for i, ps in by_group.items()]

@@ -15,8 +15,8 @@ from support.strategies import examples
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import legato
-from legato.pytorch.runtime.checkpoint import LocalShards, boxes
-from legato.pytorch.runtime.sharding import ELEMENTWISE
+from legato.pytorch.runtime.sharding.checkpoint import LocalShards, boxes
+from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
 
 
 @examples(40)

@@ -12,7 +12,7 @@ class Training:
     """Passes of known pace: what a `DriftMonitor` sees of them, and what it says."""
 
     def __init__(self, paces):
-        self.reducer = SimpleNamespace(passes=0, tracer=None)
+        self.messages = SimpleNamespace(passes=0, tracer=None)
         self.gathered = []
         self.drift = DriftMonitor(self.gather)
         self.paces = iter(paces)
@@ -24,12 +24,12 @@ class Training:
     def run(self, windows):
         said = []
         for _ in range(windows * WINDOW):
-            text = self.drift.pass_begins(self.reducer)
+            text = self.drift.pass_begins(self.messages)
             if text:
-                said.append((self.reducer.passes // WINDOW, text))
-            if self.reducer.tracer is not None:
-                self.reducer.tracer.switch("forward")
-            self.reducer.passes += 1
+                said.append((self.messages.passes // WINDOW, text))
+            if self.messages.tracer is not None:
+                self.messages.tracer.switch("forward")
+            self.messages.passes += 1
         return said
 
 
@@ -61,13 +61,13 @@ def test_samples_are_short_and_leave_the_user_his_own_tracer():
     training = Training([CALM] * 3)
     traced = 0
     for _ in range(2 * WINDOW):
-        training.drift.pass_begins(training.reducer)
-        traced += training.reducer.tracer is not None
-        training.reducer.passes += 1
+        training.drift.pass_begins(training.messages)
+        traced += training.messages.tracer is not None
+        training.messages.passes += 1
     assert traced == 2 * 2 * WINDOW // SAMPLE
-    own = training.reducer.tracer = SimpleNamespace(switch=lambda state: None)
+    own = training.messages.tracer = SimpleNamespace(switch=lambda state: None)
     training.run(1)
-    assert training.reducer.tracer is own and len(training.gathered) == 2
+    assert training.messages.tracer is own and len(training.gathered) == 2
 
 
 @pytest.mark.processes

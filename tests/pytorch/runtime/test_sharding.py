@@ -6,7 +6,7 @@ from support import matrix_ends, matrix_models, matrix_sharded, matrix_steps, tr
 from support import runtime_cases as cases
 from support.pairwise import covering
 
-from legato.pytorch.runtime.sharding import ELEMENTWISE
+from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
 
 pytestmark = pytest.mark.processes
 

@@ -38,8 +38,8 @@ from legato.core.text import count
 from legato.pytorch._private import begin_state, begins_with_step, tensor_without_memory
 from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.parameters import named_parameters
-from legato.pytorch.runtime.sharded_state import is_elementwise, uneven
-from legato.pytorch.runtime.sharding import Shard, Shards
+from legato.pytorch.runtime.sharding.shards import Shard, Shards, shards_of
+from legato.pytorch.runtime.sharding.state import is_elementwise, uneven
 from legato.pytorch.runtime.update import Update, reducers_of
 
 __all__ = ["LocalShards", "OptimizerState", "boxes"]
@@ -186,7 +186,7 @@ class OptimizerState:
             names[p]: _entries(held, state, first[p], begun[p]) for p, held in _held(self._optimizer, shards).items()
         }
         for p in names:
-            if p not in shards.slots and state.get(p):
+            if id(p) not in shards.by_parameter and state.get(p):
                 found[names[p]] = dict(state[p])
         groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -220,9 +220,7 @@ class OptimizerState:
         """The shards, with everything up to date, if the optimizer is sharded now."""
         for reducer in reducers_of(self._optimizer):
             reducer.settle()
-            if reducer.shards is not None:
-                return cast(Shards, reducer.shards)
-        return None
+        return shards_of(self._optimizer)
 
     def _names(self) -> dict[nn.Parameter, str]:
         """The names of the optimizer's parameters."""
@@ -263,7 +261,9 @@ class OptimizerState:
                 raise InputError(f"{names[p]}: the checkpoint has {min(loaded)!r} of its state, and no {empty[0]!r}")
             for i, shard in enumerate(held):
                 state[shard.flat] = {key: _part(value, i, first[p].get(key)) for key, value in entries.items()}
-        state.update((p, dict(saved[name])) for p, name in names.items() if p not in shards.slots and name in saved)
+        state.update(
+            (p, dict(saved[name])) for p, name in names.items() if id(p) not in shards.by_parameter and name in saved
+        )
         return state
 
 

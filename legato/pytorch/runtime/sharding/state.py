@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError
 from legato.pytorch._private import without_overrides
 from legato.pytorch.network.agreement import gather_bytes, sum_tensors
-from legato.pytorch.runtime.reducer import Reducer
-from legato.pytorch.runtime.sharding import Shard, Shards
+from legato.pytorch.runtime.sharding.shards import Shard, Shards
 
 __all__ = ["is_elementwise", "take_state", "uneven", "whole_state"]
 
@@ -28,21 +27,21 @@ _ELEMENTS, _TENSOR, _CPU_TENSOR, _VALUE = "elements", "tensor", "tensor on the C
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
-def whole_state(optimizer: Optimizer, reducer: Reducer) -> Any:
+def whole_state(optimizer: Optimizer, shards: Shards | None) -> Any:
     """The state of the optimizer, of whole parameters; if it is sharded, all ranks have to call this, and get all.
 
     Raises `RankError` if one of them does not.
     """
-    shards = reducer.shards
     if shards is None or optimizer not in shards.optimizers:
         return vars(optimizer).get("state")
     state, mine = vars(optimizer)["state"], shards.of(optimizer)
     facts = [(s.piece.slot.name, {k: _fact(s, k, v) for k, v in state.get(s.flat, {}).items()}) for s in mine]
+    watchdog = shards.messages.watchdog
     try:
-        reducer.watchdog.meet("state_dict() of a sharded optimizer")
-        return _gathered(shards, state, mine, facts, reducer.watchdog.wait)
+        watchdog.meet("state_dict() of a sharded optimizer")
+        return _gathered(shards, state, mine, facts, watchdog.wait)
     except RuntimeError as error:
-        raise reducer.watchdog.failure("gathering the state of a sharded optimizer", error) from error
+        raise watchdog.failure("gathering the state of a sharded optimizer", error) from error
 
 
 def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any], wait: Callable[[Any], None]) -> State:
@@ -54,7 +53,7 @@ def _gathered(shards: Shards, state: State, mine: list[Shard], facts: list[Any],
     flats = {shard.flat for shard in mine}
     whole: State = {key: entries for key, entries in state.items() if key not in flats}
     parts: list[Tensor] = []
-    for slot in shards.slots.values():
+    for slot in shards.slots:
         entries = {key: _from_fact(fact, slot.parameter) for key, fact in known.get(slot.name, {}).items()}
         if entries:
             whole[slot.parameter] = entries

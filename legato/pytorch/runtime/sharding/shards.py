@@ -32,7 +32,7 @@ new values have been taken.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +42,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
-from legato.pytorch._private import SubstituteScaler, copy_all, without_overrides
+from legato.core.plan import Plan
+from legato.pytorch._private import SubstituteScaler, copy_all, has_step_hooks, hooked_step, without_overrides
 from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import SENT, Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.delivery import Delivery
+from legato.pytorch.runtime.messages import Messages
+from legato.pytorch.runtime.readers import Readers, gradient_is_held
 from legato.pytorch.runtime.update import Update, reducers_of
 
-__all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable"]
+__all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable", "shards_of"]
 
 #: Optimizers of torch whose update of an element depends on this element alone, with its gradient and state.
 ELEMENTWISE = (
@@ -102,41 +106,39 @@ class Shard:
         self.flat.data = self.flat.new_empty(0)
 
 
-class Shards:
-    """This rank's shards of the buckets of a sharded plan; owners of buckets are numbers of these optimizers.
+class Shards(Delivery):
+    """Delivers the values of parameters of which each rank updates its shards.
 
-    `wait(bucket)` waits for the message of a bucket, and `launch(bucket)` starts it;
-    `gather(numbers, doing)` returns the numbers of all ranks.
-    With `gradients`, no more memory is kept than for the shards of gradients.
+    The owner of a bucket is the place of an optimizer. Under a plan whose gradients are sharded too, no more memory is
+    kept than for the shards of gradients.
     """
+
+    takes_gradients = True
 
     def __init__(
         self,
+        plan: Plan,
         slots: Sequence[Slot],
         buckets: Sequence[Bucket],
+        messages: Messages,
+        readers: Readers,
         optimizers: Sequence[Optimizer],
-        group: Any,
-        wait: Callable[[Bucket], None],
-        launch: Callable[[Bucket], None],
-        gather: Callable[[Sequence[float], str], list[tuple[float, ...]]],
-        gradients: bool,
     ) -> None:
+        super().__init__(plan, slots, buckets, messages, readers)
         self.optimizers = list(optimizers)
         self._parameters = [_parameters(optimizer) for optimizer in optimizers]
-        self.group, self._rank = group, group.rank()
-        self._wait, self._launch, self._gather_numbers = wait, launch, gather
-        self.slots = {slot.parameter: slot for slot in slots}
+        self.group, self._rank = messages.group, messages.group.rank()
         self._scattered = [bucket for bucket in buckets if bucket.gathered is not None]
         #: Each all_gather with its reduce_scatter, in the order in which they go out.
         self._gathered = [(bucket.scattered, bucket) for bucket in buckets if bucket.scattered is not None]
-        #: The reduce_scatters that go out in a backward pass.
         self.outgoing = [bucket for bucket in self._scattered if bucket.index < self._gathered[0][1].index]
-        self._late: deque[Bucket] = deque()  # the others, until they go out
-        self._of = {bucket: _own(bucket, self._rank, group.size()) for bucket in self._scattered}
+        self._late: deque[Bucket] = deque()  # the other reduce_scatters, until they go out
+        self._packed: list[Slot] = []  # whose gradients can leave their parameters
+        self._of = {bucket: _own(bucket, self._rank, self.group.size()) for bucket in self._scattered}
         self._owed: set[int] = set()  # owners whose parameters were not sent since the last backward pass
         self._averaged: set[Bucket] = set()  # whose gradients have arrived since then
         self._marked: dict[Bucket, float] = {}  # what this rank has said in all_gathers that are not checked yet
-        self.gradients = gradients
+        self._frees = plan.shard == "gradients"  # the memory of messages that are not on their way
         self._in_flight: deque[Bucket] = deque()  # reduce_scatters, if the memory of each is freed afterwards
         self._takers: dict[Bucket, int] = {}  # how many parameters have still to take their values from a bucket
         for bucket in self._scattered:
@@ -148,33 +150,41 @@ class Shards:
 
     # ---- memory --------------------------------------------------------------------
 
-    def allocate(self, bucket: Bucket) -> None:
+    def _allocate(self, bucket: Bucket) -> None:
         """Give the buffer of a bucket its memory."""
-        if self.gradients:
+        if self._frees:
             bucket.buffer.untyped_storage().resize_(bucket.buffer.nbytes)
 
     def _free(self, bucket: Bucket) -> None:
-        if self.gradients:
+        if self._frees:
             bucket.buffer.untyped_storage().resize_(0)
 
-    def launched(self, bucket: Bucket) -> None:
-        """Note a message that goes out, and free the memory of those that have arrived."""
-        if self.gradients and bucket.scattered is None:
+    def _prepare_buffer(self, bucket: Bucket) -> None:
+        self._allocate(bucket)
+        super()._prepare_buffer(bucket)
+
+    def launch(self, bucket: Bucket) -> None:
+        """Let a message go out, and free the memory of those that have arrived."""
+        super().launch(bucket)
+        if self._frees and bucket.scattered is None:
             self._in_flight.append(bucket)
             while self._in_flight and self._in_flight[0].has_arrived:
                 self._average(self._in_flight.popleft())
 
-    def spend(self, slot: Slot) -> None:
-        """Take a gradient, which is packed, from its parameter."""
-        with without_overrides():
-            slot.spend()
+    # ---- forward and backward passes -------------------------------------------------
 
-    # ---- backward pass ------------------------------------------------------------
+    def before_forward(self) -> None:
+        """Forget gradients that no optimizer uses, for compilers look at their parameters."""
+        self._module_calls.end()
+        for slot in self.slots:
+            if slot.stage == SENT and slot.owner < 0:
+                gate.remove(slot)
 
-    def begin_pass(self) -> None:
+    def before_pass(self) -> None:
         """Send what was not updated since the last backward pass. Raises `RankError` if a gradient was not used."""
-        for slot in self.slots.values():
-            if slot.stage == SENT and slot.buckets[-1].owner in self._owed:
+        super().before_pass()
+        for slot in self.slots:
+            if slot.stage == SENT and slot.owner in self._owed:
                 raise _unused(slot)
         for owner in sorted(self._owed):
             for first, second in self._gathered:
@@ -186,8 +196,8 @@ class Shards:
         self._owed.clear()
         self._scatter()
         for first, second in self._gathered:
-            self._wait(first)  # that of parameters in no optimizer may still be in flight, in memory that is freed now
-            self._wait(second)
+            self.messages.wait(first)  # of parameters in no optimizer, may be in flight, in memory that is freed now
+            self.messages.wait(second)
             self._check_marks(second)
             self._free(second)
         for bucket in self._averaged:
@@ -197,18 +207,37 @@ class Shards:
         self._averaged.clear()
         self._in_flight.clear()
 
-    def end_pass(self) -> None:
-        """Take the gradients, which were sent, from the parameters."""
+    def packed(self, slots: Iterable[Slot]) -> None:
+        """Note gradients that are to be taken from their parameters, as soon as autograd has let go of them."""
+        self._packed += slots
+
+    def after_accumulation(self) -> None:
+        """Take gradients that were packed, unless somebody else has them."""
+        packed, self._packed = self._packed, []
+        for slot in packed:
+            with gate.invisible():
+                held = gradient_is_held(slot.parameter)
+            if not held:
+                slot.spend()
+
+    def after_pass(self) -> None:
+        """Take the other gradients that were sent. Raises `RankError` if somebody else has one of them."""
+        self._packed.clear()
+        super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}
         self._late = deque(self._scattered[len(self.outgoing) :])
-        for slot in self.slots.values():
+        for slot in self.slots:
             if slot.has_grad:
-                self.spend(slot)
+                slot.spend()
+
+    def _read_without_gate(self) -> Sequence[Slot]:
+        with gate.invisible():
+            return [s for s in self.slots if s.has_grad and not s.is_spent and gradient_is_held(s.parameter)]
 
     def check_cleared(self, slot: Slot) -> None:
         """Raise `RankError` if a backward pass is about to add to a gradient that was taken for an optimizer."""
         with without_overrides():
-            if slot.is_spent and slot.buckets[-1].owner < 0:
+            if slot.is_spent and slot.owner < 0:
                 gate.remove(slot)
                 slot.parameter.grad = None
             elif slot.is_spent and slot.stage == SENT:
@@ -218,19 +247,28 @@ class Shards:
     def _scatter(self, before: Bucket | None = None) -> None:
         """Send the reduce_scatters that the plan has before an all_gather, or all of them."""
         while self._late and (before is None or self._late[0].index < before.index):
-            bucket = self._late.popleft()
-            self._launch(bucket)
+            self.launch(self._late.popleft())
 
     # ---- gradients ----------------------------------------------------------------
+
+    def deliver(self, slots: Iterable[Slot]) -> None:
+        """Do nothing: averages stay where they are."""
+
+    def _read_gradient(self, slot: Slot) -> None:
+        raise RankError(
+            f"{slot.name}: the average of its gradient is sharded, and no rank has all of it: clip with "
+            "clip_grad_norm_() or clip_grad_value_() of legato.attachment(model), scale with "
+            "legato.GradScaler, and clear with zero_grad() of the optimizer or of the model"
+        )
 
     def _average(self, bucket: Bucket) -> None:
         """Wait for the averages of a bucket; they become the gradients of its shards, unless no rank had one."""
         if bucket in self._averaged:
             return
-        self._wait(bucket)
+        self.messages.wait(bucket)
         with gate.invisible():
             chunk = bucket.buffer.view(self.group.size(), -1)[self._rank]
-            if self.gradients:
+            if self._frees:
                 chunk = chunk.clone()
                 self._free(bucket)
             shards = self._of[bucket]
@@ -264,14 +302,16 @@ class Shards:
     def slots_of(self, optimizer: Optimizer) -> list[Slot]:
         """The optimizer's parameters that are sharded."""
         owner = self.optimizers.index(optimizer)
-        return [slot for slot in self.slots.values() if slot.buckets[-1].owner == owner]
+        return [slot for slot in self.slots if slot.owner == owner]
 
     def agree_on(self, found_inf: dict[torch.device, Tensor]) -> None:
         """Let every rank know, on each device, whether any rank has found an infinite gradient."""
-        devices = list(dict.fromkeys(parameter.device for parameter in self.slots))
+        devices = list(dict.fromkeys(slot.parameter.device for slot in self.slots))
         for device in devices:
             found_inf.setdefault(device, torch.zeros(1, device=device))
-        told = self._gather_numbers([found_inf[device].item() for device in devices], "comparing infinite gradients")
+        told = self.messages.gather_numbers(
+            [found_inf[device].item() for device in devices], "comparing infinite gradients"
+        )
         for device, numbers in zip(devices, zip(*told, strict=True), strict=True):
             found_inf[device].fill_(max(numbers))
 
@@ -281,10 +321,11 @@ class Shards:
             raise InputError(f"norm_type: {norm_type:g} with a sharded plan (expected a positive number)")
         flat = self.averaged()
         mine = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type)
-        norms = [told[0] for told in self._gather_numbers([mine.item()], "clipping gradients by their norm")]
-        double = any(p.dtype in (torch.float64, torch.complex128) for p in self.slots)
+        norms = [told[0] for told in self.messages.gather_numbers([mine.item()], "clipping gradients by their norm")]
+        parameters = [slot.parameter for slot in self.slots]
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         norm: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
-        norm = norm.to(next(iter(self.slots)).device, torch.float64 if double else torch.float32)
+        norm = norm.to(parameters[0].device, torch.float64 if double else torch.float32)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
         torch.nn.utils.clip_grads_with_norm_(flat, max_norm, norm)
@@ -292,22 +333,46 @@ class Shards:
 
     # ---- step ----------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, base: type[Optimizer]) -> list[Slot]:
+    def step(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
+        """Update this rank's shards of the optimizer's parameters now, with its hooks; the new values arrive later."""
+        mine: list[Slot] = []
+
+        def step(_: Optimizer) -> None:
+            mine.extend(self._step(optimizer, base))
+            others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in self.by_parameter]
+            if others:
+                Update(optimizer, base).apply(others)
+
+        tracer = self.messages.tracer
+        if tracer:
+            tracer.switch("optimizer")
+        (hooked_step(step) if has_step_hooks(optimizer) else step)(optimizer)
+        if tracer:
+            tracer.switch(None)
+        with gate.invisible():
+            later = [slot for slot in mine if self.may_wait(slot)]
+        self.postpone(later, None)
+        now = [slot for slot in mine if slot.stage != PENDING]
+        for slot in now:
+            slot.mark_stepped(None)
+        self._update(now)
+
+    def _step(self, optimizer: Optimizer, base: type[Optimizer]) -> list[Slot]:
         """Update the shards of the optimizer's parameters, send the new values, and return who waits for them.
 
         Nothing happens if nothing was sent since the last step. Raises
         `RankError` if there are gradients that were not averaged.
         """
         owner = self.optimizers.index(optimizer)
+        mine = self.slots_of(optimizer)
         if owner not in self._owed:
-            self._check_unused(optimizer)
+            _check_unused(mine)
             return []
         if self.has_changed(optimizer):
             raise RankError(
                 "step() of a sharded optimizer that got other parameters since the backward pass: add or remove them "
                 "between step() and the next forward pass"
             )
-        mine = self.slots_of(optimizer)
         with without_overrides():
             for slot in mine:
                 if not slot.has_grad:  # what is there was not sent, and is not up to date
@@ -318,14 +383,14 @@ class Shards:
             if first.owner == owner:
                 self._scatter(second)
                 while first in todo:
-                    self._update(todo, update)
+                    self._update_shards(todo, update)
                 self._gather(first, second, 1.0)
         self._owed.discard(owner)
         return mine
 
-    def _update(self, todo: deque[Bucket], update: Update) -> None:
+    def _update_shards(self, todo: deque[Bucket], update: Update) -> None:
         """Wait for the first of these reduce_scatters, and update its shards and those of others that have arrived."""
-        self._wait(todo[0])
+        self.messages.wait(todo[0])
         here = []
         while todo and todo[0].has_arrived and todo[0] not in self._late:
             here.append(todo.popleft())
@@ -351,19 +416,9 @@ class Shards:
             else:
                 shard.flat.grad = None
 
-    def _check_unused(self, optimizer: Optimizer) -> None:
-        with without_overrides():
-            for slot in self.slots.values():
-                mine = slot.buckets[-1].owner >= 0 and self.optimizers[slot.buckets[-1].owner] is optimizer
-                if mine and slot.parameter.grad is not None:
-                    raise RankError(
-                        f"{slot.name}: step() without an averaged gradient: the last backward pass ran under "
-                        "no_sync(), or step() was called twice without zero_grad() in between"
-                    )
-
     def _write(self, bucket: Bucket) -> None:
         """Write the values of the shards into the chunk, in place of their gradients, and let go of them."""
-        self.allocate(bucket)
+        self._allocate(bucket)
         with gate.invisible():
             shards = self._of[bucket]
             if shards:
@@ -377,11 +432,14 @@ class Shards:
         first.marks[self._rank] = mark
         self._marked[second] = mark
         self._takers[second] = second.slots
-        self._launch(second)
+        self.launch(second)
 
     # ---- afterwards ----------------------------------------------------------------
 
-    def receive(self, slots: Sequence[Slot]) -> None:
+    def _arrive(self, slots: Iterable[Slot]) -> None:
+        self._wait_for(slots)
+
+    def _apply(self, slots: Sequence[Slot]) -> None:
         """Take the new values of these parameters, which have arrived."""
         for bucket in dict.fromkeys(bucket for slot in slots for bucket in slot.buckets):
             self._check_marks(bucket)
@@ -423,15 +481,15 @@ class GradScaler(SubstituteScaler):
 
     def substitutes(self, optimizer: Optimizer) -> Any:
         """The shards of the optimizer's parameters, if they are sharded."""
-        shards = _shards_of(optimizer)
+        shards = shards_of(optimizer)
         if shards is None:
             return optimizer
-        others = [p for g in optimizer.param_groups for p in g["params"] if p not in shards.slots]
+        others = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in shards.by_parameter]
         return SimpleNamespace(param_groups=[{"params": shards.averaged(optimizer) + others}])
 
     def found(self, optimizer: Optimizer, found_inf: dict[torch.device, Tensor]) -> None:
         """Tell all ranks."""
-        shards = _shards_of(optimizer)
+        shards = shards_of(optimizer)
         if shards is not None:
             shards.agree_on(found_inf)
 
@@ -441,8 +499,20 @@ def _parameters(optimizer: Optimizer) -> list[int]:
     return [id(p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _shards_of(optimizer: Any) -> Shards | None:
+def shards_of(optimizer: Any) -> Shards | None:
+    """The shards of the optimizer's parameters, if they are sharded now."""
     return next((r.shards for r in reducers_of(optimizer) if r.shards is not None), None)
+
+
+def _check_unused(slots: Sequence[Slot]) -> None:
+    """Raise `RankError` if there are gradients, for a step that comes without a backward pass that was sent."""
+    with without_overrides():
+        for slot in slots:
+            if slot.parameter.grad is not None:
+                raise RankError(
+                    f"{slot.name}: step() without an averaged gradient: the last backward pass ran under "
+                    "no_sync(), or step() was called twice without zero_grad() in between"
+                )
 
 
 def _unused(slot: Slot) -> RankError:
