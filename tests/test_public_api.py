@@ -134,9 +134,10 @@ from legato import *
 
 def train(job: legato.Workload, cluster: legato.Cluster, model: Any, optimizer: Any) -> None:
     plan = legato.plan(legato.read("w.json"), legato.read("c.json"), "ddp", bucket_bytes=1, shard="optimizer")
-    legato.plan(job, cluster, shrad="optimizer")  # type: ignore[call-arg]
-    legato.plan(job, cluster, shard="optimiser")  # type: ignore[arg-type]
+    legato.plan(job, cluster, shrad="optimizer")  # type: ignore[call-overload]
+    legato.plan(job, cluster, shard="optimiser")  # type: ignore[call-overload]
     assert_type(plan, legato.Plan)
+    assert_type(legato.plan(job, cluster, shard="parameters", gpus_per_host=8), legato.Wrapping)
     assert_type(legato.simulate(job, plan, cluster, fabric="ring"), legato.Timeline)
     assert_type(legato.lower_bound(job, cluster), legato.Bound)
     assert_type(lower_bound(job, cluster).seconds, float)
