@@ -22,7 +22,7 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.simulator.flow import Disturbance, Job, Network, Phases, SharedNetwork
-    from legato.simulator.flow.placement import Placement
+    from legato.simulator.flow.shared.placement import Placement
 
 __all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole"]
 
@@ -102,7 +102,7 @@ def simulate_shared(
 ) -> None:
     """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
-    from legato.simulator.flow.jobs import ITERATIONS
+    from legato.simulator.flow.shared.jobs import ITERATIONS
 
     workers, machines, network = _network(len(workloads), given, how)
     if what.fidelity == "collective":
@@ -140,7 +140,7 @@ def simulate_shared(
 
 def _network(jobs: int, given: Given, how: JobOptions) -> tuple[list[int], Machines, Network]:
     """The number of workers of each job, the machines that the options describe, and a network with room for all."""
-    from legato.simulator.flow.placement import num_hosts
+    from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweep.grid import network_of
 
     counts = one_each("workers", given.axes["workers"], jobs, whole, None)
@@ -164,7 +164,7 @@ def _jobs(
 ) -> list[Job]:
     from legato.simulator.flow import Job, place
     from legato.simulator.flow.fabrics import check_options, fitting
-    from legato.simulator.flow.run import check_flow_plan
+    from legato.simulator.flow.iterations.run import check_flow_plan
     from legato.sweep.cell import plan_for
 
     count, titles = len(workloads), [one.name for one in workloads]

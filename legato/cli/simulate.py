@@ -208,7 +208,7 @@ def _rows(
 
 def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> tuple[Check, Run]:
     from legato.simulator.flow import simulate_flow
-    from legato.simulator.flow.run import check_flow
+    from legato.simulator.flow.iterations.run import check_flow
 
     job = jobs[0] if len(jobs) == 1 else jobs
     if network.disturbances:  # a factor of 1 among them, so that both times are of the first iteration
@@ -289,7 +289,7 @@ def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
     None for a fabric that has no formula.
     """
     from legato.simulator.flow.fabrics.servers import Servers
-    from legato.simulator.flow.network import PRICED_AS
+    from legato.simulator.flow.network.network import PRICED_AS
 
     if not isinstance(fabric, Servers):
         return network.cluster(name) if PRICED_AS.get(name, name) in COLLECTIVES else None

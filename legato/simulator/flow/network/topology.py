@@ -31,9 +31,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from legato.simulator.flow.graph import NO_LINK, NO_TAG, Graph, Ids
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.switches import HostShape
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, Ids
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.switches import HostShape
 
 __all__ = ["Hosts", "Routes", "Topology"]
 

@@ -1,79 +1,23 @@
-"""The graph that the engine runs: services on links and streams, and their dependencies.
-
-[Note: one primitive]
-A *service* keeps one link busy for `work_s` seconds. It is ready when all the
-services it waits for have released it, and a link serves ready services first
-come, first served. A service releases another one in one of two ways:
-
-- *after*: `delay_s` after its own end;
-- *cut through*: `delay_s` after its own begin; the other one then cannot end
-  before `delay_s` after its own end (the tail of a message that is forwarded
-  while it is received).
-
-This is enough for everything. A transfer is a service on the sender's link and
-one, released cut through, on the receiver's. In multicast, one service releases
-several cut through. In in-network aggregation, several release one, cut through
-or after. Computation is a service on no link. A barrier is a service that takes
-no time.
-
-A link that is faster than the previous one is busy for its own `work_s` only,
-although the tail passes later: it serves others in between.
-"""
+"""The graph that a simulation builds: services and their dependencies (`services.py`), added as arrays."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from legato.core.errors import TooLargeError
+from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, SERVICE, Ids, Services
 
-__all__ = ["MOST_FAIR_SERVICES", "NO_LINK", "NO_TAG", "SERVICE", "Graph", "Ids", "Services"]
-
-Ids = NDArray[np.int32]
-
-NO_LINK = -1
-#: The tag of a service that carries no message.
-NO_TAG = -1
-
-#: One cache line per service: all data that the engine needs to run it.
-#: `begin_s` and `end_s` are lower bounds until it has run, and its times afterwards;
-#: `next` is private to the engine.
-SERVICE = np.dtype(
-    [
-        ("begin_s", "f8"),
-        ("end_s", "f8"),
-        ("work_s", "f8"),
-        ("delay_s", "f8"),
-        ("key", "i8"),
-        ("first", "i4"),
-        ("count", "i4"),
-        ("link", "i4"),
-        ("missing", "i4"),
-        ("next", "i4"),
-        ("tag", "i4"),
-    ]
-)
+__all__ = ["MOST_FAIR_SERVICES", "Graph"]
 
 #: A service takes 64 bytes. Ids and edges are numbers of 32 bits.
 _MOST_SERVICES = 100_000_000
 #: Where transfers share links fairly, each one that starts or ends may change the rates of all the others.
 MOST_FAIR_SERVICES = 1_000_000
 _MOST_EDGES = 2**31 - 1
-
-
-class Services(NamedTuple):
-    """A graph ready to run, with `num_links` links.
-
-    Service i releases `successors[first_i : first_i + count_i]`; each entry is
-    id << 1, plus 1 if it is released cut through.
-    """
-
-    records: NDArray[Any]
-    successors: Ids
-    num_links: int
 
 
 class Graph:
@@ -133,7 +77,7 @@ class Graph:
 
     def freeze(self, num_links: int) -> Services:
         """Return the graph for the engine. Nothing can be added afterwards."""
-        from legato.simulator.flow.engine import link_edges
+        from legato.simulator.flow.engine.loop import link_edges
 
         records = self._records[: self.num_services]
         before, after = self._before[: self.num_edges], self._after[: self.num_edges]

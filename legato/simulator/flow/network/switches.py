@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from legato.core.errors import InputError, TooLargeError, unknown_name
-from legato.simulator.flow.graph import NO_LINK
+from legato.simulator.flow.engine.services import NO_LINK
 
 __all__ = ["BALANCES", "TOPOLOGIES", "Balance", "HostShape", "Switches", "TopologyName"]
 

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from legato.core.plan import Plan
 from legato.core.workload import Workload
-from legato.simulator.flow.compute import Stream, first_reads
-from legato.simulator.flow.disturbances import Profile, Profiles
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Fabric
 from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, fragment, overlaps
-from legato.simulator.flow.graph import Graph, Ids
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.iterations.compute import Stream, first_reads
+from legato.simulator.flow.network.disturbances import Profile, Profiles
+from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Iteration", "Unrolled"]
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, SEND_S, Cluster, sending_s
 from legato.core.errors import InputError, unknown_name
-from legato.simulator.flow.disturbances import Disturbance, Profile, check_numbers
-from legato.simulator.flow.switches import Balance, HostShape, Switches, TopologyName
+from legato.simulator.flow.network.disturbances import Disturbance, Profile, check_numbers
+from legato.simulator.flow.network.switches import Balance, HostShape, Switches, TopologyName
 
 __all__ = ["PRICED_AS", "SHARING", "Network", "Sharing", "last_worker"]
 

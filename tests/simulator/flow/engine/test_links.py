@@ -10,7 +10,7 @@ from support.strategies import examples
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.simulator.flow import FABRICS, Network, simulate_flow
-from legato.simulator.flow.network import last_worker
+from legato.simulator.flow.network.network import last_worker
 
 N = 8
 

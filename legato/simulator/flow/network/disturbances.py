@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.units import parse_seconds
+from legato.simulator.flow.engine.services import ServiceProfiles
 
 __all__ = [
     "DISTURBED",
@@ -27,7 +28,6 @@ __all__ = [
     "Disturbance",
     "Profile",
     "Profiles",
-    "ServiceProfiles",
     "check_numbers",
     "parse_disturbances",
 ]
@@ -119,7 +119,7 @@ class Profile(NamedTuple):
     def end_s(self, begin_s: Times, work_s: Times) -> Times:
         """When work ends that begins at `begin_s` and takes `work_s` undisturbed (arrays of one shape).
 
-        The sums are those of `engine.served`.
+        The sums are those of `loop.served`.
         """
         at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
         for k, factor in enumerate(self.factor):
@@ -140,18 +140,6 @@ class Profile(NamedTuple):
             for start, end, factor in zip(self.start_s, ends, self.factor, strict=True)
             if start < until_s
         )
-
-
-class ServiceProfiles(NamedTuple):
-    """The profiles of services, as the engines need them.
-
-    Service i has profile `of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
-    """
-
-    of: NDArray[np.int32]
-    first: NDArray[np.int64]
-    start_s: Times
-    factor: Times
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import msgspec
 
 from legato.core.errors import InputError, TooLargeError
 from legato.core.workload import Workload
-from legato.simulator.flow.jobs import SharedNetwork, SharedTimes
+from legato.simulator.flow.shared.jobs import SharedNetwork, SharedTimes
 
 __all__ = ["DRIFTS", "GRID", "Phases", "best_shifts"]
 

@@ -13,12 +13,12 @@ from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
-from legato.simulator.flow.compute import Stream
-from legato.simulator.flow.disturbances import Profile
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Fabric
-from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.topology import Topology
-from legato.simulator.flow.unroll import Iteration, Unrolled
+from legato.simulator.flow.iterations.compute import Stream
+from legato.simulator.flow.iterations.unroll import Iteration, Unrolled
+from legato.simulator.flow.network.disturbances import Profile
+from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers", "iteration_end_s"]
 

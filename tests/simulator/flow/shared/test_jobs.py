@@ -27,7 +27,7 @@ from legato.simulator.flow import (
     simulate_jobs,
 )
 from legato.simulator.flow.fabrics import fitting
-from legato.simulator.flow.placement import num_hosts
+from legato.simulator.flow.shared.placement import num_hosts
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
 QUICK = Network(workers=2, bandwidth_bps=1e9)

@@ -1,4 +1,4 @@
-"""The event loop: runs services as they become ready (`graph.py` defines services), under the discipline of the links.
+"""The event loop: runs services as they become ready (`services.py` defines them), under the discipline of the links.
 
 - *First come, first served*: services run in the order `(ready, key, id)`. When a link becomes free need not be
   waited for: what it serves next is known before.
@@ -25,19 +25,20 @@ the same as with one heap of all services.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import missing_extra
+from legato.simulator.flow.engine.services import ServiceProfiles, Trips
 
 try:
     import numba
 except ModuleNotFoundError:
     raise missing_extra("numba", "flow", "a simulation of every transfer") from None
 
-__all__ = ["Trips", "compiled", "link_edges", "run_services", "served"]
+__all__ = ["compiled", "link_edges", "run_services", "served"]
 
 compiled = numba.njit(cache=True)
 #: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
@@ -51,22 +52,6 @@ _LAST, _DONE = -1, -2
 _FIRST_LINK = -2
 
 
-class Trips(NamedTuple):
-    """Transfers from a worker to itself: those of service i, which has a link.
-
-    It is made `laps[i]` times, each time when the time before has ended, and each time carries `sent[i]` transfers of
-    `work_s + sending_s` seconds on the outgoing link (0), one after another, and `received[i]` on the incoming link
-    (1): as many, or several that one multicast sends.
-    """
-
-    laps: NDArray[np.int64]
-    sent: NDArray[np.int64]
-    received: NDArray[np.int64]
-    sending_s: float
-    on_the_way_s: float
-    cut_through: bool
-
-
 #: The heap has services and the moments at which they become ready, and links and those at which they become free.
 _ENTRY = np.dtype([("moment_s", "f8"), ("key", "i8"), ("id", "i8")])
 #: When a link becomes free. With priorities: the root of the heap of services that wait for this, and whether the heap
@@ -78,13 +63,13 @@ def run_services(
     records: NDArray[Any],
     successors: NDArray[np.int32],
     num_links: int,
-    profiles: tuple[NDArray[Any], ...] | None = None,
+    profiles: ServiceProfiles | None = None,
     priority: NDArray[np.int64] | None = None,
     trips: Trips | None = None,
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
-    `profiles` are the `ServiceProfiles` of a disturbed simulation. Service i has `priority[i]`, a whole number;
+    `profiles` are those of a disturbed simulation. Service i has `priority[i]`, a whole number;
     services with a higher one go first. With `trips`, services on links are trips.
     """
     return int(_run(records, successors, num_links, profiles, priority, trips))

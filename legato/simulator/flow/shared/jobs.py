@@ -26,22 +26,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.errors import InputError, PlanError, TooLargeError
-from legato.core.plan import Plan, check_plan
+from legato.core.errors import InputError, TooLargeError
+from legato.core.plan import Plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Workload
-from legato.simulator.flow.case import Case, run_graph
-from legato.simulator.flow.disturbances import check_numbers
+from legato.simulator.flow.engine.graph import MOST_FAIR_SERVICES, Graph
+from legato.simulator.flow.engine.services import Ids, Services
 from legato.simulator.flow.fabrics import Fabric
 from legato.simulator.flow.fabrics import fabric as fabric_named
 from legato.simulator.flow.fabrics.hierarchical import Hierarchical
-from legato.simulator.flow.graph import MOST_FAIR_SERVICES, Graph, Ids, Services
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.placement import Placed
-from legato.simulator.flow.result import FlowResult, IterationTimes, iteration_end_s
-from legato.simulator.flow.run import check_flow_plan, plain_plan
-from legato.simulator.flow.switches import HostShape
-from legato.simulator.flow.unroll import Unrolled
+from legato.simulator.flow.iterations.result import FlowResult, IterationTimes, iteration_end_s
+from legato.simulator.flow.iterations.run import Case, checked_plan, run_graph
+from legato.simulator.flow.iterations.unroll import Unrolled
+from legato.simulator.flow.network.disturbances import check_numbers
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.switches import HostShape
+from legato.simulator.flow.shared.placement import Placed
 
 __all__ = ["ITERATIONS", "Job", "JobTimes", "SharedNetwork", "SharedTimes", "simulate_jobs"]
 
@@ -128,15 +128,13 @@ class Job:
         """
         if not 0 <= min(self.hosts) <= max(self.hosts) < network.workers:
             raise InputError(f"{self.name}: host {max(self.hosts)} (expected 0 to {network.workers - 1})")
-        fabric = fabric_named(self.fabric) if isinstance(self.fabric, str) else self.fabric
+        fabric = fabric_named(self.fabric)
         if isinstance(fabric, Hierarchical) and network.gpus_per_host == 1:
             raise InputError(f"{self.name}: hierarchical on a shared network (expected gpus_per_host above 1)")
         if isinstance(fabric, Hierarchical) and not self._has_whole_hosts(network):
             gpus = network.gpus_per_host
             raise InputError(f"{self.name}: hierarchical on parts of hosts (expected all {gpus} GPUs of each host)")
-        plan = plain_plan(self.workload, fabric) if self.plan is None else self.plan
-        check_plan(plan, self.workload)
-        check_flow_plan(plan)
+        plan = checked_plan(self.plan, self.workload, fabric)
         return Case([self.workload], plan, fabric, self.machines(network, number), 1, alike=False)
 
 
@@ -387,10 +385,7 @@ class SharedNetwork:
 
     def _run(self, services: Services, unrolled: Sequence[Unrolled], priority: NDArray[np.int64] | None = None) -> None:
         computing = [half for one in unrolled for half in one.computing]
-        done = run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
-        if done < len(services.records):
-            left = len(services.records) - done
-            raise PlanError(f"a plan waits for itself: {left} transfers or ops never start")
+        run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
 
 
 def simulate_jobs(jobs: Sequence[Job], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:

@@ -8,7 +8,7 @@ from support.flows import job
 
 from legato.core.errors import InputError, TooLargeError
 from legato.simulator.flow import Disturbance, Job, Network, SharedNetwork, best_shifts
-from legato.simulator.flow.phases import DRIFTS, GRID, _longest_row
+from legato.simulator.flow.shared.phases import DRIFTS, GRID, _longest_row
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
 FAIR = Network(workers=2, bandwidth_bps=1e9, sharing="fair")

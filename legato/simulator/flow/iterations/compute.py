@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.workload import Workload
 from legato.simulator.flow.fragments import Fragments
 
-__all__ = ["Stream", "check_alike"]
+__all__ = ["Stream", "first_reads"]
 
 Times = NDArray[np.float64]
 
@@ -71,16 +70,3 @@ def first_reads(workload: Workload, plan: Plan, ops: Sequence[int]) -> dict[int,
 def _order(workload: Workload, plan: Plan, *, backward: bool) -> list[int]:
     order = plan.op_order or workload.iteration_order()
     return [op for op in order if (workload.ops[op].phase == "backward") == backward]
-
-
-def check_alike(workloads: Sequence[Workload]) -> None:
-    """Raise `InputError` unless the workloads differ only in the durations of their ops."""
-    first = workloads[0]
-    for w, other in enumerate(workloads):
-        if other is first:
-            continue
-        same = [(a.name, a.phase, a.deps) for a in other.ops] == [(b.name, b.phase, b.deps) for b in first.ops]
-        if not same or other.tensors != first.tensors:
-            raise InputError(
-                f"workload of worker {w}: not worker 0's ops and tensors (expected only different durations)"
-            )

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.text import count
-from legato.simulator.flow.graph import Graph
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Hosts, Routes, Topology
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Hosts, Routes, Topology
 
 __all__ = ["PLACEMENTS", "Placed", "Placement", "num_hosts", "place"]
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from support.flows import max_min_by_linear_programs
 from support.strategies import examples
 
-from legato.simulator.flow.engine import run_services
-from legato.simulator.flow.fair import fair_rates, run_fair
-from legato.simulator.flow.graph import NO_LINK, Graph
+from legato.simulator.flow.engine.fair import fair_rates, run_fair
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.loop import run_services
+from legato.simulator.flow.engine.services import NO_LINK
 
 LINKS = 3
 #: Eighths, so that sums are exact and ties are many.

@@ -16,17 +16,15 @@ when theirs is added to it (in 64 bits). Links may serve these in another order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from legato.simulator.flow.graph import Graph, Ids
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Hosts, Topology
-
-if TYPE_CHECKING:
-    from legato.simulator.flow import engine
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.services import Ids, Trips
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Hosts, Topology
 
 __all__ = ["Alone"]
 
@@ -105,10 +103,8 @@ class Alone(Topology):
         trips = sum(trips.size * (laps * (sent + received) - 1) for trips, laps, sent, received in self._numbers)
         return self.graph.num_services + trips
 
-    def trips(self) -> engine.Trips:
+    def trips(self) -> Trips:
         """The trips, for the engine."""
-        from legato.simulator.flow.engine import Trips
-
         laps, sent, received = np.ones((3, self.graph.num_services), np.int64)
         for trips, *numbers in self._numbers:
             laps[trips], sent[trips], received[trips] = numbers

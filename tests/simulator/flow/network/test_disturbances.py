@@ -14,10 +14,11 @@ from support.strategies import examples
 
 from legato.core.errors import InputError
 from legato.simulator.flow import FABRICS, Disturbance, Network, simulate_flow
-from legato.simulator.flow.disturbances import Profile, Profiles
-from legato.simulator.flow.engine import run_services
-from legato.simulator.flow.fair import run_fair
-from legato.simulator.flow.graph import NO_LINK, Graph
+from legato.simulator.flow.engine.fair import run_fair
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.loop import run_services
+from legato.simulator.flow.engine.services import NO_LINK
+from legato.simulator.flow.network.disturbances import Profile, Profiles
 
 LINKS = 2
 

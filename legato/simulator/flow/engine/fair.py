@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.simulator.flow.disturbances import ServiceProfiles
-from legato.simulator.flow.engine import compiled, served
-from legato.simulator.flow.graph import Services
+from legato.simulator.flow.engine.loop import compiled, served
+from legato.simulator.flow.engine.services import ServiceProfiles, Services
 
 __all__ = ["fair_rates", "run_fair"]
 

@@ -13,8 +13,8 @@ from legato.core.errors import InputError, TooLargeError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow import Network, fabric, plain_plan, simulate_flow
-from legato.simulator.flow.case import Case
-from legato.simulator.flow.unroll import Unrolled
+from legato.simulator.flow.iterations.run import Case
+from legato.simulator.flow.iterations.unroll import Unrolled
 from legato.zoo import workload
 
 MILLION = 2**20

@@ -15,12 +15,12 @@ from support.strategies import examples
 
 from legato.core.errors import InputError, TooLargeError
 from legato.simulator.flow import FABRICS, Disturbance, Network, fabric, simulate_flow
-from legato.simulator.flow.engine import run_services
-from legato.simulator.flow.fair import run_fair
-from legato.simulator.flow.graph import Graph
-from legato.simulator.flow.placement import Placed
-from legato.simulator.flow.run import check_flow, compile_flow
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.engine.fair import run_fair
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.loop import run_services
+from legato.simulator.flow.iterations.run import check_flow, compile_flow
+from legato.simulator.flow.network.topology import Topology
+from legato.simulator.flow.shared.placement import Placed
 
 #: One byte takes an eighth of a second, so that all sums of the oracle are exact in 64 bits, and many times coincide.
 BPS = 64.0

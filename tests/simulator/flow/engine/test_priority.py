@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from support.rates import disturbances, served
 from support.strategies import examples
 
-from legato.simulator.flow.disturbances import Profiles
-from legato.simulator.flow.engine import run_services
-from legato.simulator.flow.fair import run_fair
-from legato.simulator.flow.graph import NO_LINK, Graph
+from legato.simulator.flow.engine.fair import run_fair
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.loop import run_services
+from legato.simulator.flow.engine.services import NO_LINK
+from legato.simulator.flow.network.disturbances import Profiles
 
 LINKS = 3
 #: Eighths, so that sums are exact and ties are many.
