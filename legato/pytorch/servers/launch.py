@@ -47,7 +47,7 @@ class _Setup(NamedTuple):
     seed: int | None
 
 
-def parameter_servers(
+def parameter_servers(  # noqa: PLR0913
     model: nn.Module,
     optimizer: Optimizer,
     train: Callable[[ServedModel, Optimizer], Any],

@@ -74,6 +74,14 @@ def run_fair(
 
 
 @compiled
+def _root(parent, i):  # type: ignore[no-untyped-def]
+    """The service at the root of the tree of service i."""
+    while parent[i] != i:
+        i = parent[i]
+    return i
+
+
+@compiled
 def _flows(records, successors):  # type: ignore[no-untyped-def]
     """(the flow of each service, how many seconds its times are after those of its flow)."""
     total = len(records)
@@ -89,11 +97,7 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
                     if lag_s[j] < lag_s[i] + records[i].delay_s:
                         lag_s[j] = lag_s[i] + records[i].delay_s
                         changed = True
-                    a, b = parent[i], parent[j]
-                    while parent[a] != a:
-                        a = parent[a]
-                    while parent[b] != b:
-                        b = parent[b]
+                    a, b = _root(parent, i), _root(parent, j)
                     parent[max(a, b)] = min(a, b)
     flow = np.empty(total, np.int64)
     flows = 0
@@ -102,10 +106,7 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
             flow[i] = flows
             flows += 1
         else:
-            a = i
-            while parent[a] != a:
-                a = parent[a]
-            flow[i] = flow[a]  # a < i: roots are the smallest
+            flow[i] = flow[_root(parent, i)]  # roots are the smallest
     return flow, lag_s
 
 
@@ -122,19 +123,12 @@ def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
     users = np.zeros(num_links, np.int64)
     for at in links:
         users[at] += 1
-    undecided = 0
-    for f in range(flows):
-        undecided += first[f] < first[f + 1]
+    undecided = np.sum(first[1:] > first[:-1])
     decided = np.zeros(flows, np.bool_)
     while undecided > 0:
-        share = np.inf
-        for k in range(num_links):
-            if users[k] > 0:
-                share = min(share, left[k] / users[k])
-        limit = share * (1 + 1e-12)
-        full = np.zeros(num_links, np.bool_)
-        for k in range(num_links):
-            full[k] = users[k] > 0 and left[k] / users[k] <= limit
+        each = np.where(users > 0, left / np.maximum(users, 1), np.inf)
+        share = each.min()
+        full = each <= share * (1 + 1e-12)
         for f in range(flows):
             if decided[f] or first[f] == first[f + 1]:
                 continue
@@ -240,6 +234,22 @@ def _moved(states, active, now, until):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _started(states, waiting, now, moving, ended):  # type: ignore[no-untyped-def]
+    """Start the waiting flows that are ready: those without bytes end at once. Returns those that go on waiting."""
+    later = [0][:0]
+    for f in waiting:
+        if states[f].ready_s > now:
+            later.append(f)
+            continue
+        states[f].start_s = states[f].ready_s
+        if states[f].size > 0:
+            moving.append(f)
+        else:
+            ended.append(f)
+    return later
+
+
+@compiled
 def _end(records, successors, flows, states, f, now, profiles, waiting):  # type: ignore[no-untyped-def]
     """End flow f, and put those that may start after it to the ones that are `waiting`."""
     first, last, start = flows.first[f], flows.first[f + 1], states[f].start_s
@@ -275,17 +285,8 @@ def _run(records, successors, flows, capacity, changes, profiles, priority):  # 
         while changed < len(change_s) and change_s[changed] <= now:
             capacity[change_link[changed]] = change_to[changed]
             changed += 1
-        later = [0][:0]
-        for f in waiting:
-            if states[f].ready_s > now:
-                later.append(f)
-                continue
-            states[f].start_s = states[f].ready_s
-            if states[f].size > 0:
-                moving.append(f)
-            else:
-                ended.append(f)
-        active, waiting = moving, later
+        waiting = _started(states, waiting, now, moving, ended)
+        active = moving
         for f in ended:
             _end(records, successors, flows, states, f, now, profiles, waiting)
             done += flows.first[f + 1] - flows.first[f]

@@ -148,17 +148,25 @@ def _run(records, successors, num_links, profiles, priority, trips):  # type: ig
                 _put(records, priority, heap, stack, sizes, ends, i, link)
                 continue
         else:
-            if link >= 0:
-                begin = max(begin, links[link].free_s)
-            stop = begin + service.work_s if profiles is None else served(profiles, i, begin, service.work_s)
-            if link >= 0:
-                links[link].free_s = stop
+            begin, stop = _serve(profiles, service, i, links)
         service.begin_s, service.end_s = begin, max(stop, service.end_s)
         done += 1
         _release(records, successors, priority, heap, stack, sizes, ends, i)
         if priority is not None and link >= 0:
             _wake(records, priority, heap, sizes, links, link)
     return done
+
+
+@_inlined
+def _serve(profiles, service, i, links):  # type: ignore[no-untyped-def]
+    """When service i begins and ends; its link, if it has one, is busy in between."""
+    begin, link = service.begin_s, service.link
+    if link >= 0:
+        begin = max(begin, links[link].free_s)
+    stop = begin + service.work_s if profiles is None else served(profiles, i, begin, service.work_s)
+    if link >= 0:
+        links[link].free_s = stop
+    return begin, stop
 
 
 @_inlined

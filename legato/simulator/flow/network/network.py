@@ -104,20 +104,23 @@ class Network:
         sending_s(self.send_s, self.latency_s)
         if self.sharing not in SHARING:
             raise unknown_name("sharing", self.sharing, SHARING)
+        self._check_scales()
+        if self.jitter > 10:
+            raise InputError(f"jitter: {self.jitter} (expected at most 10)")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
+        self._check_disturbances()  # and, for that, the switches, which know how many GPUs a card can have
+        shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
+        if (shared != shared[:, :1]).any():
+            raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
+
+    def _check_scales(self) -> None:
         for field in ("compute_scale", "link_scale"):
             factors = getattr(self, field)
             if factors and len(factors) != self.workers:
                 raise InputError(f"{field}: {len(factors)} factors (expected {self.workers}, or none)")
             for factor in factors:
                 _check_factor(field, factor)
-        if self.jitter > 10:
-            raise InputError(f"jitter: {self.jitter} (expected at most 10)")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
-        self._check_disturbances()
-        shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
-        if (shared != shared[:, :1]).any():
-            raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
 
     def _check_disturbances(self) -> None:
         switches = self.switches
