@@ -16,7 +16,7 @@ import msgspec
 
 from legato.core.errors import FileError
 from legato.ingest.chrome import Header, events
-from legato.ingest.kineto.columns import NEAREST, Arguments, EventColumns, Number, whole_number
+from legato.ingest.kineto.trace.columns import NEAREST, Arguments, EventColumns, Number, whole_number
 from legato.ingest.source import Progress, one_line
 
 __all__ = [

@@ -18,8 +18,8 @@ from legato.pytorch._private import version_of
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import Slot
 from legato.pytorch.servers.protocol import AVERAGES
-from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.shards import Arena, Shard
+from legato.pytorch.servers.worker.puller import Puller
 
 __all__ = ["Averages", "ParameterCheck"]
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.buckets import PENDING, Slot
-from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.protocol import BYE, PendingSend, Transport
 from legato.pytorch.servers.shards import Arena, Shard
+from legato.pytorch.servers.worker.arrivals import Arrivals
 
 __all__ = ["Puller"]
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.ingest.kineto.columns import Arguments, EventColumns, whole_number
-from legato.ingest.kineto.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
+from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
+from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
 from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
 
 __all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]

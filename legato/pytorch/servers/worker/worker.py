@@ -28,10 +28,10 @@ from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import BackwardScope
 from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
 from legato.pytorch.runtime.readers import ModuleCalls, parameter_is_held, settle_before_fork
-from legato.pytorch.servers.changes import Averages, ParameterCheck
 from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
-from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.shards import Arena, Shard
+from legato.pytorch.servers.worker.changes import Averages, ParameterCheck
+from legato.pytorch.servers.worker.puller import Puller
 
 __all__ = ["Worker"]
 
