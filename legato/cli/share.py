@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rich.table import Table
 
 from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, Value, in_flight_words, quantity, setting, split
+from legato.cli.options import Simulated, Value, in_flight_words, make_folder, quantity, setting, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
-from legato.core.errors import FileError, InputError
+from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.text import count, percent
 from legato.core.units import format_seconds, parse_seconds
@@ -117,7 +117,7 @@ def simulate_shared(
     if how.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", how.priority, len(jobs), whole, 0)
     if output is not None:
-        _make(output)
+        make_folder(output)
     number = ITERATIONS if what.iterations is None else what.iterations
     shared = SharedNetwork(jobs, network, iterations=number)
     rows, phases = _rows(shared, how, priorities)
@@ -346,13 +346,6 @@ def _drifts(phases: Phases) -> Table:
     for name, slowdown in found:
         table.add_row(name, "too large" if slowdown is None else _slowdown(slowdown))
     return table
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: {error.strerror}") from None
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:
