@@ -26,8 +26,8 @@ from typing import Any
 from legato.core import files
 from legato.core.workload import Workload
 from legato.simulator.flow import FABRICS, Job, Network, SharedNetwork, fabric, simulate_flow
-from legato.simulator.flow.engine import run_services
-from legato.simulator.flow.run import compile_flow
+from legato.simulator.flow.engine.loop import run_services
+from legato.simulator.flow.iterations.run import compile_flow
 from legato.zoo import workload as model
 
 MODEL = "resnet-v1-50"

@@ -60,7 +60,7 @@ _COLUMNS = 64
 _MOST_WEIGHTS = 2**25
 
 
-def distribute(
+def distribute(  # noqa: PLR0913
     model: Any,
     optimizer: Any = None,
     plan: Plan | str | os.PathLike[str] = "auto",

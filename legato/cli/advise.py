@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from legato.cli.axes import Given, axes
-from legato.cli.options import Json, check_installed
+from legato.cli.options import Json, check_file
 from legato.cli.output import note, print_json, print_table, progress, say
 from legato.core import files
 from legato.core.cluster import Cluster
@@ -64,10 +64,7 @@ def advise(
     from legato.advice import asides, changes, told
     from legato.ingest.jobs import import_jobs
 
-    if output is not None and output.suffix != ".html":
-        raise InputError(f"--output {output}: {output.suffix or 'no suffix'} (expected .html)")
-    if output is not None:
-        check_installed("plotly", "report", f"{output}")
+    check_file("output", output, ".html")
     with progress("reading") as advance:
         jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
     found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]

@@ -107,12 +107,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         near = getattr(error, "possibilities", None)  # of a misspelt option
         message = f"{error.message}; did you mean {' or '.join(near)}?" if near else error.format_message()
         return fail(message.replace("Value error, ", ""), 2)
-    except Interrupted as error:
-        return fail(str(error), INTERRUPTED)
-    except InputError as error:
-        return fail(str(error), 2)
     except LegatoError as error:
-        return fail(str(error), 1)
+        statuses = {Interrupted: INTERRUPTED, InputError: 2, LegatoError: 1}
+        return fail(str(error), next(status for kind, status in statuses.items() if isinstance(error, kind)))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "torch":
             raise

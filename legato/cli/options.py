@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 import typer
 
 from legato.core.cluster import COLLECTIVES
-from legato.core.errors import InputError, LegatoError, missing_extra
+from legato.core.errors import FileError, InputError, LegatoError, missing_extra
 from legato.core.text import count
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ __all__ = [
     "ShardAll",
     "Simulated",
     "Wire",
+    "check_file",
     "check_installed",
     "in_flight_words",
     "keep_apart",
+    "make_folder",
     "quantity",
     "setting",
     "split",
@@ -195,6 +197,32 @@ def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
             if other := taken.get(path.resolve()):
                 raise InputError(f"--{option} {path}: the same file as {other}")
             taken[path.resolve()] = f"--{option}"
+
+
+#: The libraries, and the extras that install them, for files with these suffixes.
+_LIBRARIES = {".html": (("plotly", "report"), ("jinja2", "report")), ".parquet": (("pyarrow", "parquet"),)}
+
+
+def check_file(option: str, path: Path | None, *suffixes: str) -> None:
+    """Raise `InputError` before minutes of work if an option's file could not be written at their end."""
+    if path is None:
+        return
+    if path.suffix not in suffixes:
+        raise InputError(f"--{option} {path}: {path.suffix or 'no suffix'} (expected {', '.join(suffixes)})")
+    if path.is_dir():
+        raise InputError(f"--{option} {path}: a directory (expected a file)")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--{option} {path}: no such directory (expected an existing one)")
+    for library, extra in _LIBRARIES.get(path.suffix, ()):
+        check_installed(library, extra, f"{path}")
+
+
+def make_folder(path: Path) -> None:
+    """Make an option's folder before minutes of work. Raises `FileError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror} (expected a folder, or a path where one can be made)") from None
 
 
 def check_installed(library: str, extra: str, purpose: str) -> None:

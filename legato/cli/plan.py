@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec.structs import replace
@@ -168,9 +168,9 @@ def _note_all(
     if most is not None:
         _note_larger(found, job, most)
     if how.wire != "none":
-        _note_rounding(chosen, job, cluster, how.collective, how.compute, most)
+        _note_rounding(chosen, job, cluster, how, most)
     elif how.shard == "none":
-        _note_stock_ddp(found, chosen, job, cluster, how.collective, how.compute)
+        _note_stock_ddp(found, chosen, job, cluster, how)
     else:
         _note_memory(how.shard, job, cluster.workers)
 
@@ -195,14 +195,7 @@ def _beside_baseline(
     return replace(chosen.timeline, baseline=replace(base.timeline, **where), **where)
 
 
-def _note_stock_ddp(
-    found: list[Candidate],
-    chosen: Candidate,
-    job: Workload,
-    cluster: Cluster,
-    collective: str | None,
-    compute: Literal["one", "unlimited"],
-) -> None:
+def _note_stock_ddp(found: list[Candidate], chosen: Candidate, job: Workload, cluster: Cluster, how: Planning) -> None:
     """Say what stock DDP can do."""
     from legato.schedule.compare import stock_buckets
 
@@ -210,7 +203,7 @@ def _note_stock_ddp(
     ddp, merged = by_name.get("ddp"), by_name.get("merge-optimal")
     stock = None
     if merged is not None:
-        stock = stock_buckets(merged, job, cluster, collective=collective, compute=compute)
+        stock = stock_buckets(merged, job, cluster, collective=how.collective, compute=how.compute)
     _note_buckets(ddp, stock, is_chosen=chosen is ddp and len(found) > 1)
 
 
@@ -224,27 +217,21 @@ def _note_memory(shard: str, job: Workload, workers: int) -> None:
     )
 
 
-def _note_rounding(
-    chosen: Candidate,
-    job: Workload,
-    cluster: Cluster,
-    collective: str | None,
-    compute: Literal["one", "unlimited"],
-    most: int | None,
-) -> None:
+def _note_rounding(chosen: Candidate, job: Workload, cluster: Cluster, how: Planning, most: int | None) -> None:
     """Say what the chosen plan wins over the exact one of its scheduler, and what it rounds for that."""
     from legato.schedule.basics.compose import has_free_order
     from legato.schedule.compare import compare
     from legato.schedule.search.rounding import MOST_SHARED, least_rounded
 
     plan, seconds = chosen.plan, chosen.iteration_s
-    options: dict[str, Any] = {"collective": collective, "compute": compute}
-    (exact,) = compare(job, cluster, [plan.scheduler], max_message_bytes=most, **options)
+    (exact,) = compare(
+        job, cluster, [plan.scheduler], collective=how.collective, compute=how.compute, max_message_bytes=most
+    )
     if not plan.rounded:
         note(f"{plan.scheduler} rounds nothing: its exact plan is predicted to be as fast ({format_seconds(seconds)})")
         return
     least = ""
-    captured = compute == "one" and not has_free_order(job)
+    captured = how.compute == "one" and not has_free_order(job)
     if captured and len(job.tensors) <= MOST_SHARED:
         least = f" (no plan as fast rounds less than {percent(least_rounded(job, cluster, seconds))})"
     faster = f"{exact.iteration_s / seconds:.2f}x as fast" if seconds else "infinitely fast"

@@ -16,7 +16,9 @@ from legato.cli.options import (
     Json,
     Shard,
     Wire,
+    check_file,
     check_installed,
+    make_folder,
     quantity,
     setting,
     split,
@@ -105,7 +107,7 @@ def rehearse(
     Example: [bold]legato rehearse resnet.json --workers 4 --bandwidth 1Gbit --scheduler ddp,legato --ratio 1[/]
     """
     check_installed("torch", "torch", "legato rehearse")
-    _check_outputs(results.output, results.report)
+    _prepare(results)
 
     from legato.testbed.rehearsal import STAGES
     from legato.testbed.rehearsal import rehearse as run
@@ -143,7 +145,7 @@ def verify(
 
     if "RANK" not in os.environ:
         raise InputError("verify measures between processes: start it under torchrun (see legato verify --help)")
-    _check_outputs(results.output, results.report)
+    _prepare(results)
     import torch
     import torch.distributed as dist
 
@@ -184,20 +186,11 @@ def _rehearse_servers(
         return rehearse_servers(task, hosts.workers, bandwidth_bps, advance)
 
 
-def _check_outputs(output: Path | None, report: Path | None) -> None:
+def _prepare(results: Results) -> None:
     """Make the folder, and see that a page can be made and written, before minutes of work."""
-    if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{output}: {error.strerror}") from None
-    if report is not None:
-        for library in ("plotly", "jinja2"):
-            check_installed(library, "report", "--report")
-        if report.suffix != ".html":
-            raise InputError(f"--report {report}: {report.suffix or 'no suffix'} (expected .html)")
-        if not report.parent.is_dir():
-            raise InputError(f"--report {report}: {report.parent} is not a folder")
+    if results.output is not None:
+        make_folder(results.output)
+    check_file("report", results.report, ".html")  # which may be in this folder
 
 
 def _task(workload: Path, scheduler: str, cluster: Path | None, trials: Trials, results: Results) -> Task:

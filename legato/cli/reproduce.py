@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from legato.cli.options import Json, check_installed
+from legato.cli.options import Json, check_installed, make_folder
 from legato.cli.output import note, print_json, print_table, progress
-from legato.core.errors import FileError, InputError
+from legato.core.errors import InputError
 
 if TYPE_CHECKING:
     from legato.papers import Cell, Figure, Paper
@@ -41,7 +41,7 @@ def reproduce(
         raise InputError(f"{paper}: {_asked(table, figure)} (expected one of {_known(chosen)})")
     if output is not None:
         check_installed("plotly", "report", "a page of figures")
-        _make_directory(output)
+        make_folder(output)
     cells: dict[str, list[Cell]] = {one.name: [] for one, _ in wanted}
     figures: dict[str, list[Figure]] = {one.name: [] for one, _ in wanted}
     with progress("reproducing") as advance:
@@ -89,13 +89,6 @@ def _print_cells(title: str, cells: list[Cell]) -> None:
         ratio = "" if cell.ratio is None else f"{cell.ratio:.3f}"
         table.add_row(cell.table, cell.row, cell.column, published, f"{cell.ours:.4g}", ratio)
     print_table(table, keys=3)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror} (expected a folder, or a path where one can be made)") from None
 
 
 def _draw(one: Paper, figures: list[Figure], directory: Path) -> None:

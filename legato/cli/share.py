@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rich.table import Table
 
 from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, Value, in_flight_words, quantity, setting, split
+from legato.cli.options import Simulated, Value, in_flight_words, make_folder, quantity, setting, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
-from legato.core.errors import FileError, InputError
+from legato.core.errors import InputError
 from legato.core.plan import Plan
 from legato.core.text import count, percent
 from legato.core.units import format_seconds, parse_seconds
@@ -22,7 +22,7 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.simulator.flow import Disturbance, Job, Network, Phases, SharedNetwork
-    from legato.simulator.flow.placement import Placement
+    from legato.simulator.flow.shared.placement import Placement
 
 __all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole"]
 
@@ -102,7 +102,7 @@ def simulate_shared(
 ) -> None:
     """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
-    from legato.simulator.flow.jobs import ITERATIONS
+    from legato.simulator.flow.shared.jobs import ITERATIONS
 
     workers, machines, network = _network(len(workloads), given, how)
     if what.fidelity == "collective":
@@ -117,7 +117,7 @@ def simulate_shared(
     if how.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", how.priority, len(jobs), whole, 0)
     if output is not None:
-        _make(output)
+        make_folder(output)
     number = ITERATIONS if what.iterations is None else what.iterations
     shared = SharedNetwork(jobs, network, iterations=number)
     rows, phases = _rows(shared, how, priorities)
@@ -140,7 +140,7 @@ def simulate_shared(
 
 def _network(jobs: int, given: Given, how: JobOptions) -> tuple[list[int], Machines, Network]:
     """The number of workers of each job, the machines that the options describe, and a network with room for all."""
-    from legato.simulator.flow.placement import num_hosts
+    from legato.simulator.flow.shared.placement import num_hosts
     from legato.sweep.grid import network_of
 
     counts = one_each("workers", given.axes["workers"], jobs, whole, None)
@@ -164,7 +164,7 @@ def _jobs(
 ) -> list[Job]:
     from legato.simulator.flow import Job, place
     from legato.simulator.flow.fabrics import check_options, fitting
-    from legato.simulator.flow.run import check_flow_plan
+    from legato.simulator.flow.iterations.run import check_flow_plan
     from legato.sweep.cell import plan_for
 
     count, titles = len(workloads), [one.name for one in workloads]
@@ -346,13 +346,6 @@ def _drifts(phases: Phases) -> Table:
     for name, slowdown in found:
         table.add_row(name, "too large" if slowdown is None else _slowdown(slowdown))
     return table
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder}: {error.strerror}") from None
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:

@@ -26,7 +26,7 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Network
+    from legato.simulator.flow import FlowResult, Network
     from legato.simulator.flow.fabrics.protocol import Fabric
 
 #: A timeline file is for looking at, and has no more workers than these.
@@ -135,7 +135,8 @@ def _simulate(
 
 
 Check = Callable[[str, "Fabric", Plan], None]
-Run = Callable[[str, "Fabric", Plan], tuple[Timeline | Callable[[], Timeline], dict[str, Any]]]
+#: Also returns what else is known of a fabric: columns that only some tables have.
+Run = Callable[[str, "Fabric", Plan], "tuple[Timeline | FlowResult, dict[str, Any]]"]
 
 
 def _fabrics(names: str, options: dict[str, Any], cluster: Cluster) -> dict[str, Fabric]:
@@ -185,30 +186,34 @@ def _rows(
 
     baseline, plain = FABRICS[BASELINE], plain_plan(job, BASELINE)
     rows: list[dict[str, Any]] = []
-    drawn, baseline_s = [], None
+    results: list[Timeline | FlowResult] = []
+    baseline_s = None
     with progress("simulating") as advance:
         for done, (name, plan) in enumerate(plans.items()):
             advance(done, len(plans))
             start = time.perf_counter()
-            draw, found = run(name, chosen[name], plan)
-            row = {"fabric": name, "iteration_s": found.pop("iteration_s"), "speedup": None, **found}
+            found, more = run(name, chosen[name], plan)
+            row = {"fabric": name, "iteration_s": found.iteration_s, "speedup": None, **more}
+            row |= {"overlap": found.overlap, "utilization": found.utilization}
             rows.append({**row, "simulate_s": time.perf_counter() - start})
-            drawn.append(draw)
+            results.append(found)
             if chosen[name] == baseline and plan == plain:
-                baseline_s = row["iteration_s"]
+                baseline_s = found.iteration_s
         if baseline_s is None and with_baseline:
             with contextlib.suppress(TooLargeError):
-                baseline_s = run(BASELINE, baseline, plain)[1]["iteration_s"]
+                baseline_s = run(BASELINE, baseline, plain)[0].iteration_s
     if baseline_s is not None:
         for row in rows:
             row["speedup"] = baseline_s / row["iteration_s"] if row["iteration_s"] > 0 else 1.0
-    fastest = drawn[min(range(len(rows)), key=lambda i: rows[i]["iteration_s"])]
-    return rows, fastest if isinstance(fastest, Timeline) else fastest()
+    fastest, name = min(zip(results, plans, strict=True), key=lambda one: one[0].iteration_s)
+    if not isinstance(fastest, Timeline):
+        fastest = fastest.timeline(sorted(fastest.ranks.tolist())[:_MOST_DRAWN], name)
+    return rows, fastest
 
 
 def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) -> tuple[Check, Run]:
     from legato.simulator.flow import simulate_flow
-    from legato.simulator.flow.run import check_flow
+    from legato.simulator.flow.iterations.run import check_flow
 
     job = jobs[0] if len(jobs) == 1 else jobs
     if network.disturbances:  # a factor of 1 among them, so that both times are of the first iteration
@@ -220,22 +225,15 @@ def _flow(jobs: Sequence[Workload], network: Network, iterations: int | None) ->
         except TooLargeError as error:
             raise TooLargeError(f"{name}: {error}") from None
 
-    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[Callable[[], Timeline], dict[str, Any]]:
+    def run(name: str, fabric: Fabric, plan: Plan) -> tuple[FlowResult, dict[str, Any]]:
         result = simulate_flow(job, plan, fabric, network, iterations=iterations, keep_transfers=False)
-        drawn = sorted(result.ranks.tolist())[:_MOST_DRAWN]
-        disturbed = {}
-        if network.disturbances:
-            quiet = replace(network, disturbances=())
-            quiet_s = simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).iteration_s
-            lost_s = network.lost_s(result.iteration_s, fabric.host_shape(network))
-            propagated = (result.iteration_s - quiet_s) / lost_s if lost_s > 0 else None
-            disturbed = {"undisturbed_s": quiet_s, "lost_s": lost_s, "propagated": propagated}
-        return lambda: result.timeline(drawn, name), {
-            "iteration_s": result.iteration_s,
-            **disturbed,
-            "overlap": result.overlap,
-            "utilization": result.utilization,
-        }
+        if not network.disturbances:
+            return result, {}
+        quiet = replace(network, disturbances=())
+        quiet_s = simulate_flow(job, plan, fabric, quiet, iterations=iterations, keep_transfers=False).iteration_s
+        lost_s = network.lost_s(result.iteration_s, fabric.host_shape(network))
+        propagated = (result.iteration_s - quiet_s) / lost_s if lost_s > 0 else None
+        return result, {"undisturbed_s": quiet_s, "lost_s": lost_s, "propagated": propagated}
 
     return check, run
 
@@ -255,14 +253,8 @@ def _collective(jobs: Sequence[Workload], network: Network) -> Run:
             raise InputError(f"{name}: a plan with {what} on parameter servers (expected a fabric without servers)")
         # At this fidelity a message names its collective, and the cluster has only one.
         messages = tuple(msgspec.structs.replace(message, collective=None) for message in plan.messages)
-        timeline = collective.simulate(
-            jobs[0], msgspec.structs.replace(plan, scheduler=name, messages=messages), cluster
-        )
-        return timeline, {
-            "iteration_s": timeline.iteration_s,
-            "overlap": timeline.overlap,
-            "utilization": timeline.utilization,
-        }
+        plan = msgspec.structs.replace(plan, scheduler=name, messages=messages)
+        return collective.simulate(jobs[0], plan, cluster), {}
 
     return run
 
@@ -289,7 +281,7 @@ def _cluster(name: str, fabric: Fabric, network: Network) -> Cluster | None:
     None for a fabric that has no formula.
     """
     from legato.simulator.flow.fabrics.servers import Servers
-    from legato.simulator.flow.network import PRICED_AS
+    from legato.simulator.flow.network.network import PRICED_AS
 
     if not isinstance(fabric, Servers):
         return network.cluster(name) if PRICED_AS.get(name, name) in COLLECTIVES else None

@@ -19,7 +19,7 @@ from legato.cli.options import (
     Interrupted,
     Iterations,
     Json,
-    check_installed,
+    check_file,
     in_flight_words,
     keep_apart,
     setting,
@@ -29,7 +29,6 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
 from legato.core.cluster import SEND_S
-from legato.core.errors import InputError
 from legato.core.text import count, percent
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
@@ -93,7 +92,8 @@ def sweep(
     from legato.sweep.parallel import check_backend
 
     keep_apart(workloads, output=output, report=report)
-    _check_outputs(output, report)
+    check_file("output", output, *_SUFFIXES)
+    check_file("report", report, ".html")
     check_backend(running.backend)
     grid = Grid(
         workloads=tuple(files.read(path, Workload) for path in workloads),
@@ -130,22 +130,6 @@ def _run(grid: Grid, running: Running, kept: Path | None) -> list[SweepRow]:
                 raise Interrupted("interrupted; without --output, no finished cell is kept") from None
             kept_cells = f"{len(journal.done):,} finished cells are kept in {journal.path}"
             raise Interrupted(f"interrupted; {kept_cells}: run the same command again to continue") from None
-
-
-def _check_outputs(output: Path | None, report: Path | None) -> None:
-    if output is not None and output.suffix not in _SUFFIXES:
-        raise InputError(f"--output {output}: {output.suffix or 'no suffix'} (expected {', '.join(_SUFFIXES)})")
-    if report is not None and report.suffix != ".html":
-        raise InputError(f"--report {report}: {report.suffix or 'no suffix'} (expected .html)")
-    for path in (output, report):
-        if path is not None and path.is_dir():
-            raise InputError(f"{path}: a directory (expected a file)")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"{path}: no such directory (expected an existing one)")
-        if path is not None and path.suffix == ".html":
-            check_installed("plotly", "report", f"{path}")
-        if path is not None and path.suffix == ".parquet":
-            check_installed("pyarrow", "parquet", f"{path}")
 
 
 def _write(rows: Sequence[SweepRow], output: Path | None, report: Path | None) -> None:

@@ -27,10 +27,10 @@ import numpy as np
 
 from legato.core.errors import FileError, InputError
 from legato.core.text import count
-from legato.ingest.kineto.columns import Arguments, EventColumns
-from legato.ingest.kineto.events import ACCUMULATE, COLLECTIVE_NAME, COMMUNICATION, Trace
 from legato.ingest.kineto.importer import Graph, import_kineto
 from legato.ingest.kineto.step import TracedStep
+from legato.ingest.kineto.trace.columns import Arguments, EventColumns
+from legato.ingest.kineto.trace.events import ACCUMULATE, COLLECTIVE_NAME, COMMUNICATION, Trace
 from legato.ingest.source import Progress, one_line, read_all, read_blocks, refusals_name_files
 from legato.ingest.traced import Imported, Notes, TracedOp
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from legato.core.errors import InputError
 from legato.ingest.execution_trace import import_execution_traces, is_graph, pairs
-from legato.ingest.kineto.events import Marks, read_marks
 from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.kineto.trace.events import Marks, read_marks
 from legato.ingest.source import Progress, refusals_name_files
 from legato.ingest.traced import Imported
 

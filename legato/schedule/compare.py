@@ -88,7 +88,7 @@ class Candidate(msgspec.Struct, frozen=True):
         }
 
 
-def compare(
+def compare(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
     names: Iterable[str] = (),

@@ -363,24 +363,14 @@ class _ContendedRun(_Run):
         op = message = None
         while self.computed < len(self.order) or len(self.message_end) < len(self.messages):
             if op is None and self.computed < len(self.order):
-                i = self.order[self.computed]
-                if self.packed_bytes and self.waits_for_last[i]:
-                    op, op_left, self.packed_bytes = _UNPACKING, self.packed_bytes * self.unpack_s_per_byte, 0
-                elif self.may_run(i):
-                    gather_s = self.gather_s.get(i, 0.0)
-                    op, op_left, self.op_start[i] = i, gather_s + self.duration[i], now + gather_s
-                    self.read = 0
+                op, op_left = self.begun_op(now)
             if message is None and (k := len(self.message_end)) < len(self.messages) and self.may_send(k):
                 message, message_left = self.messages[k], 1.0
                 self.message_start.append(now)
                 self.ready = 0
             if op is None and message is None:
                 raise PlanError(self.deadlock())
-            busy_s, pace = 0.0, 1.0
-            if message is not None:
-                busy_s = message.cost_s + (message.delay_s if op is not None else 0.0)
-                if op is not None and busy_s > 0:
-                    pace = max(LEAST_PACE, 1 - message.overhead_s / busy_s)
+            busy_s, pace = (0.0, 1.0) if message is None else _paces(message, computes=op is not None)
             op_s = op_left / pace if op is not None else math.inf
             message_s = message_left * busy_s if message is not None else math.inf
             step = min(op_s, message_s)
@@ -388,20 +378,38 @@ class _ContendedRun(_Run):
             if op is not None:
                 op_left -= step * pace
                 if op_s <= step:
-                    if op != _UNPACKING:
-                        self.op_end[op] = now
-                        self.op_start[op] = min(self.op_start[op], now)
-                        self.computed += 1
+                    self.end_op(op, now)
                     op = None
             if message is not None:
                 if message_s <= step:
-                    arrived = self.plan.messages[len(self.message_end)]
-                    if self.unpack_s_per_byte and not (self.sharded and arrived.kind == "reduce_scatter"):
-                        self.packed_bytes += arrived.nbytes
                     self.arrives(message, now)
                     message = None
                 else:
                     message_left -= step / busy_s
+
+    def begun_op(self, now: float) -> tuple[int | None, float]:
+        """What the stream, which is free, begins now, if anything, and the seconds that it takes."""
+        i = self.order[self.computed]
+        if self.packed_bytes and self.waits_for_last[i]:
+            unpack_s, self.packed_bytes = self.packed_bytes * self.unpack_s_per_byte, 0
+            return _UNPACKING, unpack_s
+        if not self.may_run(i):
+            return None, 0.0
+        gather_s = self.gather_s.get(i, 0.0)
+        self.op_start[i], self.read = now + gather_s, 0
+        return i, gather_s + self.duration[i]
+
+    def end_op(self, op: int, now: float) -> None:
+        if op != _UNPACKING:
+            self.op_end[op] = now
+            self.op_start[op] = min(self.op_start[op], now)
+            self.computed += 1
+
+    def arrives(self, message: _Priced, moment: float) -> None:
+        arrived = self.plan.messages[len(self.message_end)]
+        if self.unpack_s_per_byte and not (self.sharded and arrived.kind == "reduce_scatter"):
+            self.packed_bytes += arrived.nbytes
+        super().arrives(message, moment)
 
     def may_run(self, i: int) -> bool:
         """Whether the stream, which is free, may run op i, the next one, now."""
@@ -420,3 +428,11 @@ class _ContendedRun(_Run):
         while self.ready < len(waits) and self.op_end[waits[self.ready]] != _UNKNOWN:
             self.ready += 1
         return self.ready == len(waits)
+
+
+def _paces(message: _Priced, *, computes: bool) -> tuple[float, float]:
+    """The seconds that the message takes, and the pace of computation beside it."""
+    if not computes:
+        return message.cost_s, 1.0
+    busy_s = message.cost_s + message.delay_s
+    return busy_s, max(LEAST_PACE, 1 - message.overhead_s / busy_s) if busy_s > 0 else 1.0

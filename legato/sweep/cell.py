@@ -9,12 +9,13 @@ import msgspec
 
 from legato.core.errors import LegatoError
 from legato.core.plan import Plan
+from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.simulator import collective
-from legato.simulator.flow import Fabric, Network, plain_plan, simulate_flow
+from legato.simulator.flow import Fabric, FlowResult, Network, plain_plan, simulate_flow
 from legato.simulator.flow.pricing import cluster_for
 from legato.sweep.grid import PLAIN, Cell
 
@@ -42,7 +43,7 @@ def run_cell(cell: Cell, workload: Workload) -> Outcome:
     """Run a cell. Errors in it become part of its outcome, so that one cell cannot end a long sweep."""
     start = time.perf_counter()
     try:
-        found = _collective(cell, workload) if cell.fidelity == "collective" else _flow(cell, workload)
+        found = _simulated(cell, workload)
     except LegatoError as error:
         return Outcome(time.perf_counter() - start, error=" ".join(str(error).split()))
     except Exception as error:
@@ -58,27 +59,21 @@ def plan_for(scheduler: str, workload: Workload, name: str, fabric: Fabric, netw
     return schedule(scheduler, workload, cluster_for(name, fabric, network))
 
 
-def _collective(cell: Cell, workload: Workload) -> dict[str, Any]:
+def _simulated(cell: Cell, workload: Workload) -> dict[str, Any]:
     network, fabric = cell.network, cell.made_fabric
     plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
-    cluster = network.cluster(cell.fabric, fabric.servers)
-    timeline = collective.simulate(workload, plan, cluster)
+    found: Timeline | FlowResult
+    bound_s = None
+    if cell.fidelity == "collective":
+        cluster = network.cluster(cell.fabric, fabric.servers)
+        found = collective.simulate(workload, plan, cluster)
+        bound_s = lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds
+    else:
+        found = simulate_flow(workload, plan, fabric, network, iterations=cell.iterations, keep_transfers=False)
     return {
-        "iteration_s": timeline.iteration_s,
-        "lower_bound_s": lower_bound(workload, cluster, **kind_of(plan, workload)._asdict()).seconds,
-        "overlap": timeline.overlap,
-        "utilization": timeline.utilization,
-        "num_messages": len(plan.messages),
-    }
-
-
-def _flow(cell: Cell, workload: Workload) -> dict[str, Any]:
-    network, fabric = cell.network, cell.made_fabric
-    plan = plan_for(cell.scheduler, workload, cell.fabric, fabric, network)
-    result = simulate_flow(workload, plan, fabric, network, iterations=cell.iterations, keep_transfers=False)
-    return {
-        "iteration_s": result.iteration_s,
-        "overlap": result.overlap,
-        "utilization": result.utilization,
+        "iteration_s": found.iteration_s,
+        "lower_bound_s": bound_s,
+        "overlap": found.overlap,
+        "utilization": found.utilization,
         "num_messages": len(plan.messages),
     }

@@ -16,10 +16,10 @@ from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS
 from legato.simulator.flow import FABRICS, Network
-from legato.simulator.flow.disturbances import UNDISTURBED, parse_disturbances
 from legato.simulator.flow.fabrics import Fabric, check_options, fitting
-from legato.simulator.flow.network import last_worker
-from legato.simulator.flow.run import check_iterations
+from legato.simulator.flow.iterations.run import check_iterations
+from legato.simulator.flow.network.disturbances import UNDISTURBED, parse_disturbances
+from legato.simulator.flow.network.network import last_worker
 
 __all__ = ["PLAIN", "Cell", "Fidelity", "Grid", "fabric_names", "network_of"]
 

@@ -36,7 +36,7 @@ def sweep(
     `InputError` if the backend cannot be used, or numba is missing at flow fidelity.
     """
     if grid.fidelity == "flow":
-        import_module("legato.simulator.flow.engine")  # an `InputError` where numba is not installed
+        import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
     done = {} if journal is None else journal.done

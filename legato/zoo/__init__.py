@@ -119,7 +119,7 @@ def variables(name: str) -> tuple[Variable, ...]:
     return model(name).variables
 
 
-def workload(
+def workload(  # noqa: PLR0913
     name: str | Model,
     *,
     batch_size: int | None = None,

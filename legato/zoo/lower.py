@@ -33,7 +33,7 @@ _MOST = 2**30
 _ACCUMULATION = "accumulation"
 
 
-def lower(
+def lower(  # noqa: PLR0913
     model: Model,
     device: Device,
     *,

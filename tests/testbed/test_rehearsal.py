@@ -236,7 +236,7 @@ def test_the_report_of_the_folder_says_what_the_console_said(capsys, tmp_path, d
         (["rehearse", "W", "--servers", "1", "--wire", "bf16"], "--shard and --wire: not with parameter servers"),
         (["rehearse", "W", "--shard", "optimizer", "--wire", "bf16"], "wire"),
         (["rehearse", "nowhere.json"], "nowhere.json"),
-        (["rehearse", "W", "--report", "nowhere/r.html"], "nowhere is not a folder"),
+        (["rehearse", "W", "--report", "nowhere/r.html"], "no such directory"),
         (["rehearse", "W", "--report", "r.json"], "--report r.json: .json (expected .html)"),
         (["rehearse", "W", "--scheduler", "nonesuch"], "nonesuch"),
         (["rehearse", "W", "--bandwidth", "fast"], "fast"),

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.text import count
-from legato.ingest.kineto.columns import whole_number
-from legato.ingest.kineto.events import ACCUMULATE
 from legato.ingest.kineto.phases import BackwardPass
 from legato.ingest.kineto.step import TracedStep
+from legato.ingest.kineto.trace.columns import whole_number
+from legato.ingest.kineto.trace.events import ACCUMULATE
 from legato.ingest.names import tensor_bytes
 from legato.ingest.traced import Gradient, Notes, TracedTransfer
 

@@ -16,10 +16,10 @@ from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Workload
 from legato.ingest.assemble import assemble
-from legato.ingest.kineto.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
+from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.workload import Phase
-from legato.ingest.kineto.activities import Activity
-from legato.ingest.kineto.columns import EventColumns
-from legato.ingest.kineto.events import HostInterval, Trace
+from legato.ingest.kineto.trace.activities import Activity
+from legato.ingest.kineto.trace.columns import EventColumns
+from legato.ingest.kineto.trace.events import HostInterval, Trace
 from legato.ingest.traced import Notes
 
 __all__ = ["FSDP", "BackwardPass", "Nodes", "Phases", "find_phases"]

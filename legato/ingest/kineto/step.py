@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.timeline import merge_intervals
-from legato.ingest.kineto.activities import (
+from legato.ingest.kineto.phases import BackwardPass, Nodes, Phases, find_phases
+from legato.ingest.kineto.trace.activities import (
     Activity,
     Described,
     collectives,
@@ -40,8 +41,7 @@ from legato.ingest.kineto.activities import (
     foreign,
     waits,
 )
-from legato.ingest.kineto.events import ACCUMULATE, HostInterval, Marks, Trace
-from legato.ingest.kineto.phases import BackwardPass, Nodes, Phases, find_phases
+from legato.ingest.kineto.trace.events import ACCUMULATE, HostInterval, Marks, Trace
 from legato.ingest.names import GRADIENT_KINDS, tensor_bytes
 from legato.ingest.traced import Notes, TracedOp, TracedTransfer
 

@@ -28,10 +28,10 @@ from legato.pytorch.parameters import named_parameters, sparse_parameters, train
 from legato.pytorch.servers.held import HeldState, check_optimizer, describe_state
 from legato.pytorch.servers.model import AgentModel, ServedModel, release, serve_optimizer
 from legato.pytorch.servers.protocol import Roles, Transport, join
-from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import Server
 from legato.pytorch.servers.shards import Shard, default_plan, shards_of
-from legato.pytorch.servers.worker import Worker
+from legato.pytorch.servers.worker.puller import Puller
+from legato.pytorch.servers.worker.worker import Worker
 
 __all__ = ["parameter_servers"]
 
@@ -47,7 +47,7 @@ class _Setup(NamedTuple):
     seed: int | None
 
 
-def parameter_servers(
+def parameter_servers(  # noqa: PLR0913
     model: nn.Module,
     optimizer: Optimizer,
     train: Callable[[ServedModel, Optimizer], Any],

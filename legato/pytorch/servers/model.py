@@ -18,12 +18,12 @@ from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import rebind_step, without_overrides
 from legato.pytorch.parameters import ModuleFingerprint
-from legato.pytorch.servers.arrivals import Arrivals
 from legato.pytorch.servers.held import check_step, settings
 from legato.pytorch.servers.protocol import PULL, REPLY, STATE
-from legato.pytorch.servers.puller import Puller
 from legato.pytorch.servers.server import shuffled
-from legato.pytorch.servers.worker import Worker
+from legato.pytorch.servers.worker.arrivals import Arrivals
+from legato.pytorch.servers.worker.puller import Puller
+from legato.pytorch.servers.worker.worker import Worker
 
 __all__ = ["AgentModel", "Iteration", "ServedModel", "serve_optimizer"]
 

@@ -77,7 +77,7 @@ _BLOCK = 64
 _ROUNDING = 1e-12
 
 
-def caramel(
+def caramel(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
     *,

@@ -119,16 +119,10 @@ def fill(
             heapq.heappush(urgent, (release_s[t] if k < first_come else -tail_s[t], t))
         while urgent and given < asked:
             t = urgent[0][1]
-            left = nbytes[t] - sent[t]
-            take = min(left, asked - given)
-            if take < left and nbytes[t] < (whole_below or 0):
-                if out.message and 2 * take < left:
-                    break
-                take = left
-            elif take < left:
-                take -= take % ALIGNMENT
-                if take == 0:
-                    break
+            divides = nbytes[t] >= (whole_below or 0)
+            take = _take(nbytes[t] - sent[t], asked - given, divides=divides, first=not out.message)
+            if take == 0:
+                break
             out.put(Piece(t, sent[t], take))
             sent[t] += take
             given += take
@@ -139,6 +133,18 @@ def fill(
         out.put(Piece(t, sent[t], nbytes[t] - sent[t]))
     out.close()
     return Filled(out.late, out.messages)
+
+
+def _take(left: int, wanted: int, *, divides: bool, first: bool) -> int:
+    """How many of the bytes `left` of a tensor go into a message that has room for `wanted`.
+
+    A tensor that `divides` is partitioned. Another one goes in if at least half of it fits, or if it is the `first`.
+    """
+    if wanted >= left:
+        return left
+    if divides:
+        return wanted - wanted % ALIGNMENT
+    return left if first or 2 * wanted >= left else 0
 
 
 class _Outbox:

@@ -67,7 +67,7 @@ __all__ = ["legato"]
 _PART = 0.8
 
 
-def legato(
+def legato(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
     *,

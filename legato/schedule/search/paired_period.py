@@ -77,15 +77,9 @@ class PairedPeriod(GroupedPeriod):
                 ends.append(max(network.end[half], self.backward_s))
                 for t in network.tensors[half - count]:
                     last[t] = len(ends) - 1
+        updates = self._updates(last)
         seconds = [0.0] * len(ends)  # by arrival: the updates that can run from it on
-        updates: list[int] = []  # by update: its arrival
-        for (reads, waits), duration in zip(self.update_of, self.update_s, strict=True):
-            arrival = 0
-            for t in reads:
-                arrival = max(arrival, last[t])
-            for dep in waits:
-                arrival = max(arrival, updates[dep])
-            updates.append(arrival)
+        for arrival, duration in zip(updates, self.update_s, strict=True):
             seconds[arrival] += duration
         for (reads, _), arrival in zip(self.update_of, updates, strict=True):  # forward ops wait for all updates
             for t in reads:
@@ -102,6 +96,18 @@ class PairedPeriod(GroupedPeriod):
             forward_s = self.until_s[-1] - self.until_s[first[arrival] if arrival else 0]
             longest = max(longest, ends[arrival] + left + forward_s)
         return Arranged(max(longest, network.now), tuple(network.halves), self._order(updates, first))
+
+    def _updates(self, last: Sequence[int]) -> list[int]:
+        """By update: the arrival after which it can run, where `last` is that which completes each tensor."""
+        updates: list[int] = []
+        for reads, waits in self.update_of:
+            arrival = 0
+            for t in reads:
+                arrival = max(arrival, last[t])
+            for dep in waits:
+                arrival = max(arrival, updates[dep])
+            updates.append(arrival)
+        return updates
 
     def _order(self, updates: Sequence[int], first: Sequence[int]) -> tuple[int, ...]:
         """What can run first comes first: of each arrival, the updates and then the forward ops."""

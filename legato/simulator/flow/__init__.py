@@ -1,25 +1,26 @@
 """Flow fidelity: every transfer on every link, for every worker (Network Operator Edition, section 5).
 
-A *fabric* turns a plan's messages into transfers that wait for one another
-(`fabrics/`, one file per fabric, using `topology.py`); `unroll.py` adds the
-workers' computation; the *engine* runs the resulting graph (`graph.py`,
-`engine.py`). Where one worker can stand for all, it alone is simulated
-(`alone.py`). Links and workers can be disturbed (`disturbances.py`), and several jobs
-can share a network (`jobs.py`, `placement.py`, `phases.py`). docs/simulator.md and
-docs/shared_networks.md explain the model. Importing this package compiles
-nothing.
+- `fragments.py` divides a plan's messages into the parts that travel independently.
+- `fabrics/` turns these into transfers that wait for one another: one file per fabric.
+- `network/` has the hosts, links and switches that carry transfers.
+- `iterations/` adds the workers' computation, and simulates one job.
+- `shared/` simulates several jobs on one network.
+- `engine/` runs the graph that all of this becomes.
+- `pricing.py` tells planners what a message costs on a fabric.
+
+docs/simulator.md and docs/shared_networks.md explain the model. Importing this package compiles nothing.
 """
 
 from __future__ import annotations
 
-from legato.simulator.flow.disturbances import Disturbance
 from legato.simulator.flow.fabrics import BASELINE, FABRICS, Fabric, fabric
-from legato.simulator.flow.jobs import Job, JobTimes, SharedNetwork, SharedTimes, simulate_jobs
-from legato.simulator.flow.network import SHARING, Network
-from legato.simulator.flow.phases import Phases, best_shifts
-from legato.simulator.flow.placement import PLACEMENTS, place
-from legato.simulator.flow.result import FlowResult
-from legato.simulator.flow.run import plain_plan, simulate_flow
+from legato.simulator.flow.iterations.result import FlowResult
+from legato.simulator.flow.iterations.run import plain_plan, simulate_flow
+from legato.simulator.flow.network.disturbances import Disturbance
+from legato.simulator.flow.network.network import SHARING, Network
+from legato.simulator.flow.shared.jobs import Job, JobTimes, SharedNetwork, SharedTimes, simulate_jobs
+from legato.simulator.flow.shared.phases import Phases, best_shifts
+from legato.simulator.flow.shared.placement import PLACEMENTS, place
 
 __all__ = [
     "BASELINE",

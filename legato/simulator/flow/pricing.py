@@ -11,8 +11,8 @@ from dataclasses import replace
 from legato.core.cluster import COLLECTIVES, Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow.fabrics.protocol import Fabric
-from legato.simulator.flow.network import PRICED_AS, Network
-from legato.simulator.flow.run import simulate_flow
+from legato.simulator.flow.iterations.run import simulate_flow
+from legato.simulator.flow.network.network import PRICED_AS, Network
 
 __all__ = ["cluster_for"]
 

@@ -28,10 +28,10 @@ from legato.core.plan import Plan, Slice
 from legato.core.timeline import Timeline
 from legato.core.workload import Op, Tensor, Workload
 from legato.simulator.flow import FlowResult, Network, simulate_flow
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.servers import Servers
 from legato.simulator.flow.fragments import Fragments
-from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.network.topology import Topology
 from legato.zoo import scale_compute
 
 __all__ = ["Prediction", "ServerCosts", "own_updates", "predict"]

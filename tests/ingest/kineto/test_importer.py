@@ -14,8 +14,8 @@ from support.strategies import examples
 
 from legato.core.errors import FileError, InputError
 from legato.ingest import chrome
-from legato.ingest.kineto import events as kineto_events
 from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.kineto.trace import events as kineto_events
 from legato.ingest.names import collective_kind, tensor_bytes
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support import PATIENCE_S, serving
 from support.ranks import Ranks
 
-from legato.pytorch.servers.arrivals import Arrivals, out_of_order
 from legato.pytorch.servers.server import Sender
 from legato.pytorch.servers.shards import Arena, Shard
+from legato.pytorch.servers.worker.arrivals import Arrivals, out_of_order
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ from legato.core.errors import InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Workload
 from legato.simulator.flow import FABRICS, Network, fabric, simulate_flow
-from legato.simulator.flow.run import compile_flow
+from legato.simulator.flow.iterations.run import compile_flow
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
@@ -55,7 +55,7 @@ def test_servers_by_hand(options, expected):
 
 
 def run_services_of(unrolled):
-    from legato.simulator.flow.engine import run_services
+    from legato.simulator.flow.engine.loop import run_services
 
     graph = unrolled.graph.freeze(unrolled.topology.num_links)
     assert run_services(*graph) == len(graph.records)

@@ -37,12 +37,14 @@ FABRICS: dict[str, Fabric] = {
 }
 
 
-def fabric(name: str, **options: Any) -> Fabric:
-    """Return a fabric by its name, with `options` in place of its defaults.
+def fabric(name: str | Fabric, **options: Any) -> Fabric:
+    """Return a fabric by its name, with `options` in place of its defaults; a fabric itself is returned as it is.
 
     Raises `InputError`, with the nearest names, on an unknown fabric or option,
     and on an invalid value.
     """
+    if not isinstance(name, str):
+        return name
     if name not in FABRICS:
         raise unknown_name("fabric", name, FABRICS)
     usual: Any = FABRICS[name]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
-from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Ring"]
 
@@ -42,20 +42,23 @@ class Ring(Collective):
     def reduce(self, topology: Topology, fragments: Fragments, ready: Ids) -> Ids:
         if not self.messaging:
             return _reduce_whole(topology, fragments, ready)
-        steps, n = topology.workers - 1, topology.workers
-        right, left = topology.worker(topology.ranks + 1), topology.worker(topology.ranks - 1)
-        arrived = topology.pass_around(right, left, fragments.nbytes / n, ready, steps, key=fragments.order, adds=True)
+        arrived = _around(topology, fragments, ready, adds=True)
         return topology.graph.join(np.concatenate([arrived[:, -1:], ready[:, None]], axis=1), axis=1)
 
     def distribute(self, topology: Topology, fragments: Fragments, held: Ids) -> Ids:
         if not self.messaging:
             return _distribute_whole(topology, fragments, held, self.multicast)
-        ranks, n = topology.ranks, topology.workers
         if self.multicast:
-            return topology.all_to_all(fragments.nbytes / n, held, key=fragments.order, multicast=True)
-        right, left = topology.worker(ranks + 1), topology.worker(ranks - 1)
-        arrived = topology.pass_around(right, left, fragments.nbytes / n, held, n - 1, key=fragments.order)
+            chunks = fragments.nbytes / topology.workers
+            return topology.all_to_all(chunks, held, key=fragments.order, multicast=True)
+        arrived = _around(topology, fragments, held, adds=False)
         return topology.graph.join(np.concatenate([arrived, held[:, None]], axis=1), axis=1)
+
+
+def _around(topology: Topology, fragments: Fragments, held: Ids, *, adds: bool) -> Ids:
+    """Send every chunk to all workers, from each to its right-hand neighbour; the ids are those of `pass_around`."""
+    n, right, left = topology.workers, topology.worker(topology.ranks + 1), topology.worker(topology.ranks - 1)
+    return topology.pass_around(right, left, fragments.nbytes / n, held, n - 1, key=fragments.order, adds=adds)
 
 
 def _first(topology: Topology, fragments: Fragments) -> NDArray[np.int64]:

@@ -15,11 +15,11 @@ import numpy as np
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.workload import Workload
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fragments import Fragments
-from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.switches import HostShape
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.switches import HostShape
+from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Servers", "creation_order"]
 

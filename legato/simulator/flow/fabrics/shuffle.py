@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from legato.simulator.flow.engine.services import Ids
 from legato.simulator.flow.fabrics.protocol import Collective
 from legato.simulator.flow.fragments import Fragments
-from legato.simulator.flow.graph import Ids
-from legato.simulator.flow.network import Network
-from legato.simulator.flow.topology import Topology
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Shuffle"]
 

@@ -1,0 +1,99 @@
+"""How large and how tangled the house is: its counts, each beside its goal.
+
+    python benchmarks/counts.py
+
+prints one line a count, with `*` where it misses its goal; a count without a goal is only to be watched. "Import
+floors" of a folder are the length of the longest chain of imports among its own modules and subfolders. Functions are
+counted by ruff; a list of parameters is excused where a table or a public face makes it.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import grimp
+
+from legato.schedule.bound import lower_bound
+
+HOUSE = Path(__file__).parents[1]
+#: The lines of folders, and their goals.
+LINES = {
+    "legato": 38_500,
+    "legato/schedule": 6_500,
+    "legato/pytorch/runtime": 3_000,
+    "legato/simulator": None,
+    "legato/cli": None,
+    "tests": None,
+}
+MOST_FLOORS = 5
+#: The folders at the root are the floors of docs/design.md.
+ROOT = "legato"
+
+
+def lines(folder: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (HOUSE / folder).rglob("*.py"))
+
+
+def findings(rule: str, setting: str, *options: str) -> int:
+    """How often ruff finds that functions of the product break a rule."""
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "legato",
+        "--isolated",
+        "--select",
+        rule,
+        "--config",
+        f"lint.{setting}",
+    ]
+    found = subprocess.run([*ruff, "--output-format=json", *options], cwd=HOUSE, capture_output=True, text=True)
+    if found.returncode not in (0, 1):
+        sys.exit(found.stderr)
+    return len(json.loads(found.stdout))
+
+
+def floors(graph: grimp.ImportGraph) -> Iterator[tuple[str, int]]:
+    """The folders and their import floors."""
+    for folder in sorted(graph.modules - {ROOT}):
+        inside = graph.find_children(folder)
+
+        @cache
+        def floor(one: str, inside: frozenset[str] = frozenset(inside)) -> int:
+            below = (
+                other
+                for other in inside - {one}
+                if graph.direct_import_exists(importer=one, imported=other, as_packages=True)
+            )
+            return 1 + max(map(floor, below), default=0)
+
+        if inside:
+            yield folder, max(map(floor, inside))
+
+
+def counts() -> Iterator[tuple[str, int, int | None]]:
+    """(what is counted, how many there are, and how many there may be)."""
+    for folder, goal in LINES.items():
+        yield f"lines of {folder}", lines(folder), goal
+    for complexity, goal in ((10, 10), (15, 0)):
+        found = findings("C901", f"mccabe.max-complexity = {complexity}", "--ignore-noqa")
+        yield f"functions above a complexity of {complexity}", found, goal
+    yield "functions with more than 8 parameters", findings("PLR0913", "pylint.max-args = 8"), 0
+    high = [(folder, count) for folder, count in floors(grimp.build_graph("legato")) if count > MOST_FLOORS]
+    yield f"folders with more than {MOST_FLOORS} import floors", len(high), 0
+    for folder, count in high:
+        yield f"  import floors of {folder}", count, MOST_FLOORS
+    arguments = getattr(lower_bound, "ARGUMENTS", None) or get_args(lower_bound.Case)
+    yield "arguments for bounds", len(arguments), None
+    yield "second implementations that check bounds", len(list((HOUSE / "legato").rglob("check_*.py"))), 0
+
+
+if __name__ == "__main__":
+    for what, found, goal in counts():
+        missed = "*" if goal is not None and found > goal else ""
+        print(f"{what:<60}{found:>8,}{'' if goal is None else f'  of {goal:,}':<12}{missed}".rstrip())

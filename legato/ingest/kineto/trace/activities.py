@@ -1,0 +1,301 @@
+"""Tells the computations in a profiler trace from the collectives.
+
+[Note: collectives without a device]
+Under gloo, an operator (`c10d::allreduce_`) issues a collective, a thread of
+gloo carries it out later, and that is what its mark (`gloo:all_reduce`) shows.
+The marks are joined to the operators in their order, because gloo begins its
+collectives in the order in which they were issued; sizes help where some are
+missing. The operator tells what was issued, and where: gloo carries out a
+reduce-scatter as an all-reduce, and calls it that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
+from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
+from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
+
+__all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]
+
+_NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
+_WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
+#: The operators that issue collectives or wait for them: nothing below them computes.
+_OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::|{WAIT.pattern}")
+_WAITS = re.compile(rf"_?c10d\w*::(\w*wait|monitored_barrier)|{WAIT.pattern}")
+#: How many of the collectives issued next are tried for the size of a mark.
+_TRIES = 8
+
+
+class Activity(NamedTuple):
+    """An event that ran from `start_s` to `end_s`; the host launched it at `host_s` on `thread` (seconds)."""
+
+    name: str
+    host_s: float
+    thread: int
+    start_s: float
+    end_s: float
+    columns: EventColumns
+    row: int
+
+
+class Described(NamedTuple):
+    """The kind of a collective, the bytes that it carries, and whether these are integers."""
+
+    kind: str
+    nbytes: int | None
+    integers: bool
+
+
+def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
+    """The kernels, copies and fills that the host launched in that time; without a device its outermost operators.
+
+    What issues collectives, waits for them or carries them out on the host computes nothing, also inside an operator.
+    """
+    if len(trace.device):
+        return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
+    columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace, start_s, end_s)
+    until, cut, current = dict[int, float](), dict[int, float](), dict[int, int]()
+    nothing = np.array([_OF_COLLECTIVES.match(name) is not None for name in trace.names], dtype=bool)
+    for i in range(int(np.searchsorted(columns.start, start_s)), int(np.searchsorted(columns.start, end_s))):
+        name, thread, start = trace.named(columns, i), int(columns.thread[i]), float(columns.start[i])
+        inside, end = start < until.get(thread, -np.inf), float(columns.end[i])
+        if start < cut.get(thread, -np.inf) or not (nothing[columns.name[i]] or (not inside and _computes(name))):
+            continue
+        starts, ends = carried_out.get(thread, ([], []))
+        within = bisect_right(starts, start)
+        if within and start < ends[within - 1]:
+            continue
+        if not nothing[columns.name[i]]:
+            until[thread], current[thread] = end, len(found)
+            found.append(Activity(name, start, thread, start, end, columns, i))
+            continue
+        cut[thread] = end
+        if inside:  # it cuts the operator around it in two
+            around, at = found[current[thread]], current[thread]
+            found[at], current[thread] = around._replace(end_s=start), len(found)
+            found.append(around._replace(host_s=end, start_s=end, end_s=max(around.end_s, end)))
+    return found
+
+
+def _computes(name: str) -> bool:
+    return "::" in name and _WRAPPER.match(name) is None
+
+
+def _times_by_thread(trace: Trace, start_s: float, end_s: float) -> dict[int, tuple[list[float], list[float]]]:
+    """When each thread of the host carries out collectives in that time: the starts and the ends."""
+    columns, found = trace.annotation, dict[int, tuple[list[float], list[float]]]()
+    rows = np.array(_marks(trace), dtype=np.int64)
+    for i in rows[(columns.end[rows] > start_s) & (columns.start[rows] < end_s)].tolist():
+        starts, ends = found.setdefault(int(columns.thread[i]), ([], []))
+        starts.append(float(columns.start[i]))
+        ends.append(float(columns.end[i]))
+    return found
+
+
+def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, float]]:
+    """The times (start, end) in which an operator waits for a collective; none where there is a device."""
+    if len(trace.device):
+        return []
+    columns = trace.operator
+    waiting = np.array([bool(_WAITS.match(name)) for name in trace.names], dtype=bool)[columns.name]
+    rows = waiting & (columns.end > begin_s) & (columns.start < until_s)
+    return list(zip(columns.start[rows].tolist(), columns.end[rows].tolist(), strict=True))
+
+
+def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
+    """The collectives that the host issued in that time (see the note above).
+
+    They are the kernels of NCCL or RCCL, or the marks of gloo, MPI and so on, on the host.
+    """
+    if not _on_host(trace):
+        return [a for a in _device_activities(trace, start_s, end_s) if _sends(a)]
+    return [a for a in _marked(trace) if start_s <= a.host_s < end_s]
+
+
+def _on_host(trace: Trace) -> bool:
+    """Whether the host carries out the collectives, also those of a device that computes."""
+    if not len(trace.device):
+        return True
+    sends = np.array([_NCCL.search(name) is not None for name in trace.names], dtype=bool)
+    marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
+    return not sends[trace.device.name].any() and any(not _NCCL.match(name) for name in marks)
+
+
+def _marks(trace: Trace) -> list[int]:
+    """The rows of the marks of collectives on the host."""
+    matches = np.array([COLLECTIVE_NAME.match(name) is not None for name in trace.names], dtype=bool)
+    return [int(row) for row in np.flatnonzero(matches[trace.annotation.name])]
+
+
+def _marked(trace: Trace) -> list[Activity]:
+    """The marks of collectives on the host, issued by their operators where the trace has these; found once."""
+    if trace.issued is None:
+        trace.issued = _joined(trace)
+    return trace.issued
+
+
+def _joined(trace: Trace) -> list[Activity]:
+    columns, operator = trace.annotation, trace.operator
+    rows = _marks(trace)
+    kinds = [collective_kind(trace.named(columns, i)) for i in rows]
+    issued: dict[str | None, deque[int]] = {}
+    issues = np.array([ISSUES.match(name) is not None for name in trace.names], dtype=bool)
+    for i in np.flatnonzero(issues[operator.name]).tolist():
+        kind = collective_kind(trace.named(operator, i))
+        as_sum = kind == "reduce_scatter" and kind not in kinds
+        issued.setdefault("all_reduce" if as_sum else kind, deque()).append(i)
+    found = []
+    for i, kind in zip(rows, kinds, strict=True):
+        by = _issuer(trace, i, issued.get(kind, deque()))
+        at = (float(columns.start[i]), int(columns.thread[i]))
+        if by is not None:
+            at = (float(operator.start[by]), int(operator.thread[by]))
+        found.append(Activity(trace.named(columns, i), *at, float(columns.start[i]), float(columns.end[i]), columns, i))
+    return found
+
+
+def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
+    """The row of the operator that issued a mark's collective, which is taken from those that are left; or None."""
+    began = trace.annotation.start[mark]
+    elements = _elements(trace.annotation.detail(mark))
+    before = [i for i in itertools.islice(issued, _TRIES) if trace.operator.start[i] <= began]
+    same = (i for i in before if elements is not None and _elements(trace.operator.detail(i)) == elements)
+    by = next(same, next(iter(before), None))
+    if by is not None:
+        issued.remove(by)
+    return by
+
+
+def _elements(args: Arguments | None) -> int | None:
+    """The elements of what a collective sends: of the second argument if that is a tensor, since results come first."""
+    dims = None if args is None else args.dimensions()
+    if not isinstance(dims, list):
+        return None
+    return next((tensor_elements(shape) for shape in reversed(dims[:2]) if shape), None)
+
+
+def device_free_at(trace: Trace, start_s: float) -> float:
+    """When the device has finished everything launched before `start_s`, but not before `start_s`."""
+    if not len(trace.device):
+        return start_s
+    host, _ = _launches(trace)
+    before = trace.device.end[host < start_s]
+    return max(start_s, float(before.max())) if len(before) else start_s
+
+
+def foreign(
+    trace: Trace, start_s: float, end_s: float, begin_s: float, until_s: float
+) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[str, float, float], ...]]:
+    """The times (start, end) of computations, and (kind, start, end) of collectives, between `begin_s` and `until_s`.
+
+    Without those that the host launched from `start_s` to `end_s`. The times of computations are those of a device.
+    """
+
+    def of_others(activity: Activity) -> bool:
+        launched = start_s <= activity.host_s < end_s
+        return not launched and activity.end_s > begin_s and activity.start_s < until_s
+
+    every = [a for a in _device_activities(trace, -np.inf, np.inf) if of_others(a)] if len(trace.device) else []
+    sends = [a for a in _marked(trace) if of_others(a)] if _on_host(trace) else [a for a in every if _sends(a)]
+    return (
+        tuple((a.start_s, a.end_s) for a in every if not _NCCL.search(a.name)),
+        tuple((describe(trace, a).kind, a.start_s, a.end_s) for a in sends),
+    )
+
+
+def _sends(activity: Activity) -> bool:
+    """Whether an event of a device is a collective: a copy or a fill is none, whatever its name."""
+    return _NCCL.search(activity.name) is not None and not activity.name.startswith("Mem")
+
+
+def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
+    device = trace.device
+    host, thread = _launches(trace)
+    return [
+        Activity(
+            trace.named(device, i),
+            float(host[i]),
+            int(thread[i]),
+            float(device.start[i]),
+            float(device.end[i]),
+            device,
+            i,
+        )
+        for i in np.flatnonzero((host >= start_s) & (host < end_s)).tolist()
+    ]
+
+
+def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """When and on which thread the host launched each device event, by correlation.
+
+    A stream runs its events in the order of their launches. An event whose
+    launch is not in the trace was therefore launched when the event before it in
+    its stream was, and before the trace began (at -inf) if there is none. In a
+    stream without any known launch, events are launched when they start. The
+    thread of an unknown launch is -1.
+    """
+    device, launch = trace.device, trace.launch
+    if not len(launch):
+        return device.start, np.full(len(device), -1)
+    order = np.argsort(launch.link, kind="stable")
+    at = order[np.searchsorted(launch.link[order], device.link).clip(max=len(order) - 1)]
+    known = (launch.link[at] == device.link) & (device.link >= 0)
+    host = np.where(known, launch.start[at], -np.inf)
+    for stream in np.unique(device.thread[~known]):
+        rows = np.flatnonzero(device.thread == stream)
+        unlaunched = ~known[rows]
+        before = device.start[rows] if unlaunched.all() else np.maximum.accumulate(host[rows])
+        host[rows] = np.where(unlaunched, before, host[rows])
+    return host, np.where(known, launch.thread[at], -1)
+
+
+def describe(trace: Trace, activity: Activity) -> Described:
+    """What a collective is.
+
+    It comes from the arguments of the kernel if NCCL wrote them, else from the host events around the launch:
+    `nccl:all_reduce`, `record_param_comms` and the operator that issued it, which knows the kind best.
+    """
+    marks = _enclosing(trace, trace.annotation, activity, COLLECTIVE_NAME)
+    issuers = _enclosing(trace, trace.operator, activity, ISSUES)
+    candidates = [activity.columns.detail(activity.row)]
+    candidates += [trace.annotation.detail(i) for i in marks]
+    candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
+    nbytes, integers = None, False
+    names = [activity.name]
+    for args in candidates:
+        if args is None:
+            continue
+        size, elements = element_bytes(args.dtype), whole_number(args.elements)
+        if nbytes is None and size is not None and elements > 0:
+            nbytes, integers = size * elements, is_integer(args.dtype)
+        if nbytes is None:
+            dims, types = args.dimensions(), args.type_names()
+            nbytes, integers = tensor_bytes(dims, types), isinstance(types, list) and is_integer((types or [None])[0])
+        names.append(args.collective or "")
+    names += [trace.named(trace.annotation, i) for i in marks]
+    names += [trace.named(trace.operator, i) for i in issuers]
+    kind = "unknown"
+    for told in filter(None, map(collective_kind, names)):
+        if told != GROUPED or kind in ("unknown", "all_to_all"):
+            kind = told
+    return Described(kind, nbytes, integers)
+
+
+_COMMUNICATION = re.compile(COMMUNICATION)
+
+
+def _enclosing(trace: Trace, columns: EventColumns, activity: Activity, pattern: re.Pattern[str]) -> list[int]:
+    """The matching events on the launching thread during which `activity` was launched, innermost first."""
+    last = int(np.searchsorted(columns.start, activity.host_s, side="right"))
+    rows = np.arange(max(last - 256, 0), last)
+    around = (columns.thread[rows] == activity.thread) & (columns.end[rows] >= activity.host_s)
+    return [i for i in rows[around][::-1].tolist() if pattern.match(trace.named(columns, i))]

@@ -1,0 +1,227 @@
+"""Reads a PyTorch profiler trace in two passes.
+
+A trace has millions of events, of which one step is needed. The first pass finds
+the steps; the second one stores the events of one step in columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from legato.core.errors import FileError
+from legato.ingest.chrome import Header, events
+from legato.ingest.kineto.trace.columns import NEAREST, Arguments, EventColumns, Number, whole_number
+from legato.ingest.source import Progress, one_line
+
+__all__ = [
+    "ACCUMULATE",
+    "COLLECTIVE_NAME",
+    "COMMUNICATION",
+    "ISSUES",
+    "WAIT",
+    "HostInterval",
+    "Marks",
+    "Trace",
+    "read_marks",
+    "read_trace",
+]
+
+#: The operators by which gradients and collectives are found.
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+COMMUNICATION = "record_param_comms"
+COLLECTIVE_NAME = re.compile(r"(?:nccl|gloo|mpi|ucc|xccl):(\w+)")
+#: The operators that issue collectives.
+ISSUES = re.compile(r"c10d::(?!check_for_nan)")
+#: Python's calls of `work.wait()`, which a trace with stacks has.
+WAIT = re.compile(r"<built-in method (?:wait|monitored_barrier) of (?:pybind11|PyCapsule|torch\._C\._distributed_c10d)")
+
+_STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
+_DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
+_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "runtime"), "launch")
+#: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
+_KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
+#: Larger times, 30,000 years, are errors.
+_LARGEST_US = 1e18
+
+
+@dataclass(frozen=True)
+class HostInterval:
+    """A step or an update of the optimizer: its name, and when the host ran it (seconds since the first event)."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Marks:
+    """The result of the first pass over one rank's trace: its steps and the updates of its optimizer, in order."""
+
+    path: Path
+    rank: int | None = None
+    workers: int | None = None
+    has_groups: bool = False  # of fewer ranks than the job has
+    origin_us: float = 0.0
+    events: int = 0
+    has_work: bool = False  # operators or kernels
+    processes: set[int] = field(default_factory=set)  # of the host
+    steps: list[HostInterval] = field(default_factory=list)
+    updates: list[HostInterval] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """The events of one step of one rank.
+
+    The links of `device` and `launch` are correlation numbers, those of `operator` are sequence numbers.
+    """
+
+    marks: Marks
+    device: EventColumns
+    launch: EventColumns
+    operator: EventColumns
+    annotation: EventColumns
+    names: list[str] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+    issued: list[Any] | None = None  # the collectives of the host, once they are joined to their operators
+
+    def without_events(self) -> Trace:
+        """The same trace without its events."""
+        return Trace(self.marks, EventColumns(), EventColumns(), EventColumns(), EventColumns())
+
+    def named(self, columns: EventColumns, row: int) -> str:
+        """The name of an event."""
+        return self.names[int(columns.name[row])]
+
+
+class _Mark(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str | None = None
+    name: str | None = None
+    pid: Number = None
+    ts: Number = None
+    dur: Number = None
+
+
+class _Event(_Mark, gc=False):
+    tid: Number = None
+    args: msgspec.Raw = msgspec.Raw()
+
+
+def read_marks(path: Path, progress: Progress | None = None) -> Marks:
+    """Make the first pass. Raises `FileError` when the file is not a trace or a mark is malformed."""
+    marks, header, began = Marks(path), Header(), False
+    for index, event in enumerate(events(path, _Mark, header, progress)):
+        marks.events += 1
+        kind = _kind(event)
+        if kind is None:
+            continue
+        if not marks.has_work:
+            marks.has_work = kind in ("device", "operator")
+        if kind != "device":
+            marks.processes.add(whole_number(event.pid))
+        if not began:
+            marks.origin_us, began = _number(path, index, "ts", event.ts), True
+        if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
+            start, end = _seconds(marks, index, event)
+            (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(one_line(name), start, end))
+    marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
+    marks.rank = _positive(header.distributed.get("rank"))
+    marks.workers = _positive(header.distributed.get("world_size"))
+    groups = header.distributed.get("pg_config")
+    sizes = [_positive(g.get("pg_size")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    marks.has_groups = any(size is not None and 1 < size < (marks.workers or 0) for size in sizes)
+    return marks
+
+
+def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = None) -> Trace:
+    """Make the second pass, for one step. Raises `FileError` when an event is malformed."""
+    device, launch = (EventColumns(step.start_s, step.end_s, NEAREST) for _ in range(2))
+    operator, annotation = (EventColumns(step.start_s, step.end_s) for _ in range(2))
+    trace = Trace(marks, device, launch, operator, annotation)
+    names: dict[str, int] = {}
+    threads: dict[str, int] = {}
+    by_kind: dict[str, EventColumns] = {kind: getattr(trace, kind) for kind in set(_KINDS.values())}
+    for index, event in enumerate(events(marks.path, _Event, Header(), progress)):
+        kind = _kind(event)
+        if kind is None:
+            continue
+        columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
+        name = event.name or ""
+        if not columns.wants(start, end) or (kind == "launch" and not _launches(name)):
+            continue
+        args = _arguments(marks.path, index, event.args)
+        on_host = kind in ("operator", "annotation")
+        thread = threads.setdefault(str(args.stream if kind == "device" else event.tid), len(threads))
+        link = whole_number(args.sequence if on_host else args.correlation)
+        number = names.setdefault(name, len(names))
+        columns.add(start, end, number, thread, link, args, _has_detail(name, args))
+    trace.names, trace.threads = list(names), list(threads)
+    for columns in by_kind.values():
+        columns.seal()
+    return trace
+
+
+def _kind(event: _Mark) -> str | None:
+    if event.ph != "X" or event.cat is None:
+        return None
+    kind = _KINDS.get(event.cat) or _KINDS.get(event.cat.lower())
+    if kind is None and event.cat == "python_function" and WAIT.match(event.name or ""):
+        return "operator"
+    return "annotation" if kind == "operator" and (event.name or "").startswith((_STEP, _UPDATE)) else kind
+
+
+def _launches(name: str) -> bool:
+    return any(word in name for word in ("Launch", "Memcpy", "Memset", "launch"))
+
+
+def _has_detail(name: str, args: Arguments) -> bool:
+    if args.collective is not None or args.nbytes is not None:
+        return True
+    tells = name in (ACCUMULATE, COMMUNICATION) or COLLECTIVE_NAME.match(name) or ISSUES.match(name)
+    return bool(bytes(args.dims)) and bool(tells)
+
+
+def _arguments(path: Path, index: int, raw: msgspec.Raw) -> Arguments:
+    if not bytes(raw):
+        return Arguments()
+    try:
+        return msgspec.json.decode(raw, type=Arguments | None) or Arguments()
+    except msgspec.ValidationError as error:
+        place = str(error).replace("$.", f"traceEvents[{index}].args.")
+        raise FileError(f"{path}: {one_line(place, 200)}") from None
+
+
+def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
+    """When an event began and ended, in seconds."""
+    start, length = event.ts, event.dur
+    if not (isinstance(start, float) and abs(start) < _LARGEST_US):
+        start = _number(marks.path, index, "ts", start)
+    if not (isinstance(length, float) and abs(length) < _LARGEST_US):
+        length = _number(marks.path, index, "dur", length)
+    if length < 0:
+        raise FileError(f"{marks.path}: traceEvents[{index}].dur: {length} (expected at least 0)")
+    start = (start - marks.origin_us) * 1e-6
+    return start, start + length * 1e-6
+
+
+def _number(path: Path, index: int, key: str, value: Number) -> float:
+    try:
+        number = float(value if value is not None else "")
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) < _LARGEST_US:
+        found = "missing" if value is None else one_line(str(value), 40)
+        raise FileError(f"{path}: traceEvents[{index}].{key}: {found} (expected a number of microseconds)")
+    return number
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,90 @@
+"""The graph that a simulation builds: services and their dependencies (`services.py`), added as arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from legato.core.errors import TooLargeError
+from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, SERVICE, Ids, Services
+
+__all__ = ["MOST_FAIR_SERVICES", "Graph"]
+
+#: A service takes 64 bytes. Ids and edges are numbers of 32 bits.
+_MOST_SERVICES = 100_000_000
+#: Where transfers share links fairly, each one that starts or ends may change the rates of all the others.
+MOST_FAIR_SERVICES = 1_000_000
+_MOST_EDGES = 2**31 - 1
+
+
+class Graph:
+    """Services and edges; they are added as arrays. A graph has at most `most` services."""
+
+    def __init__(self, most: int = _MOST_SERVICES) -> None:
+        self._most = most
+        self.num_services = self.num_edges = 0
+        self._records = np.zeros(1024, SERVICE)
+        self._before = np.empty(1024, np.int32)
+        self._after = np.empty(1024, np.int32)
+
+    def add(
+        self,
+        shape: tuple[int, ...],
+        *,
+        link: ArrayLike = NO_LINK,
+        work_s: ArrayLike = 0.0,
+        delay_s: ArrayLike = 0.0,
+        key: ArrayLike = 0,
+        tag: ArrayLike = NO_TAG,
+    ) -> Ids:
+        """Add services in an array of this shape (everything else is broadcast to it), and return their ids."""
+        start, count = self.num_services, math.prod(shape)
+        self.check_room(count)
+        self.num_services += count
+        _grow(self._records, self.num_services)
+        block = self._records[start : start + count].reshape(shape)
+        block["link"], block["work_s"], block["delay_s"], block["key"], block["tag"] = link, work_s, delay_s, key, tag
+        return np.arange(start, start + count, dtype=np.int32).reshape(shape)
+
+    def check_room(self, count: int) -> None:
+        """Raise `TooLargeError` if `count` more services are too many."""
+        if self.num_services + count > self._most:
+            raise self._too_large()
+
+    def edge(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
+        """Let `after` wait for `before`, element by element (the two arrays are broadcast)."""
+        befores, afters = np.broadcast_arrays(before, after)
+        start, count = self.num_edges, befores.size
+        if start + count > _MOST_EDGES:
+            raise self._too_large()
+        self.num_edges += count
+        for ends, ids in ((self._before, befores), (self._after, (afters << 1) | int(cut_through))):
+            _grow(ends, self.num_edges)
+            ends[start : start + count].reshape(ids.shape)[...] = ids
+
+    def join(self, befores: Ids, axis: int = -1) -> Ids:
+        """Add services that take no time, each of which waits for all services along the axis; return their ids."""
+        moved = np.moveaxis(befores, axis, -1)
+        joined = self.add(moved.shape[:-1])
+        self.edge(moved, joined[..., None])
+        return joined
+
+    def _too_large(self) -> TooLargeError:
+        return TooLargeError(f"more than {self._most:,} transfers and computations to simulate (fewer workers?)")
+
+    def freeze(self, num_links: int) -> Services:
+        """Return the graph for the engine. Nothing can be added afterwards."""
+        from legato.simulator.flow.engine.loop import link_edges
+
+        records = self._records[: self.num_services]
+        before, after = self._before[: self.num_edges], self._after[: self.num_edges]
+        return Services(records, link_edges(records, before, after), num_links)
+
+
+def _grow(array: NDArray[Any], least: int) -> None:
+    """Make room for at least `least` entries, in place; no other code holds the array while the graph is built."""
+    if least > len(array):
+        array.resize(least + least // 8, refcheck=False)

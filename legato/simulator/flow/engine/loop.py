@@ -1,0 +1,356 @@
+"""The event loop: runs services as they become ready (`services.py` defines them), under the discipline of the links.
+
+- *First come, first served*: services run in the order `(ready, key, id)`. When a link becomes free need not be
+  waited for: what it serves next is known before.
+- *Priorities*: a link that is free begins, of the services that are ready, the one with the highest priority; of
+  these the first in the order `(ready, key, id)`. What has begun is not interrupted. Of the services of all links that
+  could begin at the same, earliest moment, the one with the highest priority begins first: what it releases at this
+  very moment counts for the others. So the loop goes from one moment to the next at which a service becomes ready or
+  a link free, and is slower.
+
+Where one worker stands for all (`alone.py`), services are *trips*, first come, first served.
+
+A service on no link never queues; it runs as soon as its start is known. numba compiles the loop on first use, once
+for each discipline, with and without disturbances (`disturbances.py`), and keeps the result on disk.
+
+[Note: queues]
+The successors of a link's services become ready mostly in the order in which the
+link served them; so do the services of a link that wait for streams and
+barriers. Each of these sequences is a *queue*: its services form a linked list
+(`next`), and only its head is in the heap. The heap therefore grows with the
+number of links, not with the number of waiting transfers. A service that comes
+before the end of its queue goes into the heap directly. The order of service is
+the same as with one heap of all services.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import missing_extra
+from legato.simulator.flow.engine.services import ServiceProfiles, Trips
+
+try:
+    import numba
+except ModuleNotFoundError:
+    raise missing_extra("numba", "flow", "a simulation of every transfer") from None
+
+__all__ = ["compiled", "link_edges", "run_services", "served"]
+
+compiled = numba.njit(cache=True)
+#: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
+#: `_nrt` is private to numba; without it, times are the same and the loop takes several times as long.
+_inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # type: ignore[call-overload]
+
+_NONE = -1
+#: Values of `next` that are not a service: it is the last one of its queue; it has left its queue.
+_LAST, _DONE = -1, -2
+#: An entry of the heap below 0 is a link.
+_FIRST_LINK = -2
+
+
+#: The heap has services and the moments at which they become ready, and links and those at which they become free.
+_ENTRY = np.dtype([("moment_s", "f8"), ("key", "i8"), ("id", "i8")])
+#: When a link becomes free. With priorities: the root of the heap of services that wait for this, and whether the heap
+#: of all has the moment.
+_LINK = np.dtype([("free_s", "f8"), ("root", "i8"), ("woken", "?")])
+
+
+def run_services(
+    records: NDArray[Any],
+    successors: NDArray[np.int32],
+    num_links: int,
+    profiles: ServiceProfiles | None = None,
+    priority: NDArray[np.int64] | None = None,
+    trips: Trips | None = None,
+) -> int:
+    """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
+
+    `profiles` are those of a disturbed simulation. Service i has `priority[i]`, a whole number;
+    services with a higher one go first. With `trips`, services on links are trips.
+    """
+    return int(_run(records, successors, num_links, profiles, priority, trips))
+
+
+@compiled
+def link_edges(records, before, after):  # type: ignore[no-untyped-def]
+    """Group edges by the service they leave, and fill in `first`, `count` and `missing`."""
+    total = len(records)
+    count, missing = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    for e in range(len(before)):
+        count[before[e]] += 1
+        missing[after[e] >> 1] += 1
+    at = 0
+    for i in range(total):
+        record = records[i]
+        record.first, record.count, record.missing = at, count[i], missing[i]
+        at += count[i]
+        count[i] = record.first  # from here on: where the next edge goes
+    successors = np.empty(at, np.int32)
+    for e in range(len(before)):
+        i = before[e]
+        successors[count[i]] = after[e]
+        count[i] += 1
+    return successors
+
+
+@_inlined
+def served(profiles, i, begin, work):  # type: ignore[no-untyped-def]
+    """When service i ends that begins at `begin`, and takes `work` seconds undisturbed."""
+    p = profiles.of[i]
+    if p < 0:
+        return begin + work
+    first, last = profiles.first[p], profiles.first[p + 1]
+    start = first + np.searchsorted(profiles.start_s[first:last], begin, side="right") - 1
+    for k in range(start, last):
+        factor, until = profiles.factor[k], np.inf
+        if k + 1 < last:
+            until = profiles.start_s[k + 1]
+        room = (until - begin) / factor
+        if work <= room:
+            return begin + work * factor if work > 0 else begin
+        work -= room
+        begin = until
+    return begin
+
+
+@compiled
+def _run(records, successors, num_links, profiles, priority, trips):  # type: ignore[no-untyped-def]
+    total = len(records)
+    heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)  # on links, and on none
+    sizes = np.zeros(2, np.int64)  # of the heap and the stack
+    ends = np.full(2 * num_links, _NONE, np.int32)  # the last service of each queue: after each link, and before it
+    links = np.zeros(num_links, _LINK)
+    below = np.full((0 if priority is None else total, 2), _NONE)  # in the heap of a link
+    for link in range(num_links):
+        links[link].root = _NONE
+    done = 0
+    for i in range(total):
+        records[i].next = _LAST
+        if records[i].missing == 0:
+            _put(records, priority, heap, stack, sizes, ends, i, num_links + records[i].link)
+    while sizes[0] + sizes[1] > 0:
+        now, i = _taken(records, priority, heap, stack, sizes)
+        if priority is not None:
+            i = _admitted(records, priority, heap, sizes, links, below, now, i)
+            if i == _NONE:
+                continue
+        service = records[i]
+        begin, link = service.begin_s, service.link
+        if trips is not None and link >= 0:
+            stop = _travel(trips, service, i, links)
+            trips.laps[i] -= 1
+            if trips.laps[i] > 0:
+                service.begin_s, service.next = stop + service.delay_s, _LAST
+                _put(records, priority, heap, stack, sizes, ends, i, link)
+                continue
+        else:
+            begin, stop = _serve(profiles, service, i, links)
+        service.begin_s, service.end_s = begin, max(stop, service.end_s)
+        done += 1
+        _release(records, successors, priority, heap, stack, sizes, ends, i)
+        if priority is not None and link >= 0:
+            _wake(records, priority, heap, sizes, links, link)
+    return done
+
+
+@_inlined
+def _serve(profiles, service, i, links):  # type: ignore[no-untyped-def]
+    """When service i begins and ends; its link, if it has one, is busy in between."""
+    begin, link = service.begin_s, service.link
+    if link >= 0:
+        begin = max(begin, links[link].free_s)
+    stop = begin + service.work_s if profiles is None else served(profiles, i, begin, service.work_s)
+    if link >= 0:
+        links[link].free_s = stop
+    return begin, stop
+
+
+@_inlined
+def _travel(trips, service, i, links):  # type: ignore[no-untyped-def]
+    """When trip i ends that is begun now; its transfers occupy both links."""
+    work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
+    end = first = last = 0.0
+    for k in range(trips.received[i]):
+        if k < sent:
+            begin = max(service.begin_s, out_free)
+            out_free = begin + (work + trips.sending_s)
+            last = out_free + trips.on_the_way_s
+            first = begin + trips.on_the_way_s if trips.cut_through else last
+        begin = max(first, in_free)
+        in_free = begin + work
+        end = max(in_free, last) if trips.cut_through else in_free
+    links[0].free_s, links[1].free_s = out_free, in_free
+    return end
+
+
+@_inlined
+def _release(records, successors, priority, heap, stack, sizes, ends, i):  # type: ignore[no-untyped-def]
+    """Tell those that wait for service i, which has run."""
+    service, num_links = records[i], len(ends) // 2
+    head, tail = service.begin_s + service.delay_s, service.end_s + service.delay_s
+    for e in range(service.first, service.first + service.count):
+        j = successors[e] >> 1
+        other = records[j]
+        if successors[e] & 1:
+            other.begin_s = max(other.begin_s, head)
+            other.end_s = max(other.end_s, tail)
+        else:
+            other.begin_s = max(other.begin_s, tail)
+        other.missing -= 1
+        if other.missing == 0:
+            queue = service.link if service.link >= 0 else num_links + other.link
+            _put(records, priority, heap, stack, sizes, ends, j, queue)
+
+
+@_inlined
+def _put(records, priority, heap, stack, sizes, ends, j, queue):  # type: ignore[no-untyped-def]
+    """Service j is ready; if it is on a link, it comes to a queue."""
+    other = records[j]
+    if other.link < 0:
+        stack[sizes[1]] = j
+        sizes[1] += 1
+        return
+    last = ends[queue]
+    waits = last >= 0 and records[last].next == _LAST
+    if waits:
+        end = records[last]
+        if _before(records, priority, end.begin_s, end.key, last, other.begin_s, other.key, j):
+            end.next = j
+            ends[queue] = j
+            return
+    else:
+        ends[queue] = j
+    _sift_up(records, priority, heap, sizes, other.begin_s, other.key, j)
+
+
+@_inlined
+def _taken(records, priority, heap, stack, sizes):  # type: ignore[no-untyped-def]
+    """(the moment, what may run then): a service or a link; what runs on no link comes first."""
+    if sizes[1] > 0:
+        sizes[1] -= 1
+        return 0.0, np.int64(stack[sizes[1]])
+    now, i = heap[0].moment_s, heap[0].id
+    if i >= 0:
+        follower = records[i].next
+        records[i].next = _DONE
+        if follower >= 0:
+            _sift_down(records, priority, heap, sizes, records[follower].begin_s, records[follower].key, follower)
+            return now, i
+    sizes[0] -= 1
+    if sizes[0] > 0:
+        last = heap[sizes[0]]
+        _sift_down(records, priority, heap, sizes, last.moment_s, last.key, last.id)
+    return now, i
+
+
+@_inlined
+def _before(records, priority, s, a, i, t, b, j):  # type: ignore[no-untyped-def]
+    """Whether i, at moment s and with key a, comes before j, at moment t and with key b; links come before services."""
+    if s != t:
+        return s < t
+    if priority is not None:
+        return i < j if i < 0 or j < 0 else _goes_first(records, priority, i, j)
+    return a < b if a != b else i < j
+
+
+@_inlined
+def _goes_first(records, priority, i, j):  # type: ignore[no-untyped-def]
+    """Whether ready service i goes before ready service j on a link that is free."""
+    if priority[i] != priority[j]:
+        return priority[i] > priority[j]
+    if records[i].begin_s != records[j].begin_s:
+        return records[i].begin_s < records[j].begin_s
+    return records[i].key < records[j].key if records[i].key != records[j].key else i < j
+
+
+@_inlined
+def _fill(entry, t, key, i):  # type: ignore[no-untyped-def]
+    """Write an entry of the heap, field by field: a copy of the whole takes longer."""
+    entry.moment_s, entry.key, entry.id = t, key, i
+
+
+@_inlined
+def _sift_down(records, priority, heap, sizes, t, key, i):  # type: ignore[no-untyped-def]
+    """Insert (t, key, i) into a heap whose root is missing."""
+    at, child, size = 0, 1, sizes[0]
+    while child < size:
+        one = heap[child]
+        if child + 1 < size:
+            other = heap[child + 1]
+            if _before(records, priority, other.moment_s, other.key, other.id, one.moment_s, one.key, one.id):
+                child, one = child + 1, other
+        if not _before(records, priority, one.moment_s, one.key, one.id, t, key, i):
+            break
+        _fill(heap[at], one.moment_s, one.key, one.id)
+        at, child = child, 2 * child + 1
+    _fill(heap[at], t, key, i)
+
+
+@_inlined
+def _sift_up(records, priority, heap, sizes, t, key, i):  # type: ignore[no-untyped-def]
+    """Insert (t, key, i) into the heap."""
+    at = sizes[0]
+    sizes[0] += 1
+    while at > 0:
+        parent = (at - 1) >> 1
+        one = heap[parent]
+        if not _before(records, priority, t, key, i, one.moment_s, one.key, one.id):
+            break
+        _fill(heap[at], one.moment_s, one.key, one.id)
+        at = parent
+    _fill(heap[at], t, key, i)
+
+
+@_inlined
+def _admitted(records, priority, heap, sizes, links, below, now, i):  # type: ignore[no-untyped-def]
+    """The service that begins now, or `_NONE`: service i, unless its link is not free, or i is a link that is."""
+    if i < 0:
+        link = links[_FIRST_LINK - i]
+        link.woken = False
+        best = link.root
+        if best != _NONE:
+            link.root = _merged(records, priority, below, below[best, 0], below[best, 1])
+            below[best] = _NONE
+            _sift_up(records, priority, heap, sizes, now, records[best].key, best)
+        return _NONE
+    number = records[i].link
+    if number < 0 or links[number].free_s <= now:
+        return i
+    links[number].root = _merged(records, priority, below, links[number].root, i)
+    _wake(records, priority, heap, sizes, links, number)
+    return _NONE
+
+
+@_inlined
+def _wake(records, priority, heap, sizes, links, number):  # type: ignore[no-untyped-def]
+    """See to it that the link is looked at when it becomes free, if something waits for it."""
+    link = links[number]
+    if link.root != _NONE and not link.woken:
+        link.woken = True
+        _sift_up(records, priority, heap, sizes, link.free_s, 0, _FIRST_LINK - number)
+
+
+@_inlined
+def _merged(records, priority, below, a, b):  # type: ignore[no-untyped-def]
+    """The root of two skew heaps (Sleator and Tarjan, 1986) merged into one; their roots are a and b, or `_NONE`."""
+    if a == _NONE:
+        return b
+    if b == _NONE:
+        return a
+    if _goes_first(records, priority, b, a):
+        a, b = b, a
+    root = a
+    while True:
+        right = below[a, 1]
+        below[a, 1] = below[a, 0]
+        if right == _NONE:
+            below[a, 0] = b
+            return root
+        if _goes_first(records, priority, b, right):
+            right, b = b, right
+        below[a, 0] = right
+        a = right

@@ -1,0 +1,95 @@
+"""What the engine runs: services on links and streams, which wait for one another.
+
+[Note: one primitive]
+A *service* keeps one link busy for `work_s` seconds. It is ready when all the
+services it waits for have released it, and a link serves ready services first
+come, first served. A service releases another one in one of two ways:
+
+- *after*: `delay_s` after its own end;
+- *cut through*: `delay_s` after its own begin; the other one then cannot end
+  before `delay_s` after its own end (the tail of a message that is forwarded
+  while it is received).
+
+This is enough for everything. A transfer is a service on the sender's link and
+one, released cut through, on the receiver's. In multicast, one service releases
+several cut through. In in-network aggregation, several release one, cut through
+or after. Computation is a service on no link. A barrier is a service that takes
+no time.
+
+A link that is faster than the previous one is busy for its own `work_s` only,
+although the tail passes later: it serves others in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NO_LINK", "NO_TAG", "SERVICE", "Ids", "ServiceProfiles", "Services", "Trips"]
+
+Ids = NDArray[np.int32]
+
+NO_LINK = -1
+#: The tag of a service that carries no message.
+NO_TAG = -1
+
+#: One cache line per service: all data that the engine needs to run it.
+#: `begin_s` and `end_s` are lower bounds until it has run, and its times afterwards;
+#: `next` is private to the engine.
+SERVICE = np.dtype(
+    [
+        ("begin_s", "f8"),
+        ("end_s", "f8"),
+        ("work_s", "f8"),
+        ("delay_s", "f8"),
+        ("key", "i8"),
+        ("first", "i4"),
+        ("count", "i4"),
+        ("link", "i4"),
+        ("missing", "i4"),
+        ("next", "i4"),
+        ("tag", "i4"),
+    ]
+)
+
+
+class Services(NamedTuple):
+    """A graph ready to run, with `num_links` links.
+
+    Service i releases `successors[first_i : first_i + count_i]`; each entry is
+    id << 1, plus 1 if it is released cut through.
+    """
+
+    records: NDArray[Any]
+    successors: Ids
+    num_links: int
+
+
+class ServiceProfiles(NamedTuple):
+    """The profiles of services, as the engine needs them: where disturbances slow links and workers down.
+
+    Service i has profile `of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
+    """
+
+    of: NDArray[np.int32]
+    first: NDArray[np.int64]
+    start_s: NDArray[np.float64]
+    factor: NDArray[np.float64]
+
+
+class Trips(NamedTuple):
+    """Transfers from a worker to itself: those of service i, which has a link.
+
+    It is made `laps[i]` times, each time when the time before has ended, and each time carries `sent[i]` transfers of
+    `work_s + sending_s` seconds on the outgoing link (0), one after another, and `received[i]` on the incoming link
+    (1): as many, or several that one multicast sends.
+    """
+
+    laps: NDArray[np.int64]
+    sent: NDArray[np.int64]
+    received: NDArray[np.int64]
+    sending_s: float
+    on_the_way_s: float
+    cut_through: bool

@@ -1,0 +1,385 @@
+"""The result of a flow simulation: all times on each worker, and the papers' metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError
+from legato.core.plan import Plan
+from legato.core.timeline import Span, Timeline, merge_intervals, overlap_coefficient
+from legato.core.workload import Workload
+from legato.simulator.flow.engine.services import Ids
+from legato.simulator.flow.fabrics.protocol import Fabric
+from legato.simulator.flow.iterations.compute import Stream
+from legato.simulator.flow.iterations.unroll import Iteration, Unrolled
+from legato.simulator.flow.network.disturbances import Profile
+from legato.simulator.flow.network.topology import Topology
+
+__all__ = ["ComputeTimes", "FlowResult", "IterationTimes", "MessageTimes", "Transfers", "iteration_end_s"]
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class IterationTimes:
+    """The times of an `Iteration` (unroll.py), of the workers that are kept: when the segments of `forward_s` and
+    `backward_s` [segment, worker] begin, when all else ends, and when the last forward op ends."""
+
+    forward_s: Times
+    backward_s: Times
+    launched_s: Times
+    summed_s: Times
+    released_s: Times
+    received_s: Times
+    computed_s: float
+
+    @classmethod
+    def of(cls, run: Iteration, records: NDArray[np.void]) -> IterationTimes:
+        """Of an unrolled iteration, after the engine has run it."""
+
+        def end_s(ids: Ids) -> Times:
+            return np.asarray(records["end_s"][ids] + records["delay_s"][ids])
+
+        return cls(
+            forward_s=records["begin_s"][run.forward],
+            backward_s=records["begin_s"][run.backward],
+            launched_s=end_s(run.launched),
+            summed_s=end_s(run.summed),
+            released_s=end_s(run.released),
+            received_s=end_s(run.received),
+            computed_s=float(end_s(run.forward[-1:]).max(initial=0.0)),
+        )
+
+
+def iteration_end_s(fabric: Fabric, run: IterationTimes) -> float:
+    """When an iteration ends: with servers, when all is summed; else when all has arrived and is computed with."""
+    if fabric.servers:
+        return float(run.summed_s.max())
+    return max(float(run.received_s.max()), run.computed_s)
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """When segments of computation start: `forward_s` and `backward_s` [iteration, segment, worker], in seconds.
+
+    `disturbed` has the profiles of the workers that are slower for a while.
+    """
+
+    forward: Stream
+    backward: Stream
+    forward_s: Times
+    backward_s: Times
+    slowdown: Times
+    disturbed: Mapping[int, Profile]
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes]) -> ComputeTimes:
+        """Of the unrolled iterations, given their times."""
+        return cls(
+            unrolled.forward,
+            unrolled.backward,
+            np.array([run.forward_s for run in runs]),
+            np.array([run.backward_s for run in runs]),
+            unrolled.slowdown,
+            unrolled.disturbed,
+        )
+
+    def op_times(self, half: str, k: int) -> tuple[Times, Times]:
+        """[worker, op of the half]: when the ops of iteration k start, and when they end."""
+        stream, begin = (self.forward, self.forward_s) if half == "forward" else (self.backward, self.backward_s)
+        base = begin[k].T[:, stream.segment]
+        factor = self.slowdown[k, : base.shape[0], None]
+        work_s = stream.op_start_s * factor, stream.op_end_s * factor
+        start_s, end_s = base + work_s[0], base + work_s[1]
+        for worker, profile in self.disturbed.items():
+            start_s[worker] = profile.end_s(base[worker], work_s[0][worker])
+            end_s[worker] = profile.end_s(base[worker], work_s[1][worker])
+        return start_s, end_s
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """All transfers on links: worker w's outgoing link is 2w, its incoming link 2w + 1.
+
+    A byte takes `s_per_byte[link]` seconds, and a transfer `sending_s` more on its sender's link.
+    """
+
+    link: NDArray[np.int32]
+    tag: NDArray[np.int32]  # iteration * messages + message
+    begin_s: Times
+    end_s: Times
+    work_s: Times
+    s_per_byte: Times
+    sending_s: float
+
+    @classmethod
+    def of(cls, records: NDArray[np.void], topology: Topology) -> Transfers:
+        """Of the services that ran on links."""
+        wired = records["link"] >= 0
+        columns = {name: records[name][wired] for name in ("link", "tag", "begin_s", "end_s", "work_s")}
+        return cls(**columns, s_per_byte=topology.s_per_byte(), sending_s=topology.network.sending_s)
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """When the fragments of the last iteration's messages are in flight.
+
+    Fragment i, of message `message[i]`, is in flight for worker w from
+    `start_s[i, w]`, when it may be sent, to `end_s[i, w]`, when it has arrived; on all
+    workers, where the number of messages in flight is limited.
+    """
+
+    message: NDArray[np.int64]
+    nbytes: Times
+    start_s: Times
+    end_s: Times
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, run: IterationTimes) -> MessageTimes:
+        """Of reducing fragments, then of distributing fragments; a barrier releases all of those at once."""
+        reducing, distributing, received_s = unrolled.reducing, unrolled.distributing, run.received_s
+        if unrolled.fabric.in_flight is not None:  # then others wait until it has arrived everywhere
+            received_s = np.broadcast_to(received_s.max(axis=1, keepdims=True), received_s.shape)
+        sums = np.broadcast_to(run.summed_s.max(axis=1, keepdims=True), (len(reducing), received_s.shape[1]))
+        barrier = unrolled.fabric.servers and unrolled.fabric.synchronous
+        free = run.released_s.max() if barrier else run.released_s.min(axis=1)[:, None]
+        return cls(
+            message=np.concatenate([reducing.message, distributing.message]),
+            nbytes=np.concatenate([reducing.nbytes, distributing.nbytes]),
+            start_s=np.concatenate([run.launched_s[reducing.message], np.broadcast_to(free, received_s.shape)]),
+            end_s=np.concatenate([sums, received_s]),
+        )
+
+
+@dataclass(frozen=True)
+class FlowResult:
+    """K iterations of W workers with T tensors (in `workload.tensors` order); times in seconds from the start.
+
+    If workers are identical, W may be smaller than the network's number of
+    workers. Then column w is worker `ranks[w]`, and `members[w]` workers have the
+    same times, itself included. `num_events` is the number of
+    simulated services on links and streams. Metrics are those of the last
+    iteration, but for `iteration_s`.
+    """
+
+    workload: Workload
+    plan: Plan
+    servers: int
+    ranks: NDArray[np.int64]  # [W]
+    members: NDArray[np.int64]  # [W]
+    end_s: Times  # [K]
+    gradient_s: Times  # [K, W, T]
+    aggregated_s: Times  # [K, T]
+    received_s: Times  # [K, W, T]
+    num_events: int
+    compute: ComputeTimes = field(repr=False)
+    messages: MessageTimes = field(repr=False)
+    transfers: Transfers | None = field(repr=False)
+
+    @classmethod
+    def of(cls, unrolled: Unrolled, runs: Sequence[IterationTimes], transfers: Transfers | None = None) -> FlowResult:
+        """Read the result from the times of the iterations."""
+        compute, topology = ComputeTimes.of(unrolled, runs), unrolled.topology
+        ready = [unrolled.backward.at[tensor.ready_after] for tensor in unrolled.workload.tensors]
+        carriers = unrolled.fragments_of_tensor(unrolled.reducing)
+        aggregated_s = np.array([[run.summed_s[i].max() for i in carriers] for run in runs])
+        received_s = np.array([[run.received_s[i].max(axis=0) for i in unrolled.readable] for run in runs])
+        return cls(
+            workload=unrolled.workload,
+            plan=unrolled.plan,
+            servers=unrolled.fabric.servers,
+            ranks=topology.ranks,
+            members=topology.members,
+            end_s=np.array([iteration_end_s(unrolled.fabric, run) for run in runs]),
+            gradient_s=np.array([compute.op_times("backward", k)[1][:, ready] for k in range(len(runs))]),
+            aggregated_s=aggregated_s,
+            received_s=received_s.transpose(0, 2, 1),
+            num_events=topology.num_events,
+            compute=compute,
+            messages=MessageTimes.of(unrolled, runs[-1]),
+            transfers=transfers,
+        )
+
+    @property
+    def iterations(self) -> int:
+        return len(self.end_s)
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of one iteration: the mean of all but the first, if there are several."""
+        if self.iterations == 1:
+            return float(self.end_s[0])
+        return float(self.end_s[-1] - self.end_s[0]) / (self.iterations - 1)
+
+    @property
+    def forward_start_s(self) -> Times:
+        return self._edge("forward", first=True)
+
+    @property
+    def forward_end_s(self) -> Times:
+        return self._edge("forward", first=False)
+
+    @property
+    def backward_start_s(self) -> Times:
+        return self._edge("backward", first=True)
+
+    @property
+    def backward_end_s(self) -> Times:
+        return self._edge("backward", first=False)
+
+    def _edge(self, half: str, *, first: bool) -> Times:
+        """[K, W]: when the first op starts, or the last one ends."""
+        times = [self.compute.op_times(half, k) for k in range(self.iterations)]
+        return np.array([start[:, 0] if first else end[:, -1] for start, end in times])
+
+    @property
+    def aggregation_s(self) -> float:
+        """Seconds from the first gradient of any worker until all are aggregated (Network Operator Edition, 8)."""
+        return float(self.aggregated_s[-1].max() - self.gradient_s[-1].min())
+
+    @property
+    def backward_to_aggregated_s(self) -> float:
+        """Seconds from the first backward op of any worker until all gradients are aggregated."""
+        return float(self.aggregated_s[-1].max() - self.backward_start_s[-1].min())
+
+    @property
+    def distribution_s(self) -> float:
+        """Seconds from the first sum that may be distributed until all workers have received all sums."""
+        if self.servers:
+            start = 0.0 if self.iterations == 1 else float(self.end_s[-2])
+        else:
+            start = float(self.aggregated_s[-1].min())
+        return float(self.received_s[-1].max()) - start
+
+    @property
+    def staggering_s(self) -> float:
+        """Backpropagation staggering: seconds between the first and the last worker's start of the backward pass."""
+        starts = self.backward_start_s[-1]
+        return float(starts.max() - starts.min())
+
+    @property
+    def straggler_effect(self) -> float:
+        """TicTac: the longest wait of a worker, after its backward pass, for the slowest, over the iteration."""
+        ends = self.backward_end_s[-1]
+        return float(ends.max() - ends.min()) / self.iteration_s if self.iteration_s > 0 else 0.0
+
+    @property
+    def communication_s(self) -> float:
+        """N: seconds in which a message of worker 0 is in flight."""
+        way = self.messages
+        spans = merge_intervals(zip(way.start_s[:, 0].tolist(), way.end_s[:, 0].tolist(), strict=True))
+        return float(sum(end - start for start, end in spans))
+
+    @property
+    def computation_s(self) -> float:
+        """C: seconds in which worker 0 computes."""
+        compute, k = self.compute, self.iterations - 1
+        if 0 in compute.disturbed:
+            times = [compute.op_times(half, k) for half in ("forward", "backward")]
+            return float(sum((end[0] - start[0]).sum() for start, end in times))
+        parts = (compute.forward.duration_s[0].sum(), compute.backward.duration_s[0].sum())
+        return float(sum(parts) * compute.slowdown[k, 0])
+
+    @property
+    def last_s(self) -> float:
+        """T of worker 0's last iteration: `iteration_s`, or, where jitter makes iterations differ, from the end of its
+        computation in the one before to that in the last one, in seconds."""
+        if (self.compute.slowdown == self.compute.slowdown[-1]).all():
+            return self.iteration_s
+        every = [[self.compute.op_times(half, k)[1][0] for half in ("forward", "backward")] for k in (-2, -1)]
+        before_s, end_s = (float(np.concatenate(halves).max()) for halves in every)
+        return end_s - before_s
+
+    @property
+    def overlap(self) -> float:
+        """Overlap coefficient (N + C - T) / min(N, C) of worker 0; 0 if nothing can overlap."""
+        return overlap_coefficient(self.communication_s, self.computation_s, self.last_s)
+
+    @property
+    def utilization(self) -> float:
+        """U = C / T of worker 0."""
+        return self.computation_s / self.last_s if self.last_s > 0 else 1.0
+
+    def timeline(self, workers: Iterable[int] | None = None, name: str = "", *, links: bool = False) -> Timeline:
+        """Return the last iteration (T is `last_s`) of `workers` (None: all that were kept), from its first event on.
+
+        The lanes are "compute" and "network"; a message's span is from when it may
+        be sent until it has arrived. With `links`, if transfers were kept, there
+        are also the lanes "out" and "in": all that the worker's link carries,
+        also for other workers. Raises `InputError` on a worker that was not kept.
+        """
+        column = {rank: w for w, rank in enumerate(self.ranks.tolist())}
+        for worker in () if workers is None else (workers := list(workers)):
+            if worker not in column:
+                raise InputError(f"worker {worker}: not simulated (expected {_listed(sorted(column))})")
+        chosen = [column[worker] for worker in sorted(column) if workers is None or worker in workers]
+        spans = self.spans(chosen)
+        spans += self._link_spans(chosen) if links else ()
+        rank = self.ranks.tolist()
+        zero = min((span[3] for span in spans), default=0.0)
+        made = [
+            Span(rank[w], lane, label, start - zero, end - zero, *rest) for w, lane, label, start, end, *rest in spans
+        ]
+        made.sort(key=lambda span: (span.worker, span.start_s, span.end_s))
+        members = tuple((rank[w], count) for w, count in enumerate(self.members.tolist()) if count > 1 and w in chosen)
+        title = name or self.plan.scheduler
+        return Timeline(title, "predicted", self.last_s, tuple(made), members=members)
+
+    def spans(self, columns: Sequence[int]) -> list[tuple[Any, ...]]:
+        """(column, lane, name, start, end, kind, and bytes of a message) of the last iteration, in seconds."""
+        return [*self._compute_spans(columns), *self._message_spans(columns)]
+
+    def _compute_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        k = self.iterations - 1
+        for half, stream in (("forward", self.compute.forward), ("backward", self.compute.backward)):
+            start, end = self.compute.op_times(half, k)
+            for w in workers:
+                for at, i in enumerate(stream.ops):
+                    op = self.workload.ops[i]
+                    if start[w, at] < end[w, at]:
+                        yield w, "compute", op.name, float(start[w, at]), float(end[w, at]), op.phase
+
+    def _message_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        way, labels = self.messages, self._labels()
+        for w in workers:
+            for i, message in enumerate(way.message):
+                start, end = float(way.start_s[i, w]), float(way.end_s[i, w])
+                if start < end:
+                    yield w, "network", labels[message], start, end, "message", round(way.nbytes[i])
+
+    def _link_spans(self, workers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        transfers, labels = self.transfers, self._labels()
+        if transfers is None:
+            return
+        first = (self.iterations - 1) * len(labels)
+        last_ones = transfers.tag >= first
+        for w in workers:
+            for link, lane, sending_s in ((2 * w, "out", transfers.sending_s), (2 * w + 1, "in", 0.0)):
+                for i in np.flatnonzero((transfers.link == link) & last_ones):
+                    begin, end = float(transfers.begin_s[i]), float(transfers.end_s[i])
+                    nbytes = round(float((transfers.work_s[i] - sending_s) / transfers.s_per_byte[link]))
+                    if begin < end:
+                        yield w, lane, labels[transfers.tag[i] - first], begin, end, "message", nbytes
+
+    def _labels(self) -> list[str]:
+        return [_label(message.slices[0].tensor, len(message.slices) - 1) for message in self.plan.messages]
+
+
+def _label(tensor: str, more: int) -> str:
+    return f"{tensor} +{more}" if more else tensor
+
+
+def _listed(workers: list[int]) -> str:
+    """The numbers of workers, such as "0 to 31 or 1023"."""
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    return " or ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

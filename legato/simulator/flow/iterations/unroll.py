@@ -1,0 +1,235 @@
+"""Iterations of training as one graph of services: computation, messages, and what each waits for.
+
+On parameter servers an iteration runs from barrier to barrier (distribution,
+forward, backward, aggregation), so that workers that receive their parameters
+late start the backward pass late. On collectives it is the period of
+`legato.simulator.period`: backward, all-reduce, next forward.
+
+A worker launches its messages in the plan's order: each when the one before it
+has been launched and its tensors are ready. Servers are independent of that
+order: they send what is complete, or, with a barrier, everything once
+everything is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.plan import Plan
+from legato.core.workload import Workload
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.services import Ids
+from legato.simulator.flow.fabrics.protocol import Fabric
+from legato.simulator.flow.fragments import DISTRIBUTING, REDUCING, Fragments, fragment, overlaps
+from legato.simulator.flow.iterations.compute import Stream, first_reads
+from legato.simulator.flow.network.disturbances import Profile, Profiles
+from legato.simulator.flow.network.topology import Topology
+
+__all__ = ["Iteration", "Unrolled"]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Ids of services: `forward` and `backward` [segment, rank]; and those whose end is the moment at which a worker
+    launches a message (`launched` [message, rank]), its sum is complete (`summed` [reducing fragment, ...]), may be
+    distributed (`released` [distributing fragment, ...]) and has arrived (`received` [distributing fragment, rank])."""
+
+    forward: Ids
+    backward: Ids
+    launched: Ids
+    summed: Ids
+    released: Ids
+    received: Ids
+
+
+class Unrolled:
+    """`iterations` iterations of a plan on a fabric, in `topology.graph`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        fabric: Fabric,
+        topology: Topology,
+        op_duration_s: NDArray[np.float64],
+        slowdown: NDArray[np.float64],
+    ) -> None:
+        self.workload, self.plan, self.fabric, self.topology = workload, plan, fabric, topology
+        self.graph: Graph = topology.graph
+        self.slowdown = slowdown
+        self.profiles = Profiles.of(topology.network.disturbances, topology.links_of)
+        placement = fabric.placed(workload)
+        indexed = list(enumerate(plan.messages))
+        self.reducing = fragment([m for m in indexed if m[1].kind in REDUCING], placement, fabric.message_bytes)
+        self.forward = Stream.forward(workload, plan, op_duration_s)
+        distributing = [m for m in indexed if m[1].kind in DISTRIBUTING]
+        if fabric.servers and all(message.kind == "all_reduce" for _, message in distributing):
+            first_use = self._first_uses()
+            distributing.sort(key=lambda m: min(first_use[piece.tensor] for piece in m[1].slices))
+        self.distributing = fragment(distributing, placement, fabric.message_bytes)
+        self.backward = Stream.backward(workload, plan, self.reducing, op_duration_s)
+        self.reads = first_reads(workload, plan, self.forward.ops)
+        self.readable = self.fragments_of_tensor(self.distributing)
+        self.shared = overlaps(self.reducing, self.distributing)
+        self._ready_after = {tensor.name: tensor.ready_after for tensor in workload.tensors}
+        self._last_op: Ids | None = None
+        self._launched: list[Ids] = []  # of all messages that workers send, in the order in which they are launched
+        self._done: list[Ids] = []  # services that end when such a message is through
+        self.iterations: list[Iteration] = []
+        self._begin: Ids = np.empty(0, np.int32)
+
+    def build(self, begin: Ids | None = None) -> Unrolled:
+        """Add everything to the graph; returns itself. Iteration k waits for service `begin[k]`, if there is one."""
+        if begin is not None:
+            self._begin = begin
+        if self.fabric.servers:
+            released = np.broadcast_to(self.graph.add((1, 1)), (len(self.distributing), 1))
+            for k in range(len(self.slowdown)):
+                released = self._held(k, released)
+                self._hold_workers(k)
+                received = self._distribute(k, released)
+                forward = self._compute(self.forward, k)
+                self._wait_for_reads(forward, received)
+                backward = self._compute(self.backward, k)
+                launched = self._launch(backward)
+                summed = self._reduce(k, launched)
+                self.iterations.append(Iteration(forward, backward, launched, summed, released, received))
+                released = self._summed_for(summed)
+        else:
+            for k in range(len(self.slowdown)):
+                self._hold_workers(k)
+                backward = self._compute(self.backward, k)
+                launched = self._launch(backward)
+                summed = self._reduce(k, launched)
+                released = self._launch_distributing(self._summed_for(summed), launched)
+                received = self._distribute(k, released)
+                self._limit_in_flight(k, summed, received)
+                forward = self._compute(self.forward, k)
+                self._wait_for_reads(forward, received)
+                self.iterations.append(Iteration(forward, backward, launched, summed, released, received))
+        return self
+
+    @property
+    def computing(self) -> list[tuple[Ids, NDArray[np.int64]]]:
+        """The ids [segment, rank] of all computation, each with the numbers of the ranks' workers in the network."""
+        return [(half, self.topology.numbers) for run in self.iterations for half in (run.forward, run.backward)]
+
+    @property
+    def disturbed(self) -> dict[int, Profile]:
+        """The profiles of the ranks whose computation is slower for a while."""
+        compute, numbers = self.profiles.compute, self.topology.numbers.tolist()
+        return {rank: compute[number] for rank, number in enumerate(numbers) if number in compute}
+
+    def fragments_of_tensor(self, fragments: Fragments) -> list[list[int]]:
+        """For each tensor, the fragments that carry some of it."""
+        index = {tensor.name: t for t, tensor in enumerate(self.workload.tensors)}
+        found: list[list[int]] = [[] for _ in index]
+        for i, slices in enumerate(fragments.slices):
+            for t in sorted({index[piece.tensor] for piece in slices}):
+                found[t].append(i)
+        return found
+
+    def _first_uses(self) -> dict[str, int]:
+        """For each tensor, the place in the forward pass of its first reader, or the end."""
+        at, never = self.forward.at, len(self.forward.ops)
+        return {t.name: min((at[r] for r in t.readers), default=never) for t in self.workload.tensors}
+
+    def _held(self, k: int, services: Ids) -> Ids:
+        """What ends when `services` have ended and iteration k may begin."""
+        if k >= len(self._begin):
+            return services
+        return self.graph.join(np.stack(np.broadcast_arrays(services, self._begin[k]), axis=-1))
+
+    def _hold_workers(self, k: int) -> None:
+        """Let the workers wait until iteration k may begin."""
+        if self._last_op is not None:
+            self._last_op = self._held(k, self._last_op)
+        elif k < len(self._begin):
+            self._last_op = np.broadcast_to(self._begin[k], self.topology.size)
+
+    def _compute(self, stream: Stream, k: int) -> Ids:
+        """Add the segments of a stream, after what the workers ran before."""
+        work_s = stream.duration_s.T * self.slowdown[k, : self.topology.size]
+        segments = self.graph.add((stream.segments, self.topology.size), work_s=work_s)
+        self.graph.edge(segments[:-1], segments[1:])
+        if len(segments):
+            if self._last_op is not None:
+                self.graph.edge(self._last_op, segments[0])
+            self._last_op = segments[-1]
+        return segments
+
+    def _wait_for_reads(self, forward: Ids, received: Ids) -> None:
+        for k, tensors in self.reads.items():
+            if k < len(self.forward.ops):
+                fragments = sorted({i for t in tensors for i in self.readable[t]})
+                self.graph.edge(received[fragments], forward[self.forward.segment[k]][None, :])
+
+    def _launch(self, backward: Ids) -> Ids:
+        """[message, rank]: when the worker launches each of its messages."""
+        graph = self.graph
+        sends = REDUCING if self.fabric.servers else (*REDUCING, *DISTRIBUTING)
+        launched = graph.add((len(self.plan.messages), self.topology.size))
+        for i, message in enumerate(self.plan.messages):
+            if message.kind not in sends:
+                continue
+            if message.kind in REDUCING:
+                graph.edge(backward[self._ready_segment(i)], launched[i])
+            if self._launched:
+                graph.edge(self._launched[-1], launched[i])
+            self._launched.append(launched[i])
+        return launched
+
+    def _ready_segment(self, i: int) -> int:
+        """The segment of the backward pass that makes message i ready."""
+        ops = self.backward
+        return int(ops.segment[max(ops.at[self._ready_after[piece.tensor]] for piece in self.plan.messages[i].slices)])
+
+    def _reduce(self, k: int, launched: Ids) -> Ids:
+        """[reducing fragment, ...]: when the sums are complete."""
+        topology = self._tagged(k, self.reducing)
+        return self.fabric.reduce(topology, self.reducing, launched[self.reducing.message])
+
+    def _summed_for(self, summed: Ids) -> Ids:
+        """[distributing fragment, ...]: when all that the fragment distributes is summed."""
+        first, second = self.shared
+        if len(first) == len(summed) == len(self.distributing) and (first == second).all():
+            return summed
+        complete = self.graph.add((len(self.distributing), *summed.shape[1:]))
+        self.graph.edge(summed[first], complete[second])
+        return complete
+
+    def _launch_distributing(self, complete: Ids, launched: Ids) -> Ids:
+        """[distributing fragment, rank]: fragments of all_gather and pull messages also wait for their launch."""
+        separate = [i for i, m in enumerate(self.distributing.message) if self.plan.messages[m].kind != "all_reduce"]
+        if not separate:
+            return complete
+        released = np.broadcast_to(complete, (len(complete), self.topology.size)).copy()
+        mine = launched[self.distributing.message[separate]]
+        # A message is launched when its sums are complete: the next message waits for that.
+        self.graph.edge(released[separate], mine)
+        released[separate] = mine
+        return released
+
+    def _limit_in_flight(self, k: int, summed: Ids, received: Ids) -> None:
+        """Allow no more than `in_flight` messages at once: each until it is through on all workers."""
+        if self.fabric.in_flight is None:
+            return
+        count = len(self.plan.messages)
+        for i, message in enumerate(self.plan.messages):
+            distributes = message.kind in DISTRIBUTING
+            fragments, ends = (self.distributing, received) if distributes else (self.reducing, summed)
+            self._done.append(self.graph.join(ends[np.flatnonzero(fragments.message == i)].reshape(1, -1)))
+        for at in range(k * count, (k + 1) * count):
+            if at >= self.fabric.in_flight:
+                self.graph.edge(self._done[at - self.fabric.in_flight], self._launched[at])
+
+    def _distribute(self, k: int, released: Ids) -> Ids:
+        """[distributing fragment, rank]: when the sums have arrived."""
+        return self.fabric.distribute(self._tagged(k, self.distributing), self.distributing, released)
+
+    def _tagged(self, k: int, fragments: Fragments) -> Topology:
+        """The topology, for the fragments of iteration k: their tag is iteration * messages + message."""
+        return self.topology.tagged(k * len(self.plan.messages) + fragments.message)

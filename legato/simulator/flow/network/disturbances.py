@@ -1,0 +1,202 @@
+"""Links and workers that are slower for a while, or stand still, during a simulation.
+
+[Note: profiles]
+A *profile* is the factor by which a link or a worker takes longer, over time: constant
+from one moment to the next. What has `work_s` seconds to do and begins at b ends as
+soon as the integral of 1 / factor from b on is `work_s`. Both engines follow profiles
+from one moment to the next, so no time is rounded to a grid. With a factor of 1 the
+sums are those of an undisturbed simulation, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.units import parse_seconds
+from legato.simulator.flow.engine.services import ServiceProfiles
+
+__all__ = [
+    "DISTURBED",
+    "UNDISTURBED",
+    "Disturbance",
+    "Profile",
+    "Profiles",
+    "check_numbers",
+    "parse_disturbances",
+]
+
+#: What can be disturbed: a worker's link, a server's link, the links of a leaf to its spines, a spine, or a worker's
+#: computation.
+DISTURBED = ("link", "server", "uplink", "spine", "compute")
+#: No disturbances, as text.
+UNDISTURBED = "none"
+#: Every change of a rate makes a link that is shared fairly compute all rates again.
+_MOST_DISTURBANCES = 10_000
+_LARGEST_FACTOR = 1e6
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """From `start_s` to `end_s`, all that `number` does takes `factor` times as long; with `math.inf` it stands still.
+
+    `kind` is "link" (both directions of worker `number`'s link), "server" (that of a server), "uplink" (all links
+    between a leaf, which is that of a rack or of a rail, and its spines), "spine" (all links of a spine; spines of a
+    fat tree are numbered pod by pod) or "compute" (a worker's computation). Seconds count from the start of the
+    simulation. Several disturbances of one thing multiply. Raises `InputError` on a value out of range.
+    """
+
+    kind: Literal["link", "server", "uplink", "spine", "compute"]
+    number: int
+    factor: float
+    start_s: float = 0.0
+    end_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.kind not in DISTURBED:
+            raise unknown_name("disturbance", self.kind, DISTURBED)
+        if self.number < 0:
+            raise InputError(f"{self.kind}: {self.number} (expected a number of at least 0)")
+        if not (1 <= self.factor <= _LARGEST_FACTOR or self.factor == math.inf):
+            raise InputError(f"factor: {self.factor} (expected 1 to {_LARGEST_FACTOR:.0e}, or inf)")
+        if not 0 <= self.start_s < self.end_s:
+            raise InputError(f"{self.start_s} to {self.end_s} (expected 0 <= start_s < end_s)")
+        if self.factor == self.end_s == math.inf:
+            raise InputError(
+                f"end_s: {self.end_s} (expected the moment at which {self.kind} {self.number} works again)"
+            )
+
+
+def parse_disturbances(text: str) -> tuple[Disturbance, ...]:
+    """The disturbances in `KIND:NUMBER:FACTOR:FROM:TO,...`, such as `link:7:4:10ms:30ms`; `none` are none.
+
+    With the factor `fails`, what is named stands still; without TO, it is slower until the end. Raises `InputError`.
+    """
+    found = []
+    for part in [] if text.strip() == UNDISTURBED else text.split(","):
+        try:
+            kind, number, factor, start, *end = part.strip().split(":")
+            (until,) = end or [""]
+            values: dict[str, Any] = {"number": int(number), "factor": math.inf if factor == "fails" else float(factor)}
+        except ValueError:
+            raise InputError(f"disturb: {part.strip()!r} (expected something like link:7:4:10ms:30ms)") from None
+        try:
+            values |= {"start_s": parse_seconds(start), "end_s": parse_seconds(until) if until else math.inf}
+            found.append(Disturbance(kind=cast(Any, kind), **values))
+        except InputError as error:
+            raise InputError(f"disturb: {part.strip()!r}: {error}") from None
+    return tuple(found)
+
+
+class Profile(NamedTuple):
+    """Factor `factor[k]` holds from `start_s[k]` (the first is 0) until `start_s[k + 1]`, the last one for ever."""
+
+    start_s: tuple[float, ...]
+    factor: tuple[float, ...]
+
+    @classmethod
+    def of(cls, disturbances: Iterable[Disturbance]) -> Profile:
+        """The profile of a link or a worker with these disturbances."""
+        start_s: list[float] = []
+        factors: list[float] = []
+        disturbances = list(disturbances)
+        moments = {0.0, *(t for one in disturbances for t in (one.start_s, one.end_s) if t < math.inf)}
+        for moment in sorted(moments):
+            factor = math.prod(one.factor for one in disturbances if one.start_s <= moment < one.end_s)
+            if not factors or factor != factors[-1]:
+                start_s.append(moment)
+                factors.append(factor)
+        return cls(tuple(start_s), tuple(factors))
+
+    def end_s(self, begin_s: Times, work_s: Times) -> Times:
+        """When work ends that begins at `begin_s` and takes `work_s` undisturbed (arrays of one shape).
+
+        The sums are those of `loop.served`.
+        """
+        at, left, ended = begin_s.copy(), work_s.copy(), np.full(begin_s.shape, np.nan)
+        for k, factor in enumerate(self.factor):
+            until = self.start_s[k + 1] if k + 1 < len(self.factor) else math.inf
+            here = np.isnan(ended) & (at < until)
+            done = here & (left <= (until - at) / factor)
+            ended[done] = at[done] + (left[done] * factor if factor < math.inf else 0.0)
+            going = here & ~done
+            left[going] -= (until - at[going]) / factor
+            at[going] = until
+        return ended
+
+    def lost_s(self, until_s: float) -> float:
+        """Seconds of full speed that are lost until `until_s`."""
+        ends = [*self.start_s[1:], math.inf]
+        return math.fsum(
+            (min(end, until_s) - start) * (1 - 1 / factor)
+            for start, end, factor in zip(self.start_s, ends, self.factor, strict=True)
+            if start < until_s
+        )
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The profiles of the links, and of the computation of workers, by their numbers in the network."""
+
+    links: dict[int, Profile]
+    compute: dict[int, Profile]
+
+    @classmethod
+    def of(cls, disturbances: Iterable[Disturbance], links_of: Callable[[str, int], Iterable[int]]) -> Profiles:
+        """Of what is disturbed; `links_of` gives the links of a kind and a number. What does not change has none."""
+        links: dict[int, list[Disturbance]] = {}
+        compute: dict[int, list[Disturbance]] = {}
+        for one in disturbances:
+            if one.factor == 1:
+                continue
+            if one.kind == "compute":
+                compute.setdefault(one.number, []).append(one)
+            else:
+                for link in links_of(one.kind, one.number):
+                    links.setdefault(link, []).append(one)
+        return cls(*({number: Profile.of(these) for number, these in by.items()} for by in (links, compute)))
+
+    def __bool__(self) -> bool:
+        return bool(self.links or self.compute)
+
+    def of_services(
+        self, link: NDArray[np.int32], computing: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]
+    ) -> ServiceProfiles:
+        """The profiles of services, given their links, and those that compute: ids [segment, rank], and each rank's
+        worker."""
+        of = np.full(len(link), -1, np.int32)
+        every = [*self.links.values(), *self.compute.values()]
+        for p, number in enumerate(self.links):
+            of[link == number] = p
+        for p, number in enumerate(self.compute, len(self.links)):
+            for ids, workers in computing:
+                of[ids[:, workers == number]] = p
+        first = np.cumsum([0, *(len(one.factor) for one in every)])
+        start_s, factor = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
+        return ServiceProfiles(of, first, start_s, factor)
+
+    def changes(self) -> list[tuple[float, int, float]]:
+        """(seconds, link, factor) of every change of a link, in order of time."""
+        return sorted(
+            (start, link, factor)
+            for link, one in self.links.items()
+            for start, factor in zip(one.start_s, one.factor, strict=True)
+        )
+
+
+def check_numbers(disturbances: Sequence[Disturbance], there: Mapping[str, int]) -> None:
+    """Raise `InputError` on too many disturbances, or one of what is not there; `there` has how many of a kind are."""
+    if len(disturbances) > _MOST_DISTURBANCES:
+        raise InputError(f"{len(disturbances):,} disturbances (expected at most {_MOST_DISTURBANCES:,})")
+    for one in disturbances:
+        if one.kind in there and one.number >= (count := there[one.kind]):
+            expected = f"expected 0 to {count - 1}" if count else f"there is no {one.kind}"
+            raise InputError(f"{one.kind}: {one.number} ({expected})")

@@ -1,0 +1,297 @@
+"""The machines and the network between them, for the flow simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.cluster import COLLECTIVES, PARAMETER_SERVER, SEND_S, Cluster, sending_s
+from legato.core.errors import InputError, unknown_name
+from legato.simulator.flow.network.disturbances import Disturbance, Profile, check_numbers
+from legato.simulator.flow.network.switches import Balance, HostShape, Switches, TopologyName
+
+__all__ = ["PRICED_AS", "SHARING", "Network", "Sharing", "last_worker"]
+
+#: How transfers share a link: first come, first served, or all at once at max-min fair rates.
+Sharing = Literal["fifo", "fair"]
+SHARING: tuple[Sharing, ...] = ("fifo", "fair")
+_MOST_WORKERS = 2**20
+#: Limits a factor between the speeds of two machines, up and down.
+_LARGEST_FACTOR = 1e6
+#: Fabrics whose cost is that of a collective with another name.
+PRICED_AS = {"butterfly": "recursive-doubling"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Hosts on full-duplex links, behind one switch that never blocks or many (`switches.py`).
+
+    `bandwidth_bps` (bits per second) is the bandwidth of each host's link, in
+    each direction. On the link of worker w a byte takes `link_scale[w]` times as
+    long (empty: 1); the servers' links have `server_bandwidth_bps` (None: that
+    of the workers). `latency_s` (seconds) is added once per transfer, from host
+    to host. For `send_s` of it (None: as `Cluster.derive` assumes) the sender is
+    busy with the transfer, and sends nothing else.
+
+    Workers are numbered host by host: `gpus_per_host` neighbours share a host, and
+    `gpus_per_card` of these a network card, whose link is meant wherever that of a
+    worker is. Each has a link of `local_bandwidth_bps` (bits per second, in each
+    direction) to a switch inside the host, which takes all that stays in the host,
+    without latency.
+
+    `topology` "leaf-spine": the hosts stand in `racks` (of neighbours; one rack is
+    one switch), each with a leaf that is connected to `spines`. "fat-tree": of
+    switches with `ports` ports (None: the fewest, an even number, that have room).
+    "rails": card i of every host is connected to leaf i, and the leaves to `spines`;
+    with 0 spines, transfers between rails go through the host's inner switch to a GPU
+    on the other rail (NCCL's PXN), a server's on the side of the worker. Servers are
+    connected to leaves in turn. A leaf's links up have together the bandwidth of the
+    cards below it / `oversubscription`, in a fat tree those of a pod that of its
+    leaves' / `core_oversubscription`. `balance`: each flow has a path, chosen by a hash of
+    its ends and the `seed` ("ecmp"), or takes all paths at once ("spray").
+
+    With `cut_through`, switches forward a transfer while they receive it;
+    otherwise they wait for the whole transfer. `reduce_s_per_byte` is the time
+    to add a received byte.
+
+    Worker w computes `compute_scale[w]` times as long as its workload says
+    (empty: 1); in every iteration each worker's time is multiplied by a further
+    factor, lognormal with median 1 and sigma `jitter`, drawn from `seed`.
+    `disturbances` slow links and workers down for a while.
+
+    Raises `InputError` on numbers outside their range.
+    """
+
+    workers: int
+    bandwidth_bps: float
+    latency_s: float = 0.0
+    gpus_per_host: int = 1
+    gpus_per_card: int = 1
+    local_bandwidth_bps: float = 100e9
+    topology: TopologyName = "leaf-spine"
+    racks: int = 1
+    spines: int = 1
+    ports: int | None = None
+    oversubscription: float = 1.0
+    core_oversubscription: float = 1.0
+    balance: Balance = "ecmp"
+    link_scale: tuple[float, ...] = ()
+    server_bandwidth_bps: float | None = None
+    cut_through: bool = True
+    sharing: Sharing = "fifo"
+    reduce_s_per_byte: float = 0.0
+    compute_scale: tuple[float, ...] = ()
+    jitter: float = 0.0
+    seed: int = 0
+    disturbances: tuple[Disturbance, ...] = ()
+    send_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= _MOST_WORKERS:
+            raise InputError(f"workers: {self.workers} (expected 1 to {_MOST_WORKERS})")
+        for field in ("bandwidth_bps", "local_bandwidth_bps", "server_bandwidth_bps"):
+            bandwidth = getattr(self, field)
+            if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+                raise InputError(f"{field}: {bandwidth} (expected a finite number above 0)")
+        for field in ("latency_s", "reduce_s_per_byte", "jitter"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{field}: {value} (expected a finite number, at least 0)")
+        sending_s(self.send_s, self.latency_s)
+        if self.sharing not in SHARING:
+            raise unknown_name("sharing", self.sharing, SHARING)
+        self._check_scales()
+        if self.jitter > 10:
+            raise InputError(f"jitter: {self.jitter} (expected at most 10)")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed: {self.seed} (expected 0 to 2**63 - 1)")
+        self._check_disturbances()  # and, for that, the switches, which know how many GPUs a card can have
+        shared = np.reshape(self.link_scale, (-1, self.gpus_per_card))
+        if (shared != shared[:, :1]).any():
+            raise InputError(f"link_scale: several factors on one card (expected one for {self.gpus_per_card} GPUs)")
+
+    def _check_scales(self) -> None:
+        for field in ("compute_scale", "link_scale"):
+            factors = getattr(self, field)
+            if factors and len(factors) != self.workers:
+                raise InputError(f"{field}: {len(factors)} factors (expected {self.workers}, or none)")
+            for factor in factors:
+                _check_factor(field, factor)
+
+    def _check_disturbances(self) -> None:
+        switches = self.switches
+        there = {
+            "link": self.workers,
+            "compute": self.workers,
+            "uplink": switches.num_leaves,
+            "spine": switches.num_spines,
+        }
+        sprayed = [one for one in self.disturbances if one.kind == "spine"] if self.balance == "spray" else []
+        if sprayed and switches.has_choice:
+            raise InputError(f"spine: {sprayed[0].number} with sprayed packets, which take all spines (expected ecmp)")
+        check_numbers(self.disturbances, there)
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Network:
+        """The network of a cluster: like hosts behind one switch.
+
+        A measured cluster has the bandwidth and the latency at which MG-WFBP's Table II gives its default collective
+        the cost that was measured; a collective that the table does not have (`gloo`, `nccl`) counts as a ring.
+        Raises `InputError` where that cost leaves nothing for the bandwidth.
+        """
+        bandwidth_bps, latency_s, reduce = cluster.bandwidth_bps, cluster.latency_s, cluster.reduce_s_per_byte
+        if bandwidth_bps is None or latency_s is None:
+            cost, name = cluster.cost(), cluster.default_collective
+            if name == PARAMETER_SERVER:
+                raise InputError(f"{name}: measured (expected a cluster with a bandwidth_bps and a latency_s)")
+            formula = COLLECTIVES.get(name, COLLECTIVES["ring"])
+            hops, _ = formula(cluster.workers, 1.0, 0.0, 0.0, 0.0)
+            _, copies = formula(cluster.workers, 0.0, 1.0, 0.0, 0.0)
+            _, reduce_s = formula(cluster.workers, 0.0, 0.0, reduce, 0.0)
+            sends, _ = formula(cluster.workers, 0.0, 0.0, 0.0, 1.0)
+            if not (copies and cost.beta_s_per_byte > reduce_s):
+                raise InputError(f"{name}: {cost.beta_s_per_byte} seconds per byte (expected more, for a bandwidth)")
+            bandwidth_bps = 8 * copies / (cost.beta_s_per_byte - reduce_s)
+            # With all of the latency spent on sending, if what is known of sends leaves no more.
+            known = SEND_S if cluster.send_s is None else cluster.send_s
+            latency_s = max((cost.alpha_s - sends * known) / hops, cost.alpha_s / (hops + sends))
+        return cls(
+            workers=cluster.workers,
+            bandwidth_bps=bandwidth_bps,
+            latency_s=latency_s,
+            reduce_s_per_byte=reduce,
+            send_s=None if cluster.send_s is None else min(cluster.send_s, latency_s),
+        )
+
+    def cluster(self, fabric: str, servers: int = 0) -> Cluster:
+        """Return these machines as planners see them, all with links as slow as the slowest.
+
+        The cluster has one collective: the fabric's, or the most similar one; with
+        servers, pushes and pulls.
+        """
+        own = PRICED_AS.get(fabric, fabric if fabric in COLLECTIVES else "ring")
+        slowest_bps = self.bandwidth_bps / max(self.link_scale, default=1.0)
+        if servers and self.server_bandwidth_bps is not None:
+            slowest_bps = min(slowest_bps, self.server_bandwidth_bps)
+        return Cluster.derive(
+            self.workers,
+            slowest_bps,
+            self.latency_s,
+            send_s=self.send_s,
+            reduce_s_per_byte=self.reduce_s_per_byte,
+            collectives=[PARAMETER_SERVER if servers else own],
+            servers=servers,
+        )
+
+    @property
+    def host_shape(self) -> HostShape:
+        return HostShape(self.gpus_per_host, self.gpus_per_card)
+
+    @property
+    def switches(self) -> Switches:
+        """The switches above the hosts' links."""
+        return Switches(
+            topology=self.topology,
+            workers=self.workers,
+            shape=self.host_shape,
+            racks=self.racks,
+            spines=self.spines,
+            ports=self.ports,
+            balance=self.balance,
+            oversubscription=self.oversubscription,
+            core_oversubscription=self.core_oversubscription,
+            seed=self.seed,
+        )
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds for which a transfer keeps its sender busy before its bytes."""
+        return sending_s(self.send_s, self.latency_s)
+
+    @property
+    def on_the_way_s(self) -> float:
+        """What is left of the latency then."""
+        return self.latency_s - self.sending_s
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds a byte takes on a link of `bandwidth_bps`."""
+        return 8 / self.bandwidth_bps
+
+    def host_s_per_byte(self, workers: int, servers: int) -> NDArray[np.float64]:
+        """Seconds that a byte takes on the link of each of the first `workers` workers, and of the servers."""
+        rates = np.full(workers + servers, self.s_per_byte)
+        if self.link_scale:
+            rates[:workers] *= self.link_scale[:workers]
+        if self.server_bandwidth_bps is not None:
+            rates[workers:] = 8 / self.server_bandwidth_bps
+        return rates
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether anything is slower for a while."""
+        return any(one.factor != 1 for one in self.disturbances)
+
+    def lost_s(self, until_s: float, shape: HostShape | None = None) -> float:
+        """Seconds of full speed that disturbances take from links, switches and workers until `until_s`, all added up.
+
+        All links of a network card, of a leaf to its spines, or of a spine lose the same, which counts once. `shape` is
+        that of the hosts as a fabric sees them (None: `host_shape`).
+        """
+        _, gpus_per_card = self.host_shape if shape is None else shape
+        by: dict[tuple[str, int], list[Disturbance]] = {}
+        for one in self.disturbances:
+            number = one.number // gpus_per_card if one.kind == "link" else one.number
+            by.setdefault((one.kind, number), []).append(one)
+        return math.fsum(Profile.of(these).lost_s(until_s) for these in by.values())
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all workers have the same speed and the same link, at all times."""
+        alike = self.jitter == 0 and len(set(self.compute_scale)) <= 1 and len(set(self.link_scale)) <= 1
+        return alike and not self.disturbed
+
+    @property
+    def flat(self) -> bool:
+        """Whether every worker is a host of its own, behind one switch."""
+        return self.switches.one and self.gpus_per_host == 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether all hosts are alike, behind one switch, as at collective fidelity."""
+        alike = self.uniform and set(self.compute_scale + self.link_scale) <= {1.0}
+        return alike and self.server_bandwidth_bps is None and self.flat and self.sharing == "fifo"
+
+    def slowdown(self, iterations: int, workers: int | None = None) -> NDArray[np.float64]:
+        """[iterations, workers]: the factor by which a worker's computation takes longer.
+
+        `workers` is given if all are alike, and may then be smaller than the number there is.
+        """
+        if workers is not None:
+            return np.full((iterations, workers), self.compute_scale[0] if self.compute_scale else 1.0)
+        factors = np.ones((iterations, self.workers))
+        if self.jitter > 0:
+            factors *= np.exp(self.jitter * np.random.default_rng(self.seed).standard_normal(factors.shape))
+        if self.compute_scale:
+            factors *= np.asarray(self.compute_scale)
+        return factors
+
+
+def last_worker(name: str, factor: float, workers: int, alike: int = 1) -> tuple[float, ...]:
+    """Return scale factors for a `Network`: `factor` for the last worker, or the last `alike` ones, 1 for the others.
+
+    Raises `InputError`, which calls the factor `name`, if it is out of range.
+    """
+    _check_factor(name, factor)
+    if factor == 1 or workers > _MOST_WORKERS or not 1 <= alike <= workers:  # the last two a `Network` refuses
+        return ()
+    return (*[1.0] * (workers - alike), *[factor] * alike)
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not 1 / _LARGEST_FACTOR <= factor <= _LARGEST_FACTOR:
+        raise InputError(f"{name}: {factor} (expected {1 / _LARGEST_FACTOR:.0e} to {_LARGEST_FACTOR:.0e})")

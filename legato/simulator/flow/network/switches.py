@@ -1,0 +1,289 @@
+"""The switches above the hosts' links: which links join them, how fast these are, and which of them a transfer takes.
+
+All topologies are one folded Clos network with other numbers. Each network card is
+connected to a *leaf*. Every leaf of a pod is connected to every *spine* of the pod, and
+spine j of each pod to the same `cores` core switches. A transfer goes up as far as it must
+and down again; on the way up it has a choice of spines and of cores, and none on the way
+down. So the paths from one host to all others are a tree, and those from all to one, too.
+
+- *leaf-spine*: hosts in racks with a leaf each, and one pod. One rack is one switch that
+  never blocks.
+- *fat tree* (Al-Fares et al., SIGCOMM 2008): switches with k ports, k pods of k/2 leaves
+  and k/2 spines, (k/2)^2 cores, k/2 cards at each leaf.
+- *rails* (NVIDIA's rail-optimized topology): card i of every host is connected to leaf i.
+
+[Note: balance]
+With ECMP, a flow is all that one host sends to another. A hash of the two and of the seed
+chooses its path once and for all, and several flows may share a link while others are
+idle. Sprayed packets use all paths equally: the links from a leaf to its spines, or from
+the spines of a pod to the cores, are then like one link that is as fast as all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from legato.core.errors import InputError, TooLargeError, unknown_name
+from legato.simulator.flow.engine.services import NO_LINK
+
+__all__ = ["BALANCES", "TOPOLOGIES", "Balance", "HostShape", "Switches", "TopologyName"]
+
+Links = NDArray[np.int64]
+
+#: How the switches are connected.
+TopologyName = Literal["leaf-spine", "fat-tree", "rails"]
+TOPOLOGIES: tuple[TopologyName, ...] = ("leaf-spine", "fat-tree", "rails")
+#: How flows are spread over the paths: by a hash, or packet by packet.
+Balance = Literal["ecmp", "spray"]
+BALANCES: tuple[Balance, ...] = ("ecmp", "spray")
+_LARGEST_OVERSUBSCRIPTION = 1e6
+_MOST_SPINES = 2**16
+_MOST_PORTS = 256
+_MOST_LINKS = 2**25
+
+
+class HostShape(NamedTuple):
+    """How many neighbouring workers (GPUs) share a host, and how many of these share a network card."""
+
+    gpus: int = 1
+    gpus_per_card: int = 1
+
+
+class _Tiers(NamedTuple):
+    """Leaves in all, pods, spines of a pod, cores above a spine, and cards for which the leaves have links."""
+
+    leaves: int
+    pods: int
+    spines: int
+    cores: int
+    cards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """The switches for `workers` workers in hosts of a `shape`. `Network` explains the other fields.
+
+    Raises `InputError` on numbers that do not go together, and `TooLargeError` on too many links.
+    """
+
+    topology: TopologyName
+    workers: int
+    shape: HostShape
+    racks: int
+    spines: int
+    ports: int | None
+    balance: Balance
+    oversubscription: float
+    core_oversubscription: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        gpus, cards = self.shape
+        if self.topology not in TOPOLOGIES:
+            raise unknown_name("topology", self.topology, TOPOLOGIES)
+        if self.balance not in BALANCES:
+            raise unknown_name("balance", self.balance, BALANCES)
+        if gpus < 1 or self.workers % gpus:
+            raise InputError(f"gpus_per_host: {gpus} (expected a divisor of the {self.workers} workers)")
+        if cards < 1 or gpus % cards:
+            raise InputError(f"gpus_per_card: {cards} (expected a divisor of the {gpus} GPUs of a host)")
+        for field in ("oversubscription", "core_oversubscription"):
+            if not 1 <= getattr(self, field) <= _LARGEST_OVERSUBSCRIPTION:
+                limit = f"expected 1 to {_LARGEST_OVERSUBSCRIPTION:.0e}"
+                raise InputError(f"{field}: {getattr(self, field)} ({limit})")
+        self._check_racks()
+        self._check_spines()
+        self._check_ports()
+        if self.topology == "rails" and gpus == cards:
+            raise InputError(f"topology: rails for hosts of {gpus} on one card (expected several cards a host)")
+        if self.num_links > _MOST_LINKS:
+            raise TooLargeError(f"{self.num_links:,} links between switches (expected at most {_MOST_LINKS:,})")
+
+    def _check_racks(self) -> None:
+        gpus = self.shape.gpus
+        if not 1 <= self.racks <= self.workers // gpus:
+            hosts = f"{self.workers} workers" if gpus == 1 else f"{self.workers // gpus} hosts"
+            raise InputError(f"racks: {self.racks} (expected 1 to the {hosts})")
+        if self.racks > 1 and self.topology != "leaf-spine":
+            raise InputError(f"racks: {self.racks} in topology {self.topology} (expected leaf-spine)")
+
+    def _check_spines(self) -> None:
+        least = 0 if self.topology == "rails" else 1
+        if not least <= self.spines <= _MOST_SPINES:
+            raise InputError(f"spines: {self.spines} (expected {least} to {_MOST_SPINES})")
+        if self.spines > 1 and self.topology == "fat-tree":
+            raise InputError(f"spines: {self.spines} in topology fat-tree (expected ports, which say how many)")
+        if self.spines > 1 and self.topology == "leaf-spine" and self.racks == 1:
+            raise InputError(f"spines: {self.spines} above one rack (expected several racks)")
+
+    def _check_ports(self) -> None:
+        if self.topology != "fat-tree":
+            for field, usual in (("ports", None), ("core_oversubscription", 1)):
+                if (value := getattr(self, field)) != usual:
+                    raise InputError(f"{field}: {value} in topology {self.topology} (expected fat-tree)")
+        elif self.ports is not None:
+            least = _fewest_ports(self._cards)
+            if not (least <= self.ports <= _MOST_PORTS and self.ports % 2 == 0):
+                room = f"an even number, {least} to {_MOST_PORTS}, for {self._cards} network cards"
+                raise InputError(f"ports: {self.ports} (expected {room})")
+
+    @property
+    def one(self) -> bool:
+        """Whether there is one switch that never blocks."""
+        return self.topology == "leaf-spine" and self.racks == 1
+
+    @property
+    def num_ports(self) -> int:
+        """The number of ports of each switch of a fat tree."""
+        return self.ports or _fewest_ports(self._cards)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several paths between some leaves."""
+        return self.spines > 1 or (self.topology == "fat-tree" and self.num_ports > 2)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a path between all leaves (not on rails without spines)."""
+        return self.spines > 0
+
+    @property
+    def _cards(self) -> int:
+        """The number of the workers' network cards."""
+        return self.workers // self.shape.gpus_per_card
+
+    @property
+    def _tiers(self) -> _Tiers:
+        """How many switches there are; where packets are sprayed, one spine and one core stand for all."""
+        sprayed = self.balance == "spray"
+        if self.topology == "fat-tree":
+            half = self.num_ports // 2
+            choices = 1 if sprayed else half
+            return _Tiers(2 * half * half, 2 * half, choices, choices, 2 * half**3)
+        leaves = self.racks if self.topology == "leaf-spine" else self.shape.gpus // self.shape.gpus_per_card
+        return _Tiers(leaves, 1, min(self.spines, 1) if sprayed else self.spines, 0, self._cards)
+
+    def leaf_of_worker(self, worker: ArrayLike) -> Links:
+        """The leaf that a worker's card is connected to. Cards are connected host by host; racks have whole hosts."""
+        worker = np.asarray(worker)
+        gpus, gpus_per_card = self.shape
+        if self.topology == "fat-tree":
+            half = self.num_ports // 2
+            return worker // gpus_per_card // half
+        if self.topology == "rails":
+            return worker % gpus // gpus_per_card
+        return worker // gpus * gpus * self.racks // self.workers
+
+    def leaf_of_server(self, server: ArrayLike) -> Links:
+        """The leaf that a server is connected to: they are assigned to leaves in turn."""
+        return np.asarray(server) % self._tiers.leaves
+
+    # Links: up and down between each leaf and each spine of its pod, and between each spine of each pod and each core.
+
+    @property
+    def num_links(self) -> int:
+        leaves, pods, spines, cores, _ = self._tiers
+        return 0 if self.one else 2 * (leaves * spines + pods * spines * cores)
+
+    def up_link(self, leaf: Links, spine: Links) -> Links:
+        """The link from a leaf to a spine; the one from the spine to the leaf has the next number."""
+        return 2 * (leaf * self._tiers.spines + spine)
+
+    def core_link(self, pod: Links, spine: Links, core: Links) -> Links:
+        """The link from a pod's spine to a core; the one from the core to the spine has the next number."""
+        leaves, _, spines, cores, _ = self._tiers
+        return 2 * (leaves * spines + (pod * spines + spine) * cores + core)
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves that have links to spines."""
+        return 0 if self.one or not self.connected else self._tiers.leaves
+
+    @property
+    def num_spines(self) -> int:
+        """The number of spines of all pods; where packets are sprayed, one stands for those of a pod."""
+        return 0 if self.one else self._tiers.pods * self._tiers.spines
+
+    def links_of_leaf(self, leaf: int) -> Links:
+        """The links between a leaf and its spines, in both directions."""
+        return _both_ways(self.up_link(np.asarray(leaf), np.arange(self._tiers.spines)))
+
+    def links_of_spine(self, number: int) -> Links:
+        """The links between a spine and its leaves and cores, in both directions. Spines are numbered pod by pod."""
+        leaves, pods, spines, cores, _ = self._tiers
+        pod, spine = (np.asarray(part) for part in divmod(number, spines))
+        below = self.up_link(pod * (leaves // pods) + np.arange(leaves // pods), spine)
+        return _both_ways(np.concatenate([below, self.core_link(pod, spine, np.arange(cores))]))
+
+    def s_per_byte(self, host_s_per_byte: float) -> NDArray[np.float64]:
+        """Seconds that a byte takes on each link, if it takes `host_s_per_byte` on a host's.
+
+        A leaf's links to its spines carry together what its cards can send, divided by the oversubscription; the links
+        of a pod's spines to the cores what its leaves can send up, divided by that of the cores.
+        """
+        if self.one:
+            return np.empty(0)
+        leaves, pods, spines, cores, _ = self._tiers
+        # The divisor is the number of all cards, unless some leaves have more cards than others.
+        leaf = host_s_per_byte * self.oversubscription * (leaves * spines) / (leaves * self._cards_of_leaves)
+        core = leaf[0] * self.core_oversubscription * cores * pods / leaves
+        return np.concatenate([np.repeat(leaf, 2 * spines), np.full(2 * pods * spines * cores, core)])
+
+    @property
+    def _cards_of_leaves(self) -> NDArray[np.int64]:
+        """[leaf]: the number of cards for which it has links; racks may differ by a host."""
+        leaves, _, _, _, cards = self._tiers
+        if self.topology == "leaf-spine":
+            return np.bincount(self.leaf_of_worker(np.arange(0, self.workers, self.shape.gpus_per_card)))
+        return np.full(leaves, cards // leaves)
+
+    def choice(self, source: ArrayLike, target: ArrayLike) -> Links:
+        """The number of the path that the flow takes which these two numbers name ([Note: balance])."""
+        _, _, spines, cores, _ = self._tiers
+        paths = spines * max(cores, 1)
+        if paths <= 1:
+            return np.zeros(np.broadcast_shapes(np.shape(source), np.shape(target)), np.int64)
+        return (_hashed(self.seed, source, target) % np.uint64(paths)).astype(np.int64)
+
+    def path(self, here: ArrayLike, there: ArrayLike, choice: ArrayLike) -> Links:
+        """[..., hop]: the links from leaf to leaf, by path number `choice`; NO_LINK where there are fewer hops."""
+        here, there, choice = np.broadcast_arrays(here, there, choice)
+        leaves, pods, spines, _, _ = self._tiers
+        if self.one or not spines:
+            return np.empty((*here.shape, 0), np.int64)
+        spine, core = choice % spines, choice // spines
+        hops = [self.up_link(here, spine), self.up_link(there, spine) + 1]
+        if pods > 1:
+            from_pod, to_pod = here // (leaves // pods), there // (leaves // pods)
+            across = [self.core_link(from_pod, spine, core), self.core_link(to_pod, spine, core) + 1]
+            hops[1:1] = [np.where(from_pod != to_pod, link, NO_LINK) for link in across]
+        return np.where((here != there)[..., None], np.stack(hops, axis=-1), NO_LINK)
+
+
+def _both_ways(up: Links) -> Links:
+    """Links up and, with the next numbers, those down beside them."""
+    return np.stack([up, up + 1], axis=-1).ravel()
+
+
+def _fewest_ports(cards: int) -> int:
+    """The smallest even k with room for so many cards: a fat tree has room for k^3 / 4."""
+    half = max(1, int((cards / 2) ** (1 / 3)) - 1)
+    while 2 * half**3 < cards:
+        half += 1
+    return 2 * half
+
+
+def _hashed(seed: int, *numbers: ArrayLike) -> NDArray[np.uint64]:
+    """64 bits that look random, the same for the same numbers (the finalizer of SplitMix64, once per number)."""
+    with np.errstate(over="ignore"):
+        bits = np.asarray(seed, np.uint64)
+        for number in numbers:
+            bits = bits + np.uint64(0x9E3779B97F4A7C15) * (np.asarray(number).astype(np.uint64) + np.uint64(1))
+            bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            bits = bits ^ (bits >> np.uint64(31))
+    return bits

@@ -1,0 +1,386 @@
+"""The network as a fabric sees it: hosts, their links, and three ways to send between hosts.
+
+These are `send` (one to one), `multicast` (one to many; each link carries the
+bytes once) and `aggregate` (many to one; the switches add up, so that each link
+carries the bytes once, too). All take arrays: a fabric describes a step of all
+messages and all workers at once. Hosts are numbers: `worker(w)` and `server(s)`.
+
+[Note: routes]
+All three follow routes, the links from one host to another: out of the card of the
+one, between switches (`switches.py`), and into the card of the other; or, if the two
+are workers of one host, out of and into its inner switch. Those of a multicast are a
+tree, since its flow has one path up and there is one way down; so are those of an
+aggregation. A link of a tree is a service, whatever the number of routes that cross it.
+
+[Note: symmetry]
+If all workers compute alike and the fabric looks the same from every worker (a
+ring rotated by one is the same ring), all workers behave alike. Then only the
+first `size` workers are simulated, and `worker(w)` is w modulo `size`: a transfer
+to the neighbour becomes a transfer to the worker itself, as if it came from the
+neighbour on the other side. Links break ties by message, not by worker, so the
+order on every link, and with it all times, are those of the full simulation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.engine.services import NO_LINK, NO_TAG, Ids
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.switches import HostShape
+
+__all__ = ["Hosts", "Routes", "Topology"]
+
+Hosts = NDArray[np.int64]
+_ONE_WORKER = HostShape()
+
+
+class Routes(NamedTuple):
+    """Routes: their first and last links, and those between [..., hop], NO_LINK where a route has fewer hops."""
+
+    first: Hosts
+    between: Hosts
+    last: Hosts
+
+
+class Topology:
+    """The links of `size` workers and `servers` servers, and the graph that transfers are added to.
+
+    `workers` is the number of workers there are; `ranks` are those simulated.
+    The first axis of everything that is sent counts the fragments, of which
+    fragment i is tagged `tag[i]` (all of them, if there is one tag only).
+    """
+
+    def __init__(self, graph: Graph, network: Network, size: int, servers: int, shape: HostShape = _ONE_WORKER) -> None:
+        self.graph, self.network, self.shape = graph, network, shape
+        self.workers, self.size, self.servers = network.workers, size, servers
+        self.ranks: Hosts = np.arange(size)
+        self.tag = np.array([NO_TAG])
+        self.switches = network.switches
+        self._star = self.switches.one and shape.gpus == 1  # one switch, and all links are those of a host each
+        self._hosts, self._first_server = size + servers, size
+        own = size + np.arange(servers)
+        self._card = np.concatenate([self.ranks // shape.gpus_per_card * shape.gpus_per_card, own])
+        self._chassis = np.concatenate([self.ranks // shape.gpus, own])
+        leaf_of_worker, leaf_of_server = self.switches.leaf_of_worker, self.switches.leaf_of_server
+        self._leaf = np.concatenate([leaf_of_worker(self._card[:size]), leaf_of_server(np.arange(servers))])
+        self._s_per_byte = np.concatenate(
+            [
+                np.repeat(network.host_s_per_byte(size, servers), 2),
+                np.full(2 * self._hosts, 8 / network.local_bandwidth_bps),
+                self.switches.s_per_byte(network.s_per_byte),
+            ]
+        )
+
+    @property
+    def numbers(self) -> Hosts:
+        """The number of each rank's worker in the network."""
+        return self.ranks
+
+    @property
+    def members(self) -> Hosts:
+        """The number of workers that each rank stands for."""
+        return np.full(self.size, self.workers // self.size)
+
+    @property
+    def num_events(self) -> int:
+        """The number of services that are simulated."""
+        return self.graph.num_services
+
+    def tagged(self, tag: NDArray[np.int64]) -> Topology:
+        """The same topology on the same graph, for fragments with these tags."""
+        other = copy.copy(self)
+        other.tag = tag
+        return other
+
+    def _tags(self, shape: tuple[int, ...]) -> NDArray[np.int64]:
+        return np.broadcast_to(self.tag.reshape(-1, *[1] * (len(shape) - 1)), shape)
+
+    # Links: out of and into each card, each worker inside its host, and those between switches.
+
+    @property
+    def num_links(self) -> int:
+        return len(self._s_per_byte)
+
+    def out_link(self, host: ArrayLike) -> Hosts:
+        card: Hosts = self._card[np.asarray(host)]
+        return 2 * card
+
+    def in_link(self, host: ArrayLike) -> Hosts:
+        return self.out_link(host) + 1
+
+    def _local_out_link(self, host: Hosts) -> Hosts:
+        return 2 * (self._hosts + host)
+
+    def _local_in_link(self, host: Hosts) -> Hosts:
+        return 2 * (self._hosts + host) + 1
+
+    def links_of(self, kind: str, number: int) -> list[int]:
+        """The links of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine, in both directions.
+
+        Numbers are those of a network all of whose workers are simulated.
+        """
+        if kind in ("uplink", "spine"):
+            above = self.switches.links_of_leaf(number) if kind == "uplink" else self.switches.links_of_spine(number)
+            found: list[int] = (4 * self._hosts + above).tolist()
+            return found
+        host = self.network.workers + number if kind == "server" else number
+        return [int(self.out_link(host)), int(self.in_link(host))]
+
+    def s_per_byte(self) -> NDArray[np.float64]:
+        """Seconds that a byte takes on each link."""
+        return self._s_per_byte
+
+    def worker(self, rank: ArrayLike) -> Hosts:
+        """The host of a worker; `rank` may be any whole number, which is taken modulo the number of workers."""
+        return np.asarray(rank) % self.workers % self.size
+
+    def server(self, index: ArrayLike) -> Hosts:
+        """The host of a server."""
+        return self.size + np.asarray(index)
+
+    def send(
+        self,
+        source: ArrayLike,
+        target: ArrayLike,
+        nbytes: ArrayLike,
+        after: Iterable[Ids],
+        *,
+        key: ArrayLike,
+        adds: bool = False,
+    ) -> Ids:
+        """Send from hosts to hosts once all of `after` have ended; return services that end when the last byte arrives.
+
+        All arrays are broadcast. Of the transfers that are ready on a link at the
+        same time, the one with the smallest `key` goes first. With `adds`, the
+        target adds the bytes to its own, and the services end when it has done
+        so.
+        """
+        after = list(after)
+        source, target, nbytes, key, *_ = np.broadcast_arrays(source, target, nbytes, key, *after)
+        self.graph.check_room(2 * nbytes.size)
+        out, inbound = self._transfers(self._routes(source, target, (source, target)), nbytes, key, adds)
+        for before in after:
+            self.graph.edge(before, out)
+        return inbound
+
+    def pass_around(
+        self,
+        target: Hosts,
+        come_from: Hosts,
+        nbytes: NDArray[np.float64],
+        begin: Ids,
+        steps: int,
+        *,
+        key: ArrayLike,
+        adds: bool = False,
+        local: bool | None = None,
+    ) -> Ids:
+        """Send in rounds, in each of which every rank forwards the bytes that it received in the round before.
+
+        Rank r starts when `begin[:, r]` has ended, sends `nbytes[:, None]` bytes to
+        host `target[r]` and receives from rank `come_from[r]`. With `adds`, it adds
+        its own bytes to those it received, so it forwards nothing before
+        `begin[:, r]` has ended. `local` says whether all of it stays inside the
+        hosts (None: as the numbers say, which is not known where one host stands
+        for all). Returns [fragment, step, rank]: services that end when the rank has
+        received the bytes of the step.
+        """
+        shape = (len(begin), steps, self.size)
+        self.graph.check_room(2 * math.prod(shape))
+        sizes, keys = nbytes[:, None, None], np.asarray(key)[:, None, None]
+        routes = self._routes(self.ranks, target, (self.ranks, target), local)
+        out, inbound = self._transfers(routes, np.broadcast_to(sizes, shape), keys, adds)
+        arrived = inbound[:, :, come_from]
+        if steps:
+            self.graph.edge(begin, out[:, 0])
+            self.graph.edge(arrived[:, :-1], out[:, 1:])
+            if adds and self.size > 1:  # with one rank, its own chunk comes later anyway
+                self.graph.edge(begin[:, None], out[:, 1:])
+        return arrived
+
+    def all_to_all(
+        self, nbytes: NDArray[np.float64], begin: Ids, *, key: ArrayLike, adds: bool = False, multicast: bool = False
+    ) -> Ids:
+        """Send `nbytes` from every rank to every other; return services that end when a rank has received them all.
+
+        Rank r starts when `begin[:, r]` has ended, with the neighbour on the right,
+        then the one after it, and so on: no worker receives two at once. With
+        `multicast`, it sends once for all. With `adds`, it adds up what it received, at the
+        end. The services do not end before `begin`.
+        """
+        ranks, steps = self.ranks[:, None], np.arange(1, self.workers)
+        targets, key = self.worker(ranks + steps), np.asarray(key)[:, None]
+        if not len(steps):
+            return begin
+        if multicast:
+            sent = self.multicast(self.ranks, targets, nbytes[:, None], [begin], key=key)
+        else:
+            sizes = nbytes[:, None, None]
+            sent = self.send(ranks, targets, sizes, [begin[..., None]], key=key[..., None])
+        mine = sent[:, self.worker(ranks - steps), steps - 1]
+        received = self.graph.join(np.concatenate([mine, begin[..., None]], axis=-1))
+        if not (adds and self.network.reduce_s_per_byte):
+            return received
+        summed = self.graph.add(received.shape, work_s=self.network.reduce_s_per_byte * nbytes[:, None] * len(steps))
+        self.graph.edge(received, summed)
+        return summed
+
+    def _routes(
+        self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
+    ) -> Routes:
+        """The links from hosts to hosts ([Note: routes]); `flow` names the flow, for the choice of its path."""
+        if self._star:
+            return Routes(self.out_link(source), np.empty((1, 0), np.int64), self.in_link(target))
+        source, target = np.broadcast_arrays(source, target)
+        if local is None:
+            inside = (self._chassis[source] == self._chassis[target]) & (self.shape.gpus > 1)
+        else:
+            inside = np.full(source.shape, local)
+        first, last = self.out_link(source), self.in_link(target)
+        here, there = self._leaf[source], self._leaf[target]
+        if self.switches.connected:
+            above = self.switches.path(here, there, self.switches.choice(*flow))
+            between = np.where(above == NO_LINK, NO_LINK, above + 4 * self._hosts)
+        else:
+            # A worker sends by way of the GPU of its host that is on the other leaf, and receives so from a server.
+            crosses, sends = here != there, source < self._first_server
+            relay = np.where(sends, self._on_leaf(source, there), self._on_leaf(target, here))
+            into = np.where(sends, self._local_in_link(relay), self.in_link(relay))
+            outof = np.where(sends, self.out_link(relay), self._local_out_link(relay))
+            first = np.where(crosses & sends, self._local_out_link(source), first)
+            last = np.where(crosses & ~sends, self._local_in_link(target), last)
+            between = np.where(crosses[..., None], np.stack([into, outof], axis=-1), NO_LINK)
+        if inside.any():
+            first = np.where(inside, self._local_out_link(source), first)
+            last = np.where(inside, self._local_in_link(target), last)
+            between = np.where(inside[..., None], NO_LINK, between)
+        return Routes(first, between, last)
+
+    def _on_leaf(self, worker: Hosts, leaf: Hosts) -> Hosts:
+        """The worker of the same host whose card is on this leaf, on rails; of a server, any number of a host."""
+        gpus, gpus_per_card = self.shape
+        found: Hosts = worker // gpus * gpus + leaf * gpus_per_card + worker % gpus_per_card
+        return np.minimum(found, self._hosts - 1)
+
+    def _services(
+        self, link: Hosts, nbytes: ArrayLike, key: ArrayLike, *, tag: ArrayLike, adds: ArrayLike = False
+    ) -> Ids:
+        """Services that carry bytes over links; on the way out of a card, the latency is added, and a send is made."""
+        leaves_host = (link < 2 * self._hosts) & (link % 2 == 0)
+        reduce_s = np.where(adds, self.network.reduce_s_per_byte * np.asarray(nbytes), 0.0)
+        return self.graph.add(
+            np.shape(link),
+            link=link,
+            work_s=nbytes * self._s_per_byte[link] + np.where(leaves_host, self.network.sending_s, 0.0),
+            delay_s=np.where(leaves_host, self.network.on_the_way_s, reduce_s),
+            key=key,
+            tag=tag,
+        )
+
+    def _transfers(self, routes: Routes, nbytes: NDArray[np.float64], key: ArrayLike, adds: bool) -> tuple[Ids, Ids]:
+        """Add the services of transfers; return those on the first and the last links. `nbytes` has the full shape."""
+        shape, key, tag = nbytes.shape, np.asarray(key), self._tags(nbytes.shape)
+        ends = np.broadcast_to(np.stack([routes.first, routes.last], axis=-1), (*shape, 2))
+        # Outgoing and incoming services alternate: the engine runs them one after the other.
+        both = self._services(ends, nbytes[..., None], key[..., None], tag=tag[..., None], adds=[False, adds])
+        out, inbound = both[..., 0], both[..., 1]
+        last = out
+        for hop in range(routes.between.shape[-1]):
+            link = np.broadcast_to(routes.between[..., hop], shape)
+            there = link != NO_LINK
+            carried = self._services(link[there], nbytes[there], np.broadcast_to(key, shape)[there], tag=tag[there])
+            self.graph.edge(last[there], carried, cut_through=self.network.cut_through)
+            last = last.copy()
+            last[there] = carried
+        self.graph.edge(last, inbound, cut_through=self.network.cut_through)
+        return out, inbound
+
+    def _tree(
+        self, routes: Routes, nbytes: NDArray[np.float64], key: NDArray[np.int64], *, cut_through: bool
+    ) -> tuple[Ids, Ids]:
+        """Add the services of trees, one for each link that routes of the message cross; return the first and the last.
+
+        `nbytes` and `key` are those of the messages, and routes [message, ..., route] those between their hosts.
+        """
+        if self._star:
+            tag = self._tags((*nbytes.shape, 1))
+            first, last = (self._services(link, nbytes[..., None], key[..., None], tag=tag) for link in routes[::2])
+            self.graph.edge(first, last, cut_through=cut_through)
+            return first, last
+        shape = routes.first.shape
+        links = np.concatenate([routes.first[None], routes.last[None], np.moveaxis(routes.between, -1, 0)])
+        crossed = links != NO_LINK
+        message = np.broadcast_to(np.arange(nbytes.size).reshape(*nbytes.shape, 1), shape)
+        named = (message * self.num_links + links)[crossed]
+        found, at, which = np.unique(named, return_index=True, return_inverse=True)
+        in_order = np.argsort(at)  # first links come first, as in transfers
+        message, link = np.divmod(found[in_order], self.num_links)
+        tag = self._tags(nbytes.shape).reshape(-1)
+        added = self._services(link, nbytes.reshape(-1)[message], key.reshape(-1)[message], tag=tag[message])
+        by_name = np.empty_like(added)
+        by_name[in_order] = added
+        ids = np.full(links.shape, -1, np.int32)
+        ids[crossed] = by_name[which]
+        first, last, *between = ids
+        before = first
+        pairs = []
+        for after in (*between, last):
+            there = after >= 0
+            pairs.append((before[there], after[there]))
+            before = np.where(there, after, before)
+        befores, afters = (np.concatenate(side) for side in zip(*pairs, strict=True))
+        self._edges_once(befores, afters, cut_through=cut_through)
+        return first, last
+
+    def _edges_once(self, before: Ids, after: Ids, *, cut_through: bool = False) -> None:
+        """Let `after` wait for `before`; two services that are named several times are joined by one edge."""
+        if self._star:  # where no route shares a link with another one, each pair is named once
+            self.graph.edge(before, after, cut_through=cut_through)
+            return
+        befores, afters = np.broadcast_arrays(before, after)
+        pairs = np.unique(befores.astype(np.int64) << 32 | afters)
+        self.graph.edge((pairs >> 32).astype(np.int32), pairs.astype(np.int32), cut_through=cut_through)
+
+    def multicast(
+        self, source: ArrayLike, targets: ArrayLike, nbytes: ArrayLike, after: Iterable[Ids], *, key: ArrayLike
+    ) -> Ids:
+        """Send from a host to all along the last axis of `targets`; return what ends when each has all bytes.
+
+        Workers that share a card get the bytes with it.
+        """
+        after = list(after)
+        source, nbytes, key, *_ = np.broadcast_arrays(source, nbytes, key, *after)
+        targets = np.broadcast_to(targets, (*nbytes.shape, np.shape(targets)[-1]))
+        self.graph.check_room(targets.size)
+        root = source[..., None]
+        first, last = self._tree(
+            self._routes(root, targets, (root, root)), nbytes, key, cut_through=self.network.cut_through
+        )
+        for before in after:
+            self._edges_once(before[..., None], first)
+        return last
+
+    def aggregate(
+        self, sources: ArrayLike, target: ArrayLike, nbytes: ArrayLike, after: Ids, *, key: ArrayLike, cut_through: bool
+    ) -> Ids:
+        """Send from the hosts along the last axis of `sources` to one host; switches add up the bytes on the way.
+
+        Source i waits for `after[..., i]`. A switch waits for the whole message
+        of its last source, or, with `cut_through`, only for its first byte. Workers
+        that share a card add up before it.
+        """
+        target, nbytes, key = np.broadcast_arrays(target, nbytes, key)
+        self.graph.check_room(after.size)
+        root = target[..., None]
+        routes = self._routes(np.broadcast_to(sources, after.shape), root, (root, root))
+        first, last = self._tree(routes, nbytes, key, cut_through=cut_through)
+        self._edges_once(after, first)
+        return last[..., 0]

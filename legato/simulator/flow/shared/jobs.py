@@ -1,0 +1,413 @@
+"""Several training jobs on one network: how long an iteration of each takes alone on its hosts, and beside the others.
+
+Every job has its own workload, plan, fabric and hosts. Where transfers of several jobs
+need a link, of a host or of a rack, they share it. The jobs are one graph, which the
+engine runs as it runs that of one job.
+
+[Note: the window]
+Jobs have different periods, and what they do to one another depends on the phases in
+which they meet. So every job runs many iterations, and those with short periods run
+more: all jobs run at least until the one with the longest period would be through with
+its `iterations` if it were alone. What counts is the *window*. It ends when the first
+job ends its last iteration but one (workers that are through with an iteration begin the
+next one before it ends), and begins when a quarter of the time since the last job began
+has passed. Within it all jobs run all the time. The iteration time of a job is
+the mean over its iterations between the first and the last end in the window, and its
+time alone is that of the very same iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.errors import InputError, TooLargeError
+from legato.core.plan import Plan
+from legato.core.timeline import Span, Timeline
+from legato.core.workload import Workload
+from legato.simulator.flow.engine.graph import MOST_FAIR_SERVICES, Graph
+from legato.simulator.flow.engine.services import Ids, Services
+from legato.simulator.flow.fabrics import Fabric
+from legato.simulator.flow.fabrics import fabric as fabric_named
+from legato.simulator.flow.fabrics.hierarchical import Hierarchical
+from legato.simulator.flow.iterations.result import FlowResult, IterationTimes, iteration_end_s
+from legato.simulator.flow.iterations.run import Case, checked_plan, run_graph
+from legato.simulator.flow.iterations.unroll import Unrolled
+from legato.simulator.flow.network.disturbances import check_numbers
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.switches import HostShape
+from legato.simulator.flow.shared.placement import Placed
+
+__all__ = ["ITERATIONS", "Job", "JobTimes", "SharedNetwork", "SharedTimes", "simulate_jobs"]
+
+#: Iterations of the job with the longest period, unless told otherwise.
+ITERATIONS = 30
+_FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 1000
+#: Iterations of a job while the slowest one has its own.
+_MOST_OF_ONE = 20_000
+_MOST_JOBS = 64
+#: A service takes 64 bytes, is held twice, and has several edges: 3 GB, with priorities 5 GB.
+_MOST_SERVICES = 20_000_000
+_LONGEST_S = 1e9
+#: A timeline is for looking at, and has no more workers of a job than these.
+_MOST_DRAWN = 32
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job on a network that jobs share.
+
+    `hosts[w]` is the host of worker w: that of worker `hosts[w]` of the network, with its link and its speed; where
+    hosts have several GPUs, it is one of these. Workers of several jobs may be on one host. `plan` None means one
+    message per tensor (`plain_plan`). The first iteration begins `shift_s` seconds after the start of the simulation.
+    With a `pace_s`, iteration k does not begin before `shift_s` + k * `pace_s`: the job keeps its phase. Without one,
+    it begins an iteration as soon as it can. Links serve the transfers of jobs with a higher `priority` first.
+
+    Raises `InputError` on values out of range.
+    """
+
+    name: str
+    workload: Workload
+    hosts: tuple[int, ...]
+    fabric: Fabric | str = "ring"
+    plan: Plan | None = None
+    shift_s: float = 0.0
+    pace_s: float = 0.0
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.hosts or len(set(self.hosts)) < len(self.hosts):
+            raise InputError(f"{self.name}: {len(self.hosts)} hosts (expected at least one, and each of them once)")
+        for name in ("shift_s", "pace_s"):
+            if not 0 <= getattr(self, name) <= _LONGEST_S:
+                raise InputError(f"{self.name}: {name} {getattr(self, name)} (expected 0 to {_LONGEST_S:.0e} seconds)")
+
+    def machines(self, network: Network, number: int) -> Network:
+        """The hosts of this job, the `number`-th on a network, as a network of its own behind one switch.
+
+        They have several GPUs if the job has whole hosts. Its seed is that of `network`, plus `number`; nothing is
+        disturbed.
+        """
+        shape = network.host_shape if self._has_whole_hosts(network) else HostShape()
+        return replace(
+            network,
+            workers=len(self.hosts),
+            gpus_per_host=shape.gpus,
+            gpus_per_card=shape.gpus_per_card,
+            topology="leaf-spine",
+            racks=1,
+            spines=1,
+            ports=None,
+            core_oversubscription=1.0,
+            link_scale=tuple(network.link_scale[h] for h in self.hosts) if network.link_scale else (),
+            compute_scale=tuple(network.compute_scale[h] for h in self.hosts) if network.compute_scale else (),
+            seed=network.seed + number,
+            disturbances=(),
+        )
+
+    def _has_whole_hosts(self, network: Network) -> bool:
+        """Whether the workers are all GPUs of hosts, host by host in the order of the network."""
+        gpus, hosts = network.gpus_per_host, np.array(self.hosts)
+        if len(hosts) % gpus:
+            return False
+        by_host = hosts.reshape(-1, gpus)
+        return bool((by_host == by_host[:, :1] // gpus * gpus + np.arange(gpus)).all())
+
+    def case(self, network: Network, number: int) -> Case:
+        """One iteration of this job on its `machines`.
+
+        Raises `InputError` on hosts or a fabric that do not fit, and `PlanError` on a plan that does not fit the
+        workload.
+        """
+        if not 0 <= min(self.hosts) <= max(self.hosts) < network.workers:
+            raise InputError(f"{self.name}: host {max(self.hosts)} (expected 0 to {network.workers - 1})")
+        fabric = fabric_named(self.fabric)
+        if isinstance(fabric, Hierarchical) and network.gpus_per_host == 1:
+            raise InputError(f"{self.name}: hierarchical on a shared network (expected gpus_per_host above 1)")
+        if isinstance(fabric, Hierarchical) and not self._has_whole_hosts(network):
+            gpus = network.gpus_per_host
+            raise InputError(f"{self.name}: hierarchical on parts of hosts (expected all {gpus} GPUs of each host)")
+        plan = checked_plan(self.plan, self.workload, fabric)
+        return Case([self.workload], plan, fabric, self.machines(network, number), 1, alike=False)
+
+
+@dataclass(frozen=True)
+class JobTimes:
+    """What a job does in the window; seconds.
+
+    `alone_s` and `iteration_s` are the mean times of an iteration alone on the same hosts, where nothing is disturbed,
+    and beside the other jobs, over `iterations` iterations; the shortest and the longest of these took `shortest_s` and
+    `longest_s`. `utilization` is the share of its time in which a worker computes, as a mean over the workers. If a job
+    ends fewer than two iterations in the window, it starves: then all but `alone_s` is None.
+    """
+
+    name: str
+    workers: int
+    alone_s: float
+    iterations: int = 0
+    iteration_s: float | None = None
+    shortest_s: float | None = None
+    longest_s: float | None = None
+    utilization: float | None = None
+
+    @property
+    def slowdown(self) -> float | None:
+        """`iteration_s` / `alone_s`."""
+        return None if self.iteration_s is None else self.iteration_s / self.alone_s
+
+
+@dataclass(frozen=True)
+class SharedTimes:
+    """What all jobs do in the window from `begin_s` to `end_s`, in seconds from the start.
+
+    `ends_s[j]` has the ends of all iterations of job j.
+    """
+
+    begin_s: float
+    end_s: float
+    jobs: tuple[JobTimes, ...]
+    ends_s: tuple[Times, ...]
+    unrolled: Sequence[Unrolled] = field(repr=False)
+    records: NDArray[Any] = field(repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        """The mean of the jobs' slowdowns; infinite if one of them starves."""
+        every = [job.slowdown for job in self.jobs]
+        return math.fsum(math.inf if one is None else one for one in every) / len(every)
+
+    @property
+    def utilization(self) -> float:
+        """The share of the workers' time in which they compute, over all jobs; a job that starves counts as 0."""
+        workers = sum(job.workers for job in self.jobs)
+        return math.fsum(job.workers * (job.utilization or 0.0) for job in self.jobs) / workers
+
+    def timelines(self) -> tuple[Timeline, ...]:
+        """What each job does from one moment on, for as long as one of its iterations takes.
+
+        It is the same moment for all jobs: the last end of an iteration of the first job after which there is time
+        enough in the window. A job that starves has no timeline.
+        """
+        longest_s = max(job.iteration_s or 0.0 for job in self.jobs)
+        moments = [t for t in self.ends_s[0].tolist() if self.begin_s <= t <= self.end_s - longest_s]
+        from_s = max(moments, default=self.begin_s)
+        return tuple(self._timeline(i, from_s) for i, job in enumerate(self.jobs) if job.iteration_s is not None)
+
+    def _timeline(self, i: int, from_s: float) -> Timeline:
+        unrolled, ends_s, iteration_s = self.unrolled[i], self.ends_s[i], self.jobs[i].iteration_s or 0.0
+        topology, until_s = unrolled.topology, from_s + iteration_s
+        runs = [IterationTimes.of(run, self.records) for run in unrolled.iterations]
+        first = int(np.searchsorted(ends_s, from_s, side="right"))
+        last = int(np.searchsorted(ends_s, until_s)) + 1  # an iteration may begin before the one before it has ended
+        spans = []
+        for k in range(first, min(last + 1, len(runs))):
+            found = FlowResult.of(unrolled, runs[: k + 1])
+            for rank, lane, label, start, end, *rest in found.spans(range(min(topology.size, _MOST_DRAWN))):
+                if start < until_s and from_s < end:
+                    times = max(start, from_s) - from_s, min(end, until_s) - from_s
+                    spans.append(Span(rank, lane, label, *times, *rest))
+        spans.sort(key=lambda span: (span.worker, span.start_s, span.end_s))
+        return Timeline(self.jobs[i].name, "predicted", iteration_s, tuple(spans), job=self.jobs[i].name)
+
+
+class _Alone(NamedTuple):
+    """The ends of a job's iterations alone, and the seconds per iteration in which its busiest link is busy."""
+
+    ends_s: Times
+    busiest_s: float
+
+
+class SharedNetwork:
+    """Jobs on a network, as one graph, which can be run again with other shifts.
+
+    Disturbances count from the start of the simulation; the numbers of workers are those of the network, and the
+    servers of all jobs are numbered through.
+
+    Raises `InputError` on jobs that do not fit the network, `PlanError` on plans that do not fit their workloads or
+    wait for themselves, and `TooLargeError`, before it is simulated, on what needs more than 20 million services (a
+    million where transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
+    """
+
+    def __init__(self, jobs: Sequence[Job], network: Network, *, iterations: int = ITERATIONS) -> None:
+        if not 1 <= len(jobs) <= _MOST_JOBS:
+            raise TooLargeError(f"{len(jobs)} jobs (expected 1 to {_MOST_JOBS})")
+        if not _FEWEST_ITERATIONS <= iterations <= _MOST_ITERATIONS:
+            raise InputError(f"iterations: {iterations} (expected {_FEWEST_ITERATIONS} to {_MOST_ITERATIONS})")
+        self.jobs, self.network = tuple(jobs), network
+        self._cases = [job.case(network, number) for number, job in enumerate(jobs)]
+        check_numbers(network.disturbances, {"server": sum(case.fabric.servers for case in self._cases)})
+        self._check_size([iterations] * len(jobs))
+        few = [self._simulate_alone(i, _FEWEST_ITERATIONS) for i in range(len(jobs))]
+        #: Seconds of an iteration of each job where there is no other one, with its pace.
+        self.period_s = [
+            max(float(one.ends_s[-1] - one.ends_s[-2]), job.pace_s) for one, job in zip(few, jobs, strict=True)
+        ]
+        self._counts = self._enough(iterations)
+        self._check_size(self._counts)
+        self._alone = [self._simulate_alone(i, count) for i, count in enumerate(self._counts)]
+        self._unrolled, self._begins, self._services = self._build(range(len(jobs)), self._counts, wait=True)
+
+    def _enough(self, iterations: int) -> list[int]:
+        """The number of iterations of each job; a shift may be as long as the period of its job."""
+        for job, period in zip(self.jobs, self.period_s, strict=True):
+            if period <= 0:
+                raise InputError(f"{job.name}: its iterations take no time (expected computation or messages)")
+        shift_s = [max(job.shift_s, period) for job, period in zip(self.jobs, self.period_s, strict=True)]
+        until_s = iterations * max(self.period_s) + max(shift_s)
+        counts = [math.ceil(until_s / period) + 2 for period in self.period_s]
+        for job, count in zip(self.jobs, counts, strict=True):
+            if count > _MOST_OF_ONE:
+                raise TooLargeError(
+                    f"{job.name}: {count:,} iterations while the slowest job has {iterations} "
+                    f"(expected at most {_MOST_OF_ONE:,})"
+                )
+        return counts
+
+    def _check_size(self, counts: Sequence[int]) -> None:
+        """Raise `TooLargeError` if so many iterations of each job have too many services, as far as can be counted."""
+        total = 0
+        for case, count in zip(self._cases, counts, strict=True):
+            workers, ops = case.network.workers, len(case.workloads[0].ops)
+            # Workers that share a card have transfers in common; where a job has parts of hosts, its case shows none.
+            cards = workers * case.network.gpus_per_card // self.network.gpus_per_card
+            services = replace(case, iterations=count).services(cards)
+            total += max(services, count * workers * len(case.plan.messages), workers * ops)
+        self._graph().check_room(total)
+
+    def _graph(self) -> Graph:
+        return Graph(MOST_FAIR_SERVICES if self.network.sharing == "fair" else _MOST_SERVICES)
+
+    @property
+    def num_services(self) -> int:
+        return len(self._services.records)
+
+    @property
+    def intensity(self) -> list[float]:
+        """The GPU intensity of each job (Crux, SIGCOMM 2024): computation over communication of an iteration.
+
+        Computation is in seconds, of all workers together; communication is the time in which the job's busiest link
+        is busy with it. Infinite for a job that does not communicate.
+        """
+        found = []
+        for case, unrolled, alone in zip(self._cases, self._unrolled, self._alone, strict=True):
+            compute_s = _compute_s(unrolled, 0, len(unrolled.slowdown)) * case.network.workers
+            found.append(compute_s / alone.busiest_s if alone.busiest_s > 0 else math.inf)
+        return found
+
+    @property
+    def priority_by_intensity(self) -> list[int]:
+        """Priorities that let the jobs with the highest GPU intensity go first, as Crux does.
+
+        1 is the lowest one; jobs with the same intensity (to nine digits) have the same priority.
+        """
+        rounded = [float(f"{one:.9g}") for one in self.intensity]
+        levels = sorted(set(rounded))
+        return [levels.index(one) + 1 for one in rounded]
+
+    def run(self, shift_s: Sequence[float] | None = None, priority: Sequence[int] | None = None) -> SharedTimes:
+        """Simulate the jobs, with the shifts and the priorities given instead of their own."""
+        shifts = [job.shift_s for job in self.jobs] if shift_s is None else list(shift_s)
+        records = self._services.records.copy()
+        for job, begin, shift in zip(self.jobs, self._begins, shifts, strict=True):
+            records["work_s"][begin] = shift + job.pace_s * np.arange(len(begin))
+        levels = [job.priority for job in self.jobs] if priority is None else list(priority)
+        self._run(self._services._replace(records=records), self._unrolled, self._of_services(levels))
+        ends = tuple(_ends_s(unrolled, records) for unrolled in self._unrolled)
+        end_s = min(float(one[-2]) for one in ends)
+        begin_s = max(shifts) + (end_s - max(shifts)) / 4
+        times = tuple(self._times(i, one, records, begin_s, end_s) for i, one in enumerate(ends))
+        return SharedTimes(begin_s, end_s, times, ends, self._unrolled, records)
+
+    def _times(self, i: int, ends_s: Times, records: NDArray[Any], begin_s: float, end_s: float) -> JobTimes:
+        name, workers, alone_s = self.jobs[i].name, len(self.jobs[i].hosts), self._alone[i].ends_s
+        inside = np.flatnonzero((begin_s <= ends_s) & (ends_s <= end_s))
+        if len(inside) < 3:
+            return JobTimes(name, workers, float(alone_s[-1] - alone_s[0]) / (len(alone_s) - 1))
+        first, last, count = int(inside[0]), int(inside[-1]), len(inside) - 1
+        iteration_s, each = float(ends_s[last] - ends_s[first]) / count, np.diff(ends_s[inside])
+        return JobTimes(
+            name,
+            workers,
+            alone_s=float(alone_s[last] - alone_s[first]) / count,
+            iterations=count,
+            iteration_s=iteration_s,
+            shortest_s=float(each.min()),
+            longest_s=float(each.max()),
+            utilization=_computed_s(self._unrolled[i], records, first + 1, last + 1) / iteration_s,
+        )
+
+    def _simulate_alone(self, i: int, count: int) -> _Alone:
+        """So many iterations of a job that is alone on its hosts, begins at 0, keeps no pace and is not disturbed."""
+        (unrolled,), _, services = self._build([i], [count], wait=False)
+        self._run(services, [unrolled])
+        wired = services.records["link"] >= 0
+        busy_s = np.bincount(services.records["link"][wired], services.records["work_s"][wired])
+        return _Alone(_ends_s(unrolled, services.records), float(busy_s.max(initial=0.0)) / count)
+
+    def _build(
+        self, chosen: Sequence[int], counts: Sequence[int], *, wait: bool
+    ) -> tuple[list[Unrolled], list[Ids], Services]:
+        """The graph of so many iterations of each chosen job, and the services that their iterations `wait` for.
+
+        Without these, nothing is disturbed.
+        """
+        graph, unrolled, begins = self._graph(), [], []
+        servers = [case.fabric.servers for case in self._cases]
+        network = self.network if wait else replace(self.network, disturbances=())
+        for i, count in zip(chosen, counts, strict=True):
+            topology = Placed(
+                graph,
+                network,
+                self.jobs[i].hosts,
+                servers=servers[i],
+                first_server=sum(servers[:i]),
+                all_servers=sum(servers),
+                seed=self._cases[i].network.seed,
+            )
+            begins.append(graph.add(((count if self.jobs[i].pace_s else 1) if wait else 0,)))
+            unrolled.append(replace(self._cases[i], iterations=count).unroll(topology, begins[-1]))
+        return unrolled, begins, graph.freeze(unrolled[0].topology.num_links)
+
+    def _of_services(self, levels: Sequence[int]) -> NDArray[np.int64] | None:
+        """The priority of every service; None if all jobs have the same. Services of a job are neighbours."""
+        if len(set(levels)) == 1:
+            return None
+        starts = [int(begin[0]) for begin in self._begins]
+        ranked = {level: rank for rank, level in enumerate(sorted(set(levels)))}
+        return np.repeat([ranked[level] for level in levels], np.diff([*starts, self.num_services]))
+
+    def _run(self, services: Services, unrolled: Sequence[Unrolled], priority: NDArray[np.int64] | None = None) -> None:
+        computing = [half for one in unrolled for half in one.computing]
+        run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
+
+
+def simulate_jobs(jobs: Sequence[Job], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:
+    """Simulate jobs that share a network. Arguments and errors are those of `SharedNetwork`."""
+    return SharedNetwork(jobs, network, iterations=iterations).run()
+
+
+def _ends_s(unrolled: Unrolled, records: NDArray[Any]) -> Times:
+    runs = (IterationTimes.of(run, records) for run in unrolled.iterations)
+    return np.array([iteration_end_s(unrolled.fabric, run) for run in runs])
+
+
+def _compute_s(unrolled: Unrolled, first: int, last: int) -> float:
+    """Seconds in which a worker computes in an iteration, the mean over the workers and the iterations in the range."""
+    each_s = unrolled.forward.duration_s.sum(axis=1) + unrolled.backward.duration_s.sum(axis=1)
+    return float((each_s * unrolled.slowdown[first:last]).mean())
+
+
+def _computed_s(unrolled: Unrolled, records: NDArray[Any], first: int, last: int) -> float:
+    """The same after the engine has run, where computation may be slower for a while."""
+    if not unrolled.disturbed:
+        return _compute_s(unrolled, first, last)
+    halves = [half for run in unrolled.iterations[first:last] for half in (run.forward, run.backward)]
+    each_s = [(records["end_s"][ids] - records["begin_s"][ids]).sum(axis=0).mean() for ids in halves]
+    return float(sum(each_s)) / (last - first)

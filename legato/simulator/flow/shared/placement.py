@@ -1,0 +1,96 @@
+"""Where the workers of several jobs are: on which hosts of one network, and the links that they share there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from legato.core.errors import InputError, unknown_name
+from legato.core.text import count
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.network.network import Network
+from legato.simulator.flow.network.topology import Hosts, Routes, Topology
+
+__all__ = ["PLACEMENTS", "Placed", "Placement", "num_hosts", "place"]
+
+#: How jobs are placed: one after the other; alternately over racks; anyhow; all of them on the same hosts.
+Placement = Literal["packed", "spread", "random", "together"]
+PLACEMENTS: tuple[Placement, ...] = ("packed", "spread", "random", "together")
+
+
+def num_hosts(workers: Sequence[int], how: Placement, gpus_per_host: int = 1) -> int:
+    """The number of hosts that jobs with so many `workers` take."""
+    return -(-_places(workers, how) // gpus_per_host)
+
+
+def _places(workers: Sequence[int], how: Placement) -> int:
+    return max(workers, default=0) if how == "together" else sum(workers)
+
+
+def place(workers: Sequence[int], how: Placement, network: Network) -> list[tuple[int, ...]]:
+    """Where the workers of each job are, in the order of its workers: at the places of these workers of `network`.
+
+    "packed" places one job after the other on neighbouring hosts. "spread" deals out hosts, first the first one of
+    every leaf (of a rack; on rails, where all hosts are connected to the same leaves, it is "packed"), then the second
+    ones: neighbours of a ring are in different racks. "random" draws hosts from `network.seed`. All three fill a host
+    before the next one, so that two jobs share one where the workers of the first do not fill it. "together" puts
+    worker w of every job at place w: they share its link. Raises `InputError` on an unknown placement, and if there is
+    too little room.
+    """
+    if how not in PLACEMENTS:
+        raise unknown_name("placement of jobs", how, PLACEMENTS)
+    if (wanted := _places(workers, how)) > network.workers:
+        noun = "host" if network.gpus_per_host == 1 else "GPU"
+        raise InputError(f"{count(wanted, 'worker')} of jobs on {count(network.workers, noun)} (expected one each)")
+    if how == "together":
+        return [tuple(range(count)) for count in workers]
+    hosts = np.arange(network.workers).reshape(-1, network.gpus_per_host)
+    if how == "random":
+        hosts = np.random.default_rng(network.seed).permutation(hosts)
+    elif how == "spread":
+        leaf = network.switches.leaf_of_worker(hosts[:, 0])
+        on_leaf = np.arange(len(leaf)) - np.searchsorted(leaf, leaf)
+        hosts = hosts[np.lexsort((leaf, on_leaf))]
+    places, ends = hosts.ravel().tolist(), np.cumsum(workers)
+    return [tuple(places[end - count : end]) for end, count in zip(ends, workers, strict=True)]
+
+
+class Placed(Topology):
+    """The hosts of one job on a network that jobs share. Its workers and servers are numbered from 0, as if alone.
+
+    `hosts` are those of its workers; of `all_servers` servers of all jobs, its own begin with `first_server`. ECMP
+    chooses the paths of its flows by `seed`: jobs have connections of their own.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        network: Network,
+        hosts: Iterable[int],
+        *,
+        servers: int,
+        first_server: int,
+        all_servers: int,
+        seed: int,
+    ) -> None:
+        super().__init__(graph, network, network.workers, all_servers, network.host_shape)
+        self.switches = replace(self.switches, seed=seed)
+        workers = np.fromiter(hosts, np.int64)
+        self.workers = self.size = len(workers)
+        self.servers, self.ranks = servers, np.arange(len(workers))
+        self._host = np.concatenate([workers, network.workers + first_server + np.arange(servers)])
+
+    @property
+    def numbers(self) -> Hosts:
+        return self._host[: self.size]
+
+    def _routes(
+        self, source: Hosts, target: Hosts, flow: tuple[ArrayLike, ArrayLike], local: bool | None = None
+    ) -> Routes:
+        """The routes between the job's hosts, whose numbers say what is `local`."""
+        begin, end = (self._host[np.asarray(host)] for host in flow)
+        return super()._routes(self._host[source], self._host[target], (begin, end))
