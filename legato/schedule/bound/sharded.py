@@ -28,31 +28,23 @@ class Update(Argument, frozen=True, tag="update"):
     @classmethod
     def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
         """What each op proves, but for those that cannot prove more than `beat`."""
-        if not problem.sharded:
-            return
-        for op, tensors in _reads(problem).items():
-            alone = (
-                2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
-            )  # all of them in one message
-            if alone + sum(max(of[t] for t in tensors) for of in (problem.release, problem.tail)) > beat:
+        for op in problem.every.phase_ops("optimizer") if problem.sharded else ():
+            if not (tensors := Period.of(problem.every).reads[op]):
+                continue
+            alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
+            latest = sum(max(of[t] for t in tensors) for of in (problem.release, problem.tail))
+            if alone + latest > beat:  # all of them in one message take as long
                 yield cls(op).proved(problem)
 
     def proves(self, problem: Problem) -> float:
         """f(release times) + d + f(tails), with f for halves."""
         if not problem.sharded:
             raise InputError("certificate: case 'update' without a shard")
-        reads = _reads(problem)
-        if self.op not in reads:
+        tensors = Period.of(problem.every).reads[self.op] if self.op in problem.every.phase_ops("optimizer") else []
+        if not tensors:
             raise InputError(f"certificate: op {self.op} (expected an optimizer op that reads a tensor)")
-        work = problem.half_work(reads[self.op])
-        sent = (finish(near, reads[self.op], work, problem.half) for near in (problem.release, problem.tail))
-        return problem.every.ops[self.op].duration_s + sum(sent)
-
-
-def _reads(problem: Problem) -> dict[int, list[int]]:
-    """By optimizer op, the tensors that it reads."""
-    reads = Period.of(problem.every).reads
-    return {op: sorted(reads[op]) for op in problem.every.phase_ops("optimizer") if reads[op]}
+        work, ends = problem.half_work(tensors), (problem.release, problem.tail)
+        return problem.every.ops[self.op].duration_s + sum(finish(near, tensors, work, problem.half) for near in ends)
 
 
 class Step(Argument, frozen=True, tag="step"):

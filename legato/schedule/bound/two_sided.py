@@ -99,11 +99,11 @@ class DividedHalves:
         intervals = [(first, last)] if first <= last else []  # of c
         while intervals and self.left > 0:
             begin, end = intervals.pop()
-            followed = follow(whole, begin, end, self.sets, self.place, self.left)
-            self.left -= followed.states
-            if followed.cut or (followed.fits and end - begin <= _SHORT * whole):
+            fits, cut, states = follow(whole, begin, end, self.sets, self.place, self.left)
+            self.left -= states
+            if cut or (fits and end - begin <= _SHORT * whole):
                 return True
-            if followed.fits:
+            if fits:
                 middle = (begin + end) // 2
                 intervals += [(begin, middle), (middle, end)]
         return bool(intervals)

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AFTER", "BEFORE", "BOTH", "Followed", "Sets", "follow", "places"]
+__all__ = ["Sets", "follow", "places"]
 
 Ints = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int32]
@@ -52,30 +52,23 @@ class Added(NamedTuple):
     after: int
 
 
-class Followed(NamedTuple):
-    """What was found on the way through the states."""
-
-    fits: bool  # whether the time may suffice
-    cut: bool  # whether there were more states or halves than allowed; then it may
-    states: int  # how many there were
-
-
 def places(count: int) -> Places:
     """The memory that `follow` needs for so many sets: 13 MB for 96."""
     return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
 
 
-def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> Followed:
-    """The states, about `limit` at most, of a schedule of some time whose moment is between `begin` and `end`.
+def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
+    """Whether a schedule may take some time if its moment is between `begin` and `end`; whether that is given up.
 
-    `place` is from `places`.
+    It is if there are about `limit` states, or too many halves; then the time may suffice. The third value is how
+    many states there were. `place` is from `places`.
     """
     room = seconds - int(sets.release[-1]) - int(sets.tail[-1]) - 2 * int(sets.work[-1])
     if room < 2 * sets.half or room >= (_HALVES + 1) * sets.half:
         fits = room >= 2 * sets.half
-        return Followed(fits, fits, 0)
+        return fits, fits, 0
     cut, left, made = _follow(room // sets.half, (end, seconds - begin), sets, place, limit)
-    return Followed(bool(cut or left), bool(cut), int(made))
+    return bool(cut or left), bool(cut), int(made)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]

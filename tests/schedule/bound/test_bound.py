@@ -161,10 +161,10 @@ def test_pairs_on_several_collectives(seed, shard):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_every_sharded_plan(seed, fused):
     """Every grouping, every order of both halves, and every place of the updates, also inside the backward pass."""
-    workload, cluster = layers(seed, count=3 if seed % 4 == 0 else 2, fused=fused)
+    workload, cluster = layers(seed, count=3 if fused or seed % 4 == 0 else 2, fused=fused)
     for step_last in (True, False):
         best, _ = best_sharded(workload, cluster, anywhere=not step_last)
         found = no_argument_beats(best, workload, cluster, shard="optimizer", step_last=step_last)
@@ -193,8 +193,12 @@ def test_messages_that_cost_nothing_or_only_their_start(seed):
 def test_no_random_plan_is_faster(data, workload, cluster, setting, kind):
     compute, order = setting
     orders = data.draw(st.sampled_from([None, op_orders(workload, captured=order == "captured")]))
-    drawn = {"plans": plans, "pairs": paired_plans, "shard": sharded_plans}[kind]
+    drawn = {"plans": plans, "pairs": paired_plans, "shard": sharded_plans, "wire": plans}[kind]
     plan = data.draw(drawn(workload, cluster, op_order=orders))
+    if kind == "wire":
+        wires = st.sampled_from([None, "bf16", "fp16"])
+        plan = replace(plan, messages=tuple(replace(m, wire=data.draw(wires)) for m in plan.messages))
+        assert kind_of(plan, workload).wire == any(m.wire for m in plan.messages) >= (plan.rounded > 0)
     if kind == "shard" and data.draw(st.booleans()):
         plan = sharded(plan, workload, plan.shard)
     try:
@@ -805,26 +809,3 @@ def test_a_message_in_a_wire_format(wire, seconds):
     if not wire:  # a bound for exact plans is not one for rounded ones
         with pytest.raises(InputError, match="its certificate proves only"):
             verify_bound(bound, ONE, LINE, sends="all_reduces", wire=True)
-
-
-@examples(100)
-@given(
-    st.data(), workloads(max_ops=6, max_tensors=6), clusters(contended=True), settings_of_bound, st.sampled_from([0, 1])
-)
-def test_no_plan_is_faster_whatever_is_rounded(data, workload, cluster, setting, unpack_s):
-    compute, order = setting
-    cluster = replace(cluster, unpack_s_per_byte=float(unpack_s))
-    plan = data.draw(plans(workload, cluster, op_order=op_orders(workload, captured=order == "captured")))
-    messages = tuple(replace(m, wire=data.draw(st.sampled_from([None, "bf16", "fp16"]))) for m in plan.messages)
-    plan = replace(plan, messages=messages)
-    kind = kind_of(plan, workload)
-    assert kind.wire == any(m.wire for m in messages) >= (plan.rounded > 0)
-    try:
-        seconds = iteration_time(workload, plan, cluster, compute=compute)
-    except PlanError:
-        assume(False)
-    fields = {"compute": compute, "order": order, "sends": kind.sends, "wire": True}
-    bound = lower_bound(workload, cluster, **fields)
-    assert seconds >= bound.seconds * (1 - 1e-12)
-    assert bound.seconds <= float(verify_bound(bound, workload, cluster, **fields)) * (1 + 1e-12)
-    assert bound.seconds <= lower_bound(workload, cluster, **fields | {"wire": False}).seconds * (1 + 1e-9)
