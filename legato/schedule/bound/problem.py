@@ -112,7 +112,7 @@ class Problem:
     def check_tensors(self, tensors: Sequence[int]) -> None:
         """Raise `InputError` unless these are some tensors of the workload, each once."""
         count = len(self.workload.tensors)
-        if not tensors or len(set(tensors)) != len(tensors) or not set(tensors) <= set(range(count)):
+        if not tensors or len(set(tensors)) != len(tensors) or min(tensors) < 0 or max(tensors) >= count:
             raise InputError(f"certificate: tensors {tensors} (expected different indices below {count}, at least one)")
 
 
