@@ -30,8 +30,7 @@ from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import SCHEDULERS, SERVER_SCHEDULERS, schedule
 from legato.schedule.basics.jackson import jackson
-from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.lower_bound import lower_bound, verify_bound
 from legato.simulator.collective import iteration_time, simulate
 
 RUNS = 9

@@ -80,8 +80,7 @@ def plan(
         bool,
         typer.Option(
             "--check-bound",
-            help="Prove every lower bound again, from its certificate, in exact arithmetic. This takes a second "
-            "or two, and up to a minute where each message costs a large part of the iteration.",
+            help="Prove every lower bound again, from its certificate, in exact arithmetic.",
         ),
     ] = False,
     json: Json = False,

@@ -18,8 +18,7 @@ from legato.core.workload import Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.basics.heads_tails import check_size
-from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import Bound, lower_bound
+from legato.schedule.bound.lower_bound import Bound, lower_bound, verify_bound
 from legato.schedule.bound.plan_kind import PlanKind, kind_of
 from legato.schedule.published.ddp import bucket_caps
 from legato.schedule.search.rounding import Rounding, check_rounding

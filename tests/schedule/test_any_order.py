@@ -18,8 +18,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.basics.heads_tails import heads_tails
-from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.lower_bound import lower_bound, verify_bound
 from legato.simulator.collective import iteration_time
 from legato.simulator.period import Period
 

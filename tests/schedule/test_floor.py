@@ -9,8 +9,7 @@ from support.strategies import durations, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.schedule import SCHEDULERS, schedule
-from legato.schedule.bound.check import verify_bound
-from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.lower_bound import lower_bound, verify_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.published.caramel import threshold_bytes
 from legato.schedule.published.merge_optimal import merge_neighbours

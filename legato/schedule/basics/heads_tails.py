@@ -99,7 +99,7 @@ def _without_sets(period: Period, order: Order) -> HeadsTails:
         later = period.topological[: len(backward) - 1 : -1]
         return HeadsTails(heads, reached_s(later, successors, duration, readers), workload.compute_s)
     forward = len(workload.phase_ops("forward"))
-    rest_s = [0.0, *accumulate(reversed(duration[:forward]))][::-1]  # by forward op, and the end
+    rest_s = [0, *accumulate(reversed(duration[:forward]))][::-1]  # by forward op, and the end
     first = [*range(forward), *[forward] * (len(duration) - forward)]  # by op: the first forward op that it reaches
     among: list[list[int]] = [[] for _ in duration]  # the updates that wait for an update
     for update in reversed(updates):
@@ -116,12 +116,12 @@ def _longest_paths(period: Period) -> HeadsTails:
     duration, successors = period.duration_s, _successors(period)
     end, rest = [0.0] * len(duration), [0.0] * len(duration)
     for i in period.topological:
-        ready = max((end[period.ready_op[t]] for t in period.reads[i]), default=0.0)
+        ready = max((end[period.ready_op[t]] for t in period.reads[i]), default=0)
         end[i] = duration[i] + max((end[op] for op in period.waits[i]), default=ready)
         end[i] = max(end[i], duration[i] + ready)
     for i in reversed(period.topological):
-        rest[i] = duration[i] + max((rest[op] for op in successors[i]), default=0.0)
-    tails = [max((rest[r] for r in tensor.readers), default=0.0) for tensor in period.workload.tensors]
+        rest[i] = duration[i] + max((rest[op] for op in successors[i]), default=0)
+    tails = [max((rest[r] for r in tensor.readers), default=0) for tensor in period.workload.tensors]
     return HeadsTails([end[op] for op in period.ready_op], tails, max(end))
 
 
@@ -154,7 +154,7 @@ class _Weights:
     def __init__(self, duration_s: list[float]) -> None:
         self.tables: list[list[float]] = []
         for k in range(0, len(duration_s), 8):
-            sums = [0.0]
+            sums: list[float] = [0]
             for weight in duration_s[k : k + 8]:
                 sums += [total + weight for total in sums]
             self.tables.append(sums)

@@ -82,7 +82,7 @@ class Cover:
             for chain, count in reached.items():
                 if count == len(self.until_s[chain]) - 1 and heir[self.last[chain]] in self.reached:
                     return chain
-        self.until_s.append([0.0])
+        self.until_s.append([0])
         self.last.append(op)
         return len(self.last) - 1
 

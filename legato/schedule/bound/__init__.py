@@ -1,1 +1,1 @@
-"""Lower bounds on the iteration time, their arguments, and their exact check."""
+"""Lower bounds on the iteration time, and the arguments that prove them."""

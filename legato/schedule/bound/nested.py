@@ -1,46 +1,71 @@
-"""The bound "nested": sets of tensors, each inside the next, and the messages between the first and last byte of each.
+"""Chains of sets of tensors, each inside the next, and the bound "nested".
 
 What is ready last is needed first, so sets lie inside each other, and so do the stretches of time in which they can
-be sent, each of a whole number of messages. docs/bounds.md ("Nested") has the proof. Units: seconds and bytes.
+be sent, each of a whole number of messages. docs/bounds.md has the proof ("Nested").
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from legato.core.cluster import LinearCost
-from legato.core.workload import Workload
-from legato.schedule.basics.heads_tails import HeadsTails
-from legato.schedule.bound.bisection import longest_too_short
-from legato.schedule.bound.capacity import Capacity, HalvesCapacity, capacities
+from legato.core.errors import InputError
+from legato.schedule.bound.ends import Capacity, HalvesCapacity
 from legato.schedule.bound.plan_kind import Sends
-from legato.schedule.bound.waiting_updates import update_times
+from legato.schedule.bound.problem import ROUNDING, Argument, Problem, Proved
 
-__all__ = ["Chain", "NestedSets", "SetsBound", "nested"]
+__all__ = ["Chain", "Nested", "NestedSets", "OfSets", "Relaxation", "halved", "rounding"]
 
-Floats = npt.NDArray[np.float64]
+#: Floats, or whole numbers: ints that are rounded down.
+Numbers = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 
-#: The most sets of a chain.
-_SETS = 128
-#: The relative size of the first step of the bisection, its precision, and the allowance for rounding errors.
-_STEP, _EXACT, _ROUNDING = 1e-3, 1e-7, 1e-9
+#: More than any whole number that is a time.
+_NEVER = 2**61
 
 
-class SetsBound(NamedTuple):
-    """No schedule takes `seconds`; the first `sets[0]`, `sets[1]`, ... of these tensors are the sets that prove it."""
+def rounding(values: Numbers) -> float:
+    """The allowance for rounding errors: whole numbers need none."""
+    return ROUNDING if values.dtype.kind == "f" else 0
 
-    seconds: float
-    tensors: tuple[int, ...]
-    sets: tuple[int, ...]
+
+def halved(values: Numbers) -> Numbers:
+    """The half of values that are even if they are whole."""
+    return values / 2 if values.dtype.kind == "f" else values // 2
+
+
+class Relaxation(Protocol):
+    """What every schedule fulfils, and perhaps other things, too."""
+
+    def fits(self, seconds: float) -> bool:
+        """Whether an iteration may take this long; if it may, it may take longer as well."""
+        ...
+
+
+def _longest_too_short(problem: Relaxation, at_least: float, step: float, exact: float) -> float | None:
+    """The longest time found in which nothing fits, or None if none above `at_least` is.
+
+    `step` is the relative size of the first step, and `exact` the relative precision.
+    """
+    short, by = at_least, step * at_least
+    if problem.fits(short):
+        return None
+    while not problem.fits(short + by):
+        short, by = short + by, 2 * by
+    while by > exact * short:
+        by /= 2
+        if not problem.fits(short + by):
+            short += by
+    return short if short > at_least else None
 
 
 class NestedSets(NamedTuple):
-    """What the sets of a chain have to wait for, the innermost first; all in seconds.
+    """What the sets of a chain have to wait for, the innermost first.
 
     `message_s` is what each message pays first, and `once_s` what is paid once. `updates_s`
     has what takes the place of beta * B(t) + q(j) where updates count, without f(j), by i
@@ -48,30 +73,31 @@ class NestedSets(NamedTuple):
     `both_ends` is how many messages two new ends need.
     """
 
-    release_s: Floats
-    tail_s: Floats
-    forward_s: Floats
-    work_s: Floats
-    updates_s: Floats
-    innermost_s: Floats
-    alone_s: Floats
+    release_s: Numbers
+    tail_s: Numbers
+    forward_s: Numbers
+    work_s: Numbers
+    updates_s: Numbers
+    innermost_s: Numbers
+    alone_s: Numbers
     message_s: float
     once_s: float
     both_ends: int
 
     def fits(self, seconds: float) -> bool:
-        """Whether i, j and m can be chosen for every set such that no inequality is hurt."""
+        """Whether i, j and m can be chosen for every set such that no inequality is violated."""
         return sum(1 for _ in self.messages(seconds)) == len(self.release_s)
 
-    def messages(self, seconds: float) -> Iterator[Floats]:
+    def messages(self, seconds: float) -> Iterator[Numbers]:
         """For each set, the time that its messages pay first at least, by i and j; ends where `seconds` is too short.
 
         Each table is overwritten by the next one.
         """
-        count, limit = len(self.release_s), seconds * (1 + _ROUNDING) - self.once_s
+        count, limit = len(self.release_s), seconds + rounding(self.work_s) * seconds - self.once_s
+        never = math.inf if self.work_s.dtype.kind == "f" else _NEVER
         ends = self.release_s[:, None] + self.tail_s
         updated = self.release_s[:, None] + self.forward_s
-        paid = np.full((count, count), np.inf)
+        paid = np.full((count, count), never)
         for t in range(count):
             if t == 0:
                 paid[0, 0] = self.message_s
@@ -84,47 +110,43 @@ class NestedSets(NamedTuple):
             updates[:, 0] = self.innermost_s[: t + 1, t]
             updates[0, 0] = min(self.alone_s[t], self.message_s + updates[0, 0])
             after = np.maximum(ends[: t + 1, : t + 1] + self.work_s[t], updated[: t + 1, : t + 1] + updates)
-            now[now + after > limit] = np.inf
-            if not np.isfinite(now).any():
+            now[now + after > limit] = never
+            if now.min() == never:
                 return
             yield now
-
-
-def nested(
-    workload: Workload,
-    times: HeadsTails,
-    line: LinearCost,
-    sends: Sends,
-    *,
-    beat_s: float,
-    one_stream: bool = True,
-    most: int = _SETS,
-) -> SetsBound | None:
-    """The best of these bounds, or None if none found is above `beat_s`.
-
-    Updates count only on `one_stream`. A chain has at most `most` sets.
-    """
-    best = None
-    nbytes = [tensor.nbytes for tensor in workload.tensors]
-    updating = None
-    if one_stream and line.beta_s_per_byte > 0 and workload.phase_ops("optimizer"):
-        released, _ = capacities((times.release_s, times.tail_s), nbytes, line, sends == "all_reduces")
-        updating = _Updating(*update_times(workload), released)
-    chain = Chain(times.release_s, times.tail_s, nbytes, line, sends=sends, updating=updating)
-    for order in chain.orders():
-        sizes = chain.sizes(order, most)
-        short = longest_too_short(chain.sets(order, sizes), beat_s, step=_STEP, exact=_EXACT)
-        if short is not None:
-            beat_s, best = short, SetsBound(short, tuple(order[: sizes[-1]].tolist()), tuple(sizes.tolist()))
-    return best
 
 
 class _Updating(NamedTuple):
     """By tensor, the time of all updates that wait for it, or more; its share of those that read it; and U."""
 
-    own_s: Floats
-    share_s: Floats
+    own: Numbers
+    share: Numbers
     released: Capacity | HalvesCapacity
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Updating:
+        workload = problem.workload
+        ops, count = workload.ops, len(workload.tensors)
+        own, share = np.zeros(count, problem.dtype), np.zeros(count, problem.dtype)
+        read: dict[int, list[int]] = {}
+        for t, tensor in enumerate(workload.tensors):
+            for reader in set(tensor.readers):
+                if ops[reader].phase == "optimizer":
+                    read.setdefault(reader, []).append(t)
+        for op, tensors in read.items():
+            total = sum(workload.tensors[t].nbytes for t in tensors)
+            for t in tensors:
+                own[t] += ops[op].duration_s
+                share[t] += problem.divided(ops[op].duration_s * workload.tensors[t].nbytes, total)
+        updates = workload.phase_ops("optimizer")
+        if any(ops[dep].phase == "optimizer" for op in updates for dep in ops[op].deps):
+            own[:] = sum(ops[op].duration_s for op in updates)
+        order = sorted(range(count), key=problem.release.__getitem__)
+        half, work = problem.half, problem.half_work(order)
+        release = [problem.release[t] for t in order]
+        if problem.sends == "all_reduces":
+            return cls(own, share, Capacity.of(release, [2 * part for part in work], 2 * half))
+        return cls(own, share, HalvesCapacity(release, work, half))
 
 
 class Chain:
@@ -134,18 +156,18 @@ class Chain:
         self,
         release_s: Sequence[float],
         tail_s: Sequence[float],
-        nbytes: Sequence[int],
-        line: LinearCost,
+        half_work_s: Sequence[float] | Numbers,
+        half_s: float,
         *,
         sends: Sends,
         updating: _Updating | None = None,
     ) -> None:
-        """`release_s`, `tail_s` and `nbytes` are by tensor. Without `updating`, updates do not count."""
-        self.release_s, self.tail_s, self.updating = np.array(release_s), np.array(tail_s), updating
-        self.work_s = line.beta_s_per_byte * np.array(nbytes, dtype=np.float64)
-        self.message_s = line.alpha_s * (0.5 if sends == "halves" else 1.0)
-        self.both_ends = 1 if sends == "pairs" else 2
-        self.once_s = line.alpha_s - self.message_s
+        """By tensor, with what a half takes: `half_s` first. Without `updating`, updates do not count."""
+        self.work_s: Numbers = 2 * np.asarray(half_work_s)
+        self.release_s, self.tail_s = (np.array(of, self.work_s.dtype) for of in (release_s, tail_s))
+        self.once_s = half_s if sends == "halves" else 0
+        self.message_s = 2 * half_s - self.once_s
+        self.both_ends, self.updating = 1 if sends == "pairs" else 2, updating
 
     def orders(self) -> list[Ints]:
         """By falling release time, and by falling tail."""
@@ -170,26 +192,109 @@ class Chain:
         If `strict`, what a set has beyond the one inside it counts as ready with the last
         and needed with the first of it, so that nothing is late where r and q change between.
         """
-        last, updating = sizes - 1, self.updating
+        last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
         release, tail = (np.minimum.accumulate(of[order])[at] for of in (self.release_s, self.tail_s))
-        work, total = np.cumsum(self.work_s[order])[last], float(self.work_s.sum())
+        work, total = np.cumsum(self.work_s[order])[last], self.work_s.sum()
         forward, alone = tail, work
         later = innermost = np.tile(work, (len(work), 1))
         if updating is not None:
-            forward = np.minimum.accumulate(np.maximum(self.tail_s - updating.own_s, 0.0)[order])[last]
-            before = np.array([updating.released.carried(moment) for moment in release]) + _ROUNDING * total
-            capped = np.minimum(updating.share_s, self.work_s)
-            left, least = total - before[:, None] - work, float(self.work_s[order[: sizes[0]]].min())
-            innermost = later + self._least(capped, left + least * (1 - _ROUNDING))
+            forward = np.minimum.accumulate(np.maximum(self.tail_s - updating.own, 0)[order])[last]
+            before = np.array([updating.released.carried(moment) for moment in release.tolist()]) + error * total
+            capped = np.minimum(updating.share, self.work_s)
+            left, least = total - before[:, None] - work, self.work_s[order[: sizes[0]]].min()
+            innermost = later + self._least(capped, left + least - error * least)
             later = later + self._least(capped, left)
-            alone = work + np.maximum(self._least(updating.share_s, work), self._least(capped, total - before[0]))
+            alone = work + np.maximum(self._least(updating.share, work), self._least(capped, total - before[0]))
         paid = self.message_s, self.once_s, self.both_ends
         return NestedSets(release, tail, forward, work, later, innermost, alone, *paid)
 
-    def _least(self, seconds: Floats, work: Floats) -> Floats:
-        """The least seconds, given by tensor, of tensors with this much work."""
-        order = np.argsort(seconds / self.work_s, kind="stable")
-        edges, until = (np.cumsum(np.append(0.0, of[order])) for of in (self.work_s, seconds))
-        found: Floats = np.interp(work, edges, until)
+    def _least(self, times: Numbers, work: Numbers) -> Numbers:
+        """The least time, given by tensor, of tensors with this much work: those go first whose work takes least."""
+        used = np.flatnonzero(self.work_s)
+        order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
+        edges, until = (np.cumsum(np.append(0, of[order])) for of in (self.work_s, times))
+        if self.work_s.dtype.kind == "f":
+            found: Numbers = np.interp(work, edges, until)
+            return found
+        # In whole numbers, the part of a tensor counts, rounded down, and quotients that differ by less than the
+        # precision of a float may have changed places.
+        k = np.searchsorted(edges[1:-1], work, side="right")
+        part, time, whole = ((work - edges[k]).clip(0, self.work_s[order][k]), times[order][k], self.work_s[order][k])
+        product = part.astype(object) * time.astype(object)  # too large for int64
+        least = until[k] + np.asarray(product // whole.astype(object), np.int64)
+        found = np.maximum(least - (least >> 48) - 1, 0)
         return found
+
+
+class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
+    """No schedule takes `seconds`: its messages would not fit into the time that these sets leave them.
+
+    The sets are the first `sets[0]`, `sets[1]`, ... of these tensors.
+    """
+
+    tensors: tuple[int, ...]
+    sets: tuple[int, ...]
+    seconds: float
+
+    #: The most sets of a chain, first few, then more; and where the bound is not thorough.
+    most: ClassVar[tuple[int, ...]]
+    quick: ClassVar[tuple[int, ...]]
+    #: The relative size of the first step of the bisection, and its precision.
+    precision: ClassVar[tuple[float, float]]
+
+    @classmethod
+    @abstractmethod
+    def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
+        """What has to fit."""
+
+    @classmethod
+    def chain(cls, problem: Problem) -> Chain:
+        """The tensors from which sets are chosen."""
+        work = problem.half_work(range(len(problem.workload.tensors)))
+        return Chain(problem.release, problem.tail, work, problem.half, sends="pairs")
+
+    @classmethod
+    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+        """The longest times that are too short for sets by falling release times, and by falling tails."""
+        chain = cls.chain(problem)
+        for most in cls.most if problem.thorough else cls.quick:
+            for order in chain.orders():
+                sizes = chain.sizes(order, most)
+                short = _longest_too_short(cls.relaxation(problem, chain.sets(order, sizes)), beat, *cls.precision)
+                if short is not None:
+                    beat = short
+                    tensors = tuple(order[: sizes[-1]].tolist())
+                    yield Proved(short, cls(tensors, tuple(sizes.tolist()), short))
+
+    def proves(self, problem: Problem) -> float:
+        """The time that is too short. Raises `InputError` if it may suffice."""
+        problem.check_tensors(self.tensors)
+        if [*self.sets] != sorted({0, *self.sets})[1:] or self.sets[-1:] != (len(self.tensors),):
+            raise InputError(f"certificate: sets {self.sets} (expected rising numbers up to {len(self.tensors)})")
+        sets = self.chain(problem).sets(np.array(self.tensors), np.array(self.sets))
+        short = problem.whole(problem.number(self.seconds)) if 0 <= self.seconds < math.inf else math.inf
+        # Computation and one message with everything take less than _NEVER, which is a power of two.
+        if not 0 < short < _NEVER // 4 or self.relaxation(problem, sets).fits(short):
+            raise InputError(f"bound: {self.case!r} does not prove that an iteration takes {self.seconds} s")
+        return short
+
+
+class Nested(OfSets, frozen=True, tag="nested"):
+    """The messages of a set are those of the set inside it, and one for each end of its stretch of time that is new."""
+
+    most, quick = (128,), (32,)
+    precision = (1e-3, 1e-7)
+
+    @classmethod
+    def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
+        """The sets themselves know it."""
+        return sets
+
+    @classmethod
+    def chain(cls, problem: Problem) -> Chain:
+        """All tensors; updates count on one stream."""
+        work = problem.half_work(range(len(problem.workload.tensors)))
+        count = problem.compute == "one" and any(work) and problem.workload.phase_ops("optimizer")
+        updating = _Updating.of(problem) if count else None
+        return Chain(problem.release, problem.tail, work, problem.half, sends=problem.sends, updating=updating)

@@ -78,7 +78,7 @@ def merge_optimal(
 
 
 def merge_neighbours(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float = math.inf
+    release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[float, list[tuple[int, int]]]:
     """The pair (f(n), messages as (start, stop) ranges), for gradients whose `release_s` never decreases.
 
@@ -98,7 +98,7 @@ def merge_neighbours(
 
 
 def earliest_finishes(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float = math.inf
+    release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float = math.inf
 ) -> tuple[list[float], list[int]]:
     """The values f(0) to f(n), and the best i for each; ignores a floor of the cost."""
     upto = list(accumulate(nbytes, initial=0))
@@ -131,7 +131,7 @@ def earliest_finishes(
 
 
 def _with_floor(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float
+    release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float
 ) -> tuple[list[float], list[int]]:
     """The same as `earliest_finishes`, for a cost with a floor."""
     upto = np.concatenate([[0.0], np.cumsum(np.asarray(nbytes, dtype=float))])
@@ -150,7 +150,7 @@ def _with_floor(
 
 
 def _with_floor_of_many(
-    release_s: Sequence[float], nbytes: Sequence[int], cost: LinearCost, most: float
+    release_s: Sequence[float], nbytes: Sequence[float], cost: LinearCost, most: float
 ) -> tuple[list[float], list[int]]:
     """The same as `_with_floor`, up to rounding, in O(L)."""
     upto = list(accumulate(nbytes, initial=0))

@@ -1,8 +1,8 @@
-"""The groups that the bound "gathers" asks for: where it is exact, they are the best ones.
+"""The groups that the bound "equal pairs" asks for: where it is exact, they are the best ones.
 
 Where workers update their shards only, everything can be scattered before anything is gathered. Then the time of
 an iteration is the moment c at which the first all-gather begins, plus what follows it. Here T is the least time for
-which some c leaves enough time on both sides (`bound/gathers.py`). Groups are taken from the end of the line, from
+which some c leaves enough time on both sides (`bound/equal_pairs.py`). Groups are taken from the end of the line, from
 what is ready last and needed first. Each has as many bytes as it can have for this T and this c. For a chain of
 layers without updates and one collective, this is the optimum of plans that scatter everything first. Where the two
 passes take their time in different layers, it can be better to scatter last what is needed last, after something
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from legato.core.cluster import LinearCost
-from legato.schedule.bound.gathers import Gathers
+from legato.schedule.bound.equal_pairs import DividedPairs
 from legato.schedule.bound.nested import Chain, NestedSets
 from legato.schedule.search.groups_in_halves import Arranged, Groups, groups_between
 from legato.schedule.search.sharded_period import ShardedPeriod
@@ -39,11 +39,11 @@ def best_groups(
     line = LinearCost(alpha_s, (2 * period.half_s(workload.nbytes) - alpha_s) / workload.nbytes)
     if line.beta_s_per_byte <= 0:
         return None
-    nbytes = [tensor.nbytes for tensor in workload.tensors]
-    chain = Chain(period.release_s, period.tail_s, nbytes, line, sends="pairs")
+    work_s = [line.beta_s_per_byte / 2 * tensor.nbytes for tensor in workload.tensors]
+    chain = Chain(period.release_s, period.tail_s, work_s, line.alpha_s / 2, sends="pairs")
     order = chain.orders()[0]
     sets = chain.sets(order, chain.sizes(order, _SETS), strict=True)
-    problem = Gathers(sets, line.alpha_s / 2, period.backward_s, apart=True)
+    problem = DividedPairs(sets, line.alpha_s / 2, period.backward_s, apart=True)
     found_s, moment_s, trial = high_s, 0.0, low_s * (1 + _EXACT)  # the bound is often the optimum
     while low_s * (1 + _EXACT) <= trial < found_s * (1 - _EXACT):
         if problem.fits(trial):
@@ -53,8 +53,8 @@ def best_groups(
         trial = (low_s + found_s) / 2
     if found_s == high_s:
         return None
-    work_s = _work(sets, line.alpha_s / 2, moment_s, found_s)
-    cuts = [round(2 * until_s / line.beta_s_per_byte) for until_s in work_s]
+    until_s = _work(sets, line.alpha_s / 2, moment_s, found_s)
+    cuts = [round(2 * seconds / line.beta_s_per_byte) for seconds in until_s]
     # the chain begins with what is ready last, and groups with what is ready first
     groups = [group for group in groups_between(workload, order.tolist(), cuts, partition) if group][::-1]
     return groups, period.in_order(groups, [*range(len(groups)), *reversed(range(len(groups), 2 * len(groups)))])

@@ -35,7 +35,8 @@ def nested_messages(instance: Instance) -> Filled:
     single = instance.fill([sum(instance.nbytes)])
     seconds, moments = single.seconds, list[float]()
     for line in instance.collectives.costs:
-        chain = Chain(instance.release_s, instance.tail_s, instance.nbytes, line, sends="all_reduces")
+        work_s = line.beta_s_per_byte / 2 * np.array(instance.nbytes)
+        chain = Chain(instance.release_s, instance.tail_s, work_s, line.alpha_s / 2, sends="all_reduces")
         order = chain.orders()[0]
         sets = chain.sets(order, chain.sizes(order, _SETS), strict=True)
         found_s = _least_s(sets, instance.bound_s, seconds, instance.budget)

@@ -1,4 +1,4 @@
-"""The groups that the bound "gathers" asks for: as fast as it says, and as the simulator says."""
+"""The groups that the bound "equal pairs" asks for: as fast as it says, and as the simulator says."""
 
 import random
 

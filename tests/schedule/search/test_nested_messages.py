@@ -9,7 +9,9 @@ from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.bound.nested import nested
+from legato.schedule.bound.nested import Nested
+from legato.schedule.bound.plan_kind import PlanKind
+from legato.schedule.bound.problem import Problem
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.collectives import CheapestCollective
 from legato.schedule.search.fill import Instance, fill
@@ -38,7 +40,8 @@ def test_they_attain_the_bound_of_a_chain(seed):
     workload, draw = chain(seed, random.Random(seed).randint(2, 90))
     alpha = workload.compute_s * 10 ** draw.uniform(-3, -0.3)
     line = LinearCost(alpha, workload.compute_s * 10 ** draw.uniform(-1, 0.3) / workload.nbytes)
-    bound = nested(workload, heads_tails(workload, "one", "captured"), line, True, beat_s=1e-6)
+    problem = Problem(workload, Cluster(2, {"0": line}), "one", PlanKind("captured", "all_reduces"))
+    bound = max(Nested.find(problem, [], 1e-6))
     found = nested_messages(instance_of(workload, [line]))
     assert bound.seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds <= bound.seconds * (1 + 1e-3)
