@@ -217,7 +217,7 @@ def test_unknown_names_come_with_the_nearest(capsys, workload):
     assert "did you mean 'merge-optimal'" in fails(capsys, "plan", workload, "--scheduler", "merge-optimum")
     assert "did you mean 'ring'" in fails(capsys, "plan", workload, "--collective", "rings")
     assert "Did you mean 'plan'?" in fails(capsys, "plann", workload)
-    assert "did you mean --bandwidth?" in fails(capsys, "plan", workload, "--bandwith", "1Gbit")
+    assert "did you mean --bandwidth" in fails(capsys, "plan", workload, "--bandwith", "1Gbit")
     assert "resnet-50" in fails(capsys, "demo", "--model", "resnet50")
 
 
