@@ -1,6 +1,7 @@
 """`legato.fully_shard` does what the code of a plan says, and trains what torch's own wrapping trains."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -156,6 +157,13 @@ def test_plans_that_do_not_fit_the_ranks_are_refused(ranks, count, wrapping, mes
     with pytest.raises(InputError) as error:
         legato.fully_shard(Net("plain"), wrapping)
     assert str(error.value).startswith(message)
+
+
+def test_a_mesh_that_does_not_fit_the_plan_is_refused(ranks):
+    ranks(4)
+    mesh = SimpleNamespace(ndim=1, size=lambda dim=None: 4)
+    with pytest.raises(legato.PlanError, match="mesh: 1 replica"):
+        legato.fully_shard(Net("plain"), Wrapping("plan", (), replicas=2), mesh=mesh)
 
 
 def test_without_a_process_group():
