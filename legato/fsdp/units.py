@@ -109,7 +109,8 @@ def _unit(
     parameters = [parameter for module in held for parameter in module.parameters]
     trained = [parameter for parameter in parameters if parameter.trained]
     first, last = (held[0], held[-1]) if whole is None else (whole, whole)
-    inside = {module.path for module in held}
+    around = (*held, first)
+    tied = any(not f"{other}.".startswith(f"{path}.") for module in around for other in module.tied)
     return Unit(
         path,
         forward_s,
@@ -120,8 +121,8 @@ def _unit(
         trained=bool(trained),
         input_needs_gradient=first.input_needs_gradient,
         read_in_backward=any(module.read_in_backward for module in held),
-        named=min(module.named for module in (*held, first)),
-        rooted=root_only or any(module.calls > 1 or not inside.issuperset(module.tied) for module in (*held, first)),
+        named=min(module.named for module in around),
+        rooted=root_only or tied or any(module.calls > 1 for module in around),
         ends=last.reaches_loss,
     )
 
