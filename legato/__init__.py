@@ -7,7 +7,7 @@
     model, optimizer = legato.distribute(DistributedDataParallel(model), optimizer, plan)
 
 Plan and predict: `plan`, `simulate`, `lower_bound`, `check_plan`.
-Train and measure, with PyTorch: `distribute`, `attachment`, `parameter_servers`, `capture`, `calibrate`.
+Train and measure, with PyTorch: `distribute`, `attachment`, `fully_shard`, `parameter_servers`, `capture`, `calibrate`.
 Files: `read`, `write`, `identity`.
 
 `import legato` is light: a function loads the libraries that it needs when it is first used. Without PyTorch, the
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, and types
     from legato.auto import distribute
     from legato.fsdp.table import ShardingOptions
     from legato.pytorch import GradScaler, attachment, calibrate, capture, parameter_servers
+    from legato.pytorch.fully_shard import fully_shard
     from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
     from legato.schedule import PlanOptions
     from legato.schedule.bound.lower_bound import Bound, lower_bound
@@ -70,6 +71,7 @@ __all__ = [
     "capture",
     "check_plan",
     "distribute",
+    "fully_shard",
     "identity",
     "lower_bound",
     "parameter_servers",
@@ -86,6 +88,7 @@ _WITH_TORCH = {
     "calibrate": "legato.pytorch",
     "capture": "legato.pytorch",
     "distribute": "legato.auto",
+    "fully_shard": "legato.pytorch.fully_shard",
     "parameter_servers": "legato.pytorch",
 }
 #: Names that are loaded when they are first used, and where they are defined.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 import msgspec
@@ -47,7 +51,8 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     (`set_modules_to_forward_prefetch`); with 0, FSDP2's own rule holds. `buffers` is
     `set_reduce_scatter_max_input_buffers`. The model is sharded over workers / `replicas` ranks, and replicated
     `replicas` times (HSDP). `micro_batches` are accumulated in one step, as `sync` says. `workload_id` names the
-    workload for which it was planned. Raises `InputError` on numbers out of range, and on a module in two groups.
+    workload for which it was planned. Raises `InputError` on numbers out of range, and on a module in two groups
+    or inside another one.
     """
 
     name: str
@@ -67,15 +72,144 @@ class Wrapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         for field in ("buffers", "replicas", "micro_batches"):
             if getattr(self, field) < 1:
                 raise InputError(f"{field}: {getattr(self, field)} (expected at least 1)")
-        seen: set[str] = set()
-        for group in self.groups:
-            for module in group.modules:
-                if module in seen:
-                    raise InputError(f"groups: {module!r} twice (expected each module in one group)")
-                seen.add(module)
+        self._check_modules()
 
-    def as_code(self, model: str = "model") -> str:
-        """The lines of torch that wrap a model so."""
-        lists = [(", ".join(f"{model}.{path}" for path in group.modules), group.reshard) for group in self.groups]
-        lines = [f"fully_shard([{modules}], reshard_after_forward={reshard})" for modules, reshard in lists]
-        return "\n".join([*lines, f"fully_shard({model})"])
+    def _check_modules(self) -> None:
+        modules = [module for group in self.groups for module in group.modules]
+        seen: set[str] = set()
+        for module in modules:
+            if module in seen:
+                raise InputError(f"groups: {module!r} twice (expected each module in one group)")
+            seen.add(module)
+        if "" in seen:
+            raise InputError("groups: '' (expected modules of the model; its own parameters belong to the root)")
+        for module in modules:
+            for end, character in enumerate(module):
+                if character == "." and module[:end] in seen:
+                    raise InputError(f"groups: {module!r} is in {module[:end]!r}, too (expected one of them)")
+
+    def reshards(self) -> list[bool | int]:
+        """`reshard_after_forward` of each group: what is gathered once a step is kept."""
+        return [group.reshard if self.sync != "gathered-once" else False for group in self.groups]
+
+    def as_code(self, model_name: str = "model") -> str:
+        """The lines of torch that wrap a model so; `legato.fully_shard` does the same.
+
+        They end with a training loop, as a comment, if gradients of several micro-batches are accumulated otherwise
+        than by default.
+        """
+        return "\n".join([*self._imports(), "", *self._groups(), *self._calls(model_name), *self._loop(model_name), ""])
+
+    def _imports(self) -> list[str]:
+        fully_shard = "from torch.distributed.fsdp import fully_shard"
+        if self.replicas == 1:
+            return [fully_shard]
+        mesh = "from torch.distributed.device_mesh import init_device_mesh"
+        return ["import torch.distributed as dist", mesh, fully_shard]
+
+    def _groups(self) -> Iterator[str]:
+        options = "options = {}"
+        if self.replicas > 1:
+            shape = f"({self.replicas}, dist.get_world_size() // {self.replicas})"
+            yield f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names=("replicate", "shard"))'
+            options = 'options = {"mesh": mesh}'
+        yield f"{options}  # for every call of fully_shard: add mp_policy and others here"
+        yield "groups = [  # modules that are gathered and reduced together, and reshard_after_forward"
+        groups = zip((group.modules for group in self.groups), self.reshards(), strict=True)
+        for (_, reshard), same in groupby(groups, lambda group: (_shape(group[0]), repr(group[1]))):
+            yield from (f"    {line}," for line in _lines([paths for paths, _ in same], reshard))
+        yield "]"
+
+    def _calls(self, model: str) -> Iterator[str]:
+        yield "for paths, reshard in groups:"
+        modules = f"[{model}.get_submodule(path) for path in paths]"
+        yield f"    fully_shard({modules}, reshard_after_forward=reshard, **options)"
+        yield f"fully_shard({model}, **options)"
+        if self.forward_prefetch or self.backward_prefetch:
+            yield f"firsts = [{model}.get_submodule(paths[0]) for paths, _ in groups]"
+            yield "for k, module in enumerate(firsts):"
+        if self.forward_prefetch:
+            yield f"    module.set_modules_to_forward_prefetch(firsts[k + 1 : k + {1 + self.forward_prefetch}])"
+        if self.backward_prefetch:
+            named = f"firsts[max(k - {self.backward_prefetch}, 0) : k][::-1]"
+            yield f"    module.set_modules_to_backward_prefetch({named})"
+        for group in self.groups:
+            if not group.in_backward:
+                yield f"{model}.get_submodule({_list(group.modules[:1])[1:-1]}).set_unshard_in_backward(False)"
+        if self.buffers > 1:
+            yield f"{model}.set_reduce_scatter_max_input_buffers({self.buffers})"
+
+    def _loop(self, model: str) -> list[str]:
+        if self.micro_batches == 1 or self.sync == "each":
+            return []
+        return [
+            "",
+            f"# In each step, {self.micro_batches} micro-batches:",
+            "# for k, batch in enumerate(batches):",
+            f"#     {model}.{_LAST_ONLY[self.sync]}(k == {self.micro_batches - 1})",
+            f"#     loss({model}, batch).backward()",
+        ]
+
+
+#: What FSDP2 is to do in the last micro-batch only.
+_LAST_ONLY: dict[Sync, str] = {
+    "all-reduce-last": "set_requires_all_reduce",
+    "last": "set_requires_gradient_sync",
+    "gathered-once": "set_reshard_after_backward",
+}
+
+
+#: A path of which the last number may be counted up: what stands before it, the number, and what stands behind it.
+_NUMBERED = re.compile(r"([\w./-]*?(?<![0-9]))(0|[1-9][0-9]*)((?:[^\W\d]|[./-])*)")
+
+
+def _parts(path: str) -> tuple[str, int, str]:
+    """What stands before the last number of a path, the number, and what stands behind it; -1 if there is none."""
+    found = _NUMBERED.fullmatch(path)
+    return (found[1], int(found[2]), found[3]) if found else (path, -1, "")
+
+
+def _shape(paths: Sequence[str]) -> list[tuple[str, int, str]]:
+    """What groups that differ by a number only have in common."""
+    parts = [_parts(path) for path in paths]
+    return [(before, number - parts[0][1], behind) for before, number, behind in parts]
+
+
+def _lines(groups: Sequence[Sequence[str]], reshard: str) -> list[str]:
+    """Groups of one shape as elements of a list: one by one, or as a loop over `k` if there are three or more."""
+    starts = [_parts(paths[0])[1] for paths in groups]
+    step = starts[1] - starts[0] if len(starts) > 1 else 0
+    counted = all(_parts(path)[1] >= 0 for path in groups[0])
+    if len(groups) < 3 or not counted or step < 1 or starts != list(range(starts[0], starts[-1] + 1, step)):
+        return [f"({_list(paths)}, {reshard})" for paths in groups]
+    numbers = _range(starts[0], starts[-1] + step, step)
+    return [f"*(({_list(groups[0], starts[0])}, {reshard}) for k in {numbers})"]
+
+
+def _range(start: int | str, stop: int | str, step: int = 1) -> str:
+    bounds = f"{stop}" if str(start) == "0" and step == 1 else f"{start}, {stop}"
+    return f"range({bounds}, {step})" if step > 1 else f"range({bounds})"
+
+
+def _list(paths: Sequence[str], base: int | None = None) -> str:
+    """Paths as a list; with a base, their numbers are counted from `k` where they are counted from the base."""
+
+    def number(n: int) -> str:
+        return str(n) if base is None else "k" if n == base else f"k {'-' if n < base else '+'} {abs(n - base)}"
+
+    items = []
+    runs = groupby(enumerate(map(_parts, paths)), lambda item: (item[1][0], item[1][1] - item[0], item[1][2]))
+    for _, run in runs:  # neighbours whose numbers follow each other
+        parts = [part for _, part in run]
+        before, first, behind = parts[0]
+        if len(parts) >= 3 and first >= 0:
+            numbers = _range(number(first), number(first + len(parts)))
+            items.append(f'*(f"{before}{{j}}{behind}" for j in {numbers})')
+        elif first < 0:
+            items.append(json.dumps(before, ensure_ascii=False))
+        else:
+            prefix, braces = ("", "{}") if base is None else ("f", "{{{}}}")
+            items += [f'{prefix}"{before}{braces.format(number(n))}{behind}"' for _, n, _ in parts]
+    if len(items) == 1 and items[0].startswith("*"):
+        return f"[{items[0][2:-1]}]"
+    return f"[{', '.join(items)}]"

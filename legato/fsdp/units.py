@@ -37,8 +37,9 @@ class Unit(NamedTuple):
     `gathered` are the bytes of its parameters in an all-gather, `gradients` those of its gradients as computed, and
     `scattered` those of its gradients in a reduce-scatter; the last two are 0 if it is frozen. `named` is its place
     in `named_modules()`. An embedding needs no gradient of its input, and its parameters are not read in the
-    backward pass. What is `rooted` can only be held by the root: it shares parameters with another unit, or runs
-    more than once. `ends` says whether a gradient comes back to its output, so that a list may end with it.
+    backward pass. What is `rooted` can only be held by the root: it shares parameters with another unit, runs
+    more than once or not as a whole, or contains other units. `ends` says whether a gradient comes back to its output,
+    so that a list may end with it.
     """
 
     path: str
@@ -75,9 +76,11 @@ def units_of(workload: Workload, ranks: int, precision: Precision, *, level: int
         raise TooLargeError(f"{len(held):,} modules to wrap (expected at most {_MOST_UNITS:,})")
     by_path = {module.path: module for module in modules}
     paths = list(held)
+    root_only = {"", *(path[:end] for path in paths for end in range(len(path)) if path[end] == separator)}
+    root_only.update(path for path in paths if path not in by_path and workload.modules)  # they are not called
     seconds = zip(_seconds(workload, "forward", paths), _seconds(workload, "backward", paths), strict=True)
     return [
-        _unit(path, held[path], by_path.get(path), ranks, precision, *times)
+        _unit(path, held[path], by_path.get(path), ranks, precision, *times, root_only=path in root_only)
         for path, times in zip(paths, seconds, strict=True)
     ]
 
@@ -100,11 +103,14 @@ def _unit(
     precision: Precision,
     forward_s: float,
     backward_s: float,
+    *,
+    root_only: bool,
 ) -> Unit:
     parameters = [parameter for module in held for parameter in module.parameters]
     trained = [parameter for parameter in parameters if parameter.trained]
     first, last = (held[0], held[-1]) if whole is None else (whole, whole)
-    inside = {module.path for module in held}
+    around = (*held, first)
+    tied = any(not f"{other}.".startswith(f"{path}.") for module in around for other in module.tied)
     return Unit(
         path,
         forward_s,
@@ -115,8 +121,8 @@ def _unit(
         trained=bool(trained),
         input_needs_gradient=first.input_needs_gradient,
         read_in_backward=any(module.read_in_backward for module in held),
-        named=min(module.named for module in (*held, first)),
-        rooted=any(module.calls > 1 or not inside.issuperset(module.tied) for module in (*held, first)),
+        named=min(module.named for module in around),
+        rooted=root_only or tied or any(module.calls > 1 for module in around),
         ends=last.reaches_loss,
     )
 

@@ -43,6 +43,7 @@ from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.clock import DeviceClock, HostClock, clock_for
 from legato.pytorch.recording.load import blame, check_loss, check_training, load_training
+from legato.pytorch.recording.modules import ModuleObserver
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.recording.snapshot import Snapshot
 
@@ -74,10 +75,12 @@ def capture(
 
     Each step calls `loss()`, runs the backward pass, and calls
     `optimizer.step()` and `optimizer.zero_grad()`. First `warmup` steps run
-    untimed; then `runs` untraced steps alternate with `runs` recorded ones.
+    untimed, and the last of them shows the modules; then `runs` untraced steps
+    alternate with `runs` recorded ones.
 
     A compiled model is compiled again, and its ops are the nodes of the graphs
-    that AOTAutograd makes of it, with the times that each takes alone.
+    that AOTAutograd makes of it, with the times that each takes alone; its
+    modules are not known.
 
     Afterwards the model, the optimizer and the random generators are restored
     bit for bit (see `legato.pytorch.recording.snapshot.Snapshot`). Other effects
@@ -101,11 +104,15 @@ def capture(
         if value < 1:
             raise CaptureError(f"{what}: {value} (expected at least 1)")
     recorder = Recorder(model, optimizer)
-    device = next(iter(trained_parameters(model).values())).device
+    trained = trained_parameters(model).values()
+    device = next(iter(trained)).device
     clock = clock_for(device)
     untraced: list[PhaseTimes] = []
     steps: list[RecordedStep] = []
+    observer = ModuleObserver(model)
     work: list[Callable[[], object]] = [lambda: _untraced_step(clock, optimizer, loss)] * warmup
+    if not any(map(is_compiled, model.modules())):  # else the calls of modules are not seen
+        work[-1] = lambda: _observed_step(observer, clock, optimizer, loss)
     for _ in range(runs):
         work.append(lambda: untraced.append(_untraced_step(clock, optimizer, loss)))
         work.append(lambda: steps.append(_recorded_step(recorder, optimizer, loss)))
@@ -116,7 +123,9 @@ def capture(
                 progress(done, len(work))
     label = name or type(model).__name__
     _log_parameters(label, model, steps[0])
-    return to_workload(steps, name=label, batch_size=batch_size, device=device.type, untraced=untraced)
+    workload = to_workload(steps, name=label, batch_size=batch_size, device=device.type, untraced=untraced)
+    itemsize = max(trained, key=torch.Tensor.numel).element_size()
+    return msgspec.structs.replace(workload, modules=observer.modules(), itemsize=itemsize)
 
 
 @contextmanager
@@ -154,6 +163,13 @@ def _untraced_step(
     marks.append(clock.now())
     clock.settle()
     return PhaseTimes(*(clock.seconds(a, b) for a, b in pairwise(marks)))
+
+
+def _observed_step(
+    observer: ModuleObserver, clock: HostClock | DeviceClock, optimizer: Optimizer, loss: Callable[[], torch.Tensor]
+) -> None:
+    with observer.watch():
+        _untraced_step(clock, optimizer, loss)
 
 
 def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], torch.Tensor]) -> RecordedStep:
