@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 from support import wrapped
+from support.architectures import ARCHITECTURES
 from support.wrapped import WRAPPINGS
 
 pytestmark = pytest.mark.processes
@@ -24,3 +25,10 @@ def test_the_memory_of_a_step_is_what_torch_allocates(two_ranks, mixed):
             if found and abs(said / found - 1) <= 0.005:
                 break
         assert said == pytest.approx(found, rel=0.005), f"wrapping {seed}"
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES) if WRAPPINGS >= 300 else ["unet", "gpt2, tied", "t5"])
+def test_captured_models_are_wrapped_in_torchs_order(two_ranks, name):
+    for seed in range(4 if WRAPPINGS >= 300 else 2):
+        (found, said), _ = two_ranks.run(wrapped.architecture_order, name, seed)
+        assert found == said, f"{name}, wrapping {seed}"

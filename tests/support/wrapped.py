@@ -2,6 +2,7 @@
 
 import os
 import random
+import tempfile
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
+import legato
 from legato.core.cluster import LinearCost
 from legato.core.wrapping import Group, Wrapping
 from legato.fsdp.costs import Costs
+from legato.fsdp.many import Chain
+from legato.fsdp.planner import by_unit
 from legato.fsdp.rules import run
-from legato.fsdp.units import Precision, Unit
+from legato.fsdp.units import Precision, Unit, units_of
+from support.architectures import ARCHITECTURES
+from support.chains import random_layouts
 
 #: How many random wrappings are compared with torch; the figures of docs/fully_sharded.md need 300.
 WRAPPINGS = int(os.environ.get("LEGATO_WRAPPINGS", "24"))
@@ -36,7 +42,7 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Chain(nn.Module):
+class Layers(nn.Module):
     """Layers one after the other, some of them tables whose rows are added; attributes stand in any order."""
 
     def __init__(self, width, tables, named):
@@ -114,7 +120,7 @@ def random_case(seed, width, mixed=False):
 
 def _wrapped(case, **options):
     """The chain as torch wraps it, and a function that runs one step without an optimizer."""
-    model = Chain(case.width, case.tables, case.named)
+    model = Layers(case.width, case.tables, case.named)
     for i in case.frozen:
         for parameter in getattr(model, f"u{i}").parameters():
             parameter.requires_grad_(False)
@@ -150,18 +156,11 @@ def order(seed):
     case = random_case(seed, 4)
     step = _wrapped(case)
     step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        step()
     groups = {
         ", ".join(f"u{i}" for i in case.named if f"u{i}" in group.modules): k
         for k, group in enumerate(case.wrapping.groups)
     }
-    found = []
-    for event in profiled.events():
-        name, _, path = event.name.partition(" (")
-        if name in _KINDS:
-            found.append((event.time_range.start, _KINDS[name], groups.get(path.rstrip(")"), len(groups))))
-    return [(kind, k) for _, kind, k in sorted(found)], case.predicted().order()
+    return _issued(step, groups), case.predicted().order()
 
 
 def peaks(seed, mixed):
@@ -198,3 +197,43 @@ def _peak(events):
             now += value
             most = max(most, now)
     return most
+
+
+def architecture_order(name, seed):
+    """(what torch issues, what the rules say) for a captured model, wrapped by block and, with a seed, at random."""
+    model, loss = ARCHITECTURES[name]()
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        path = os.path.join(folder, "w.json")
+        legato.write(path, legato.capture(model, optimizer, loss, runs=1, warmup=1))
+        workload = legato.read(path)
+    precision, cost = Precision(), LinearCost(0.1, 0.01)
+    costs = Costs(dist.get_world_size(), cost, cost, cost)
+    # T5's first attention hands its position bias to all other blocks: if it is a group, it is gathered once more.
+    units = units_of(workload, costs.ranks, precision, level=1 if name == "t5" else 1 + seed % 2)
+    chain = Chain(units, costs, precision)
+    layout = by_unit(chain) if not seed else random_layouts(seed, chain, 1)[0]
+    wrapping = chain.wrapping(layout, name)
+    legato.fully_shard(model, wrapping)
+    loss().backward()
+    model.zero_grad()
+    found = _issued(lambda: loss().backward(), _group_names(model, wrapping))
+    return found, run(units, wrapping, costs, precision).order()
+
+
+def _group_names(model, wrapping):
+    """torch's name of each group: its modules in the order in which they are named."""
+    named = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    return {", ".join(sorted(group.modules, key=named.__getitem__)): k for k, group in enumerate(wrapping.groups)}
+
+
+def _issued(step, groups):
+    """The gathers, copies and reductions that torch issues in a step, each a (kind, group)."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    found = []
+    for event in profiled.events():
+        name, _, path = event.name.partition(" (")
+        if name in _KINDS:
+            found.append((event.time_range.start, _KINDS[name], groups.get(path.rstrip(")"), len(groups))))
+    return [(kind, k) for _, kind, k in sorted(found)]
