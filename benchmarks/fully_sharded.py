@@ -199,7 +199,7 @@ def main() -> None:
             for memory, layout in zip(MEMORIES, plans, strict=True):
                 assert layout is not None
                 (seconds,), _ = evaluate(chain, [layout])
-                bound_s = lower_bound(units, chain.costs, BF16, int(memory * block), node=chain.node).seconds
+                bound_s = lower_bound(units, chain.costs, int(memory * block), node=chain.node).seconds
                 found = columns[memory]
                 found["win"].append(block_s / seconds)
                 found["gap"].append(seconds / bound_s - 1)

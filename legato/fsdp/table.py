@@ -318,7 +318,7 @@ class _Table:
         self.steps[name] = step.timeline(units, wrapping)
         bound_s = None
         if wrapping.replicas == wrapping.micro_batches == 1:
-            bound_s = lower_bound(units, costs, self.precision, step.peak_nbytes, node=self.chain.node).seconds
+            bound_s = lower_bound(units, costs, step.peak_nbytes, node=self.chain.node).seconds
             bound_s += self.optimizer_s / costs.ranks
         kept = sum(unit.gathered for unit in units if unit.path in _kept(wrapping))
         seconds = step.seconds + self.optimizer_s / costs.ranks
