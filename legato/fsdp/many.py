@@ -65,8 +65,15 @@ class Chain:
 
     @property
     def starts(self) -> list[int]:
-        """The units of the chain with which a group may begin: those whose input needs a gradient, and the first."""
-        return [k for k, u in enumerate(self.held) if k == 0 or self.units[u].input_needs_gradient]
+        """The units of the chain with which a group may begin: the first, and those whose input needs a gradient.
+
+        The unit before must be one with which a group may end, because the gradient of its output comes back.
+        """
+        units = [self.units[u] for u in self.held]
+        ends = [unit.ends and (unit.trained or unit.input_needs_gradient) for unit in units]
+        frozen = [u < self.reached for u in self.held]  # no backward pass, so they may end groups
+        may = [k == 0 or (units[k].input_needs_gradient and (ends[k - 1] or frozen[k - 1])) for k in range(len(units))]
+        return [k for k, begins in enumerate(may) if begins]
 
     def wrapping(self, layout: Layout, name: str) -> Wrapping:
         """The wrapping that a layout stands for."""
@@ -214,14 +221,21 @@ class _Many:
             self.compute = self.compute + np.where(alive, self.compute_s[1, k], 0.0)
             self._add(np.where(alive, self.new_gradients[k], 0.0))
             if self.late[k].any():
+                if k == 0:  # in all layouts
+                    self._lead()
                 self._reduce_root(self.late[k] & waits)
                 waits &= ~self.late[k]
                 frozen = (self.gathered * self.keep)[:k].sum(axis=0)
                 self.nbytes = self.nbytes - np.where(self.late[k], frozen, 0.0)
             self._free_and_reduce(k, alive)
+        if not self.late[0].any():
+            self._lead()
+        self._reduce_root(waits)
+
+    def _lead(self) -> None:
+        """The backward pass of the root's modules before the first group."""
         self.compute = self.compute + self.chain.leading[1]
         self._add(np.full(self.many, self.chain.leading[2]))
-        self._reduce_root(waits)
 
     def _gather(self, k: int, where: Array) -> None:
         where = where & ~self.issued[k]

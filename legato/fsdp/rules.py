@@ -91,7 +91,7 @@ def resolve(units: Sequence[Unit], wrapping: Wrapping) -> list[Resolved]:
         left -= set(held)
         reshard = False if wrapping.sync == "gathered-once" else group.reshard
         groups.append(_resolved(units, held, held[0], held[-1], reshard, group.in_backward))
-    if left:
+    if any(units[u].gathered for u in left):
         groups.append(_resolved(units, tuple(sorted(left)), 0, len(units) - 1, False, True))
     return groups
 
@@ -241,7 +241,8 @@ class _Run:
 
     def _new_gradients(self, u: int) -> int:
         """The bytes of a unit's gradients, unless they are added to those of earlier micro-batches one by one."""
-        adds = self.state[self.group_of[u]].accumulated and not self.upcasts
+        k = self.group_of.get(u)  # no group if it has no parameters
+        adds = k is not None and self.state[k].accumulated and not self.upcasts
         return 0 if adds else self.units[u].gradients
 
     def _by_name(self) -> list[int]:

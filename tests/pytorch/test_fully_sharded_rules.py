@@ -19,12 +19,13 @@ def test_the_order_of_collectives_is_torchs_own(two_ranks):
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 def test_the_memory_of_a_step_is_what_torch_allocates(two_ranks, mixed):
-    for seed in range(WRAPPINGS // (12 if mixed else 4)):  # products in bf16 are slow here
+    exact = 0.01 if mixed else 0.005  # on a CPU, products in bf16 are slow, and take memory of their own
+    for seed in range(WRAPPINGS // (12 if mixed else 4)):
         for _ in range(3):  # the profiler loses events now and then
             found, said = two_ranks.run(wrapped.peaks, seed, mixed)[0]
-            if found and abs(said / found - 1) <= 0.005:
+            if found and abs(said / found - 1) <= exact:
                 break
-        assert said == pytest.approx(found, rel=0.005), f"wrapping {seed}"
+        assert said == pytest.approx(found, rel=exact), f"wrapping {seed}"
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES) if WRAPPINGS >= 300 else ["unet", "gpt2, tied", "t5"])

@@ -20,10 +20,11 @@ def random_chain(seed, *, most=8, plain=False):
         trained = plain or (i >= frozen and draw.random() >= rates[0]) or i == count - 1
         gathered = draw.choice([2, 2, 2, 8, 1]) * 64 * draw.randint(1, 20)
         reduced = gathered * 4 // precision.gathered if trained else 0
-        rooted = draw.random() < rates[1] and i > 0
+        rooted = draw.random() < rates[1] and count > 1 and i < count - 1
         forward_s, own = draw.random(), gathered if trained else 0
         unit = Unit(f"u{i}", forward_s, 2 * draw.random(), gathered, reduced, own, trained, i > 0, named=i)
-        units.append(unit._replace(rooted=rooted))
+        table = not plain and i > 0 and draw.random() < 0.1
+        units.append(unit._replace(rooted=rooted, input_needs_gradient=i > 0 and not table))
     alpha, beta = draw.choice([0, 0.01, 0.3]), draw.choice([0, 1e-4, 1e-3])
     gather, inside, scatter = LinearCost(alpha, beta), LinearCost(alpha / 5, beta / 8), LinearCost(alpha, beta / 2)
     return units, Costs(8, gather, inside, scatter, copy_s_per_byte=draw.choice([0, 1e-5])), precision
