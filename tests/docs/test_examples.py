@@ -1,5 +1,6 @@
 """The examples: one under torchrun itself, the others on ranks that torch need not be imported for again."""
 
+import json
 import os
 import re
 import subprocess
@@ -50,3 +51,16 @@ def test_after_a_death_the_run_goes_on_from_its_checkpoint(tmp_path):
     done = re.compile(r"steps (\d+) to 20 done on 2 ranks, loss (\d+\.\d+)")
     (start, loss), (again, same) = done.search(undisturbed).groups(), done.search(with_a_death).groups()
     assert (start, again) == ("0", "5") and loss == same
+
+
+def test_sharded_training_by_block_and_by_a_plan(tmp_path):
+    """The loss is the same: with two ranks, other groups add up gradients in the same order."""
+    groups = [{"modules": ["embed", "blocks.0", "blocks.1"]}, {"modules": ["blocks.2", "blocks.3"], "reshard": False}]
+    wrapping = {"format": "legato.wrapping/1", "name": "by hand", "groups": groups}
+    (tmp_path / "wrapping.json").write_text(json.dumps(wrapping))
+    losses = [
+        re.search(r"loss (\d+\.\d+)", run_script([str(EXAMPLES / "shard.py"), *arguments], tmp_path, ranks=2))[1]
+        for arguments in ([], ["wrapping.json"])
+    ]
+    assert losses[0] == losses[1]
+    assert {"rank0.json", "rank1.json"} <= {path.name for path in tmp_path.iterdir()}
