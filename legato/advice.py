@@ -9,6 +9,7 @@ How far that prediction is from the measured step says how far to trust the rest
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +19,15 @@ import msgspec
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.plan import Plan
-from legato.core.text import count, percent
+from legato.core.text import count, percent, shorten
 from legato.core.timeline import Timeline
-from legato.core.units import format_seconds
-from legato.core.workload import Workload
+from legato.core.units import format_bytes, format_seconds
+from legato.core.workload import Phase, Workload
+from legato.fsdp.table import Comparison, Row, best
+from legato.fsdp.traced import Fit, as_modules, compare_groups
 from legato.ingest.names import GROUPED
 from legato.ingest.network import cluster_of, doubt
-from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure
+from legato.ingest.traced import Imported, KindTimes, Notes, RankMeasure, Sharded, ShardedGroup
 from legato.report.model import TextTable
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
@@ -87,11 +90,15 @@ class Seconds(msgspec.Struct, frozen=True):
 
 
 class KindSeconds(msgspec.Struct, frozen=True):
-    """How long an iteration transfers with one kind of collective, and how long nothing is computed meanwhile."""
+    """How long an iteration transfers with one kind of collective, and how long nothing is computed meanwhile.
+
+    All-gathers are a kind for each `phase`.
+    """
 
     kind: str
     communication_s: Seconds
     exposed_s: Seconds
+    phase: Phase | None = None
 
 
 class RankTimes(msgspec.Struct, frozen=True):
@@ -132,7 +139,8 @@ class Advice(msgspec.Struct, frozen=True):
     the traced plan; `gap` is how far legato's plan is above `lower_bound_s`. All
     are empty or None if `lacking` says why nothing can be predicted. `code` is
     the line to try. `missing` and `assumed` are what the traces lack, and what is
-    assumed instead.
+    assumed instead. `groups` are those of FSDP2, `costs` what its collectives cost,
+    and `comparison` are other groups beside the traced ones, which are the first row.
     """
 
     name: str
@@ -149,6 +157,9 @@ class Advice(msgspec.Struct, frozen=True):
     gap: float | None = None
     plans: tuple[Plan, ...] = ()
     timelines: tuple[Timeline, ...] = ()
+    groups: tuple[ShardedGroup, ...] = ()
+    costs: tuple[Fit, ...] = ()
+    comparison: Comparison | None = None
     missing: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
@@ -180,16 +191,16 @@ def _times(rank: int, steps: Sequence[RankMeasure]) -> RankTimes:
 
 
 def _by_kind(steps: Sequence[RankMeasure]) -> tuple[KindSeconds, ...]:
-    found = [{times.kind: times for times in step.kinds} for step in steps]
-    kinds = sorted({kind for times in found for kind in times})
+    found = [{(times.kind, times.phase): times for times in step.kinds} for step in steps]
     none = KindTimes("", 0.0, 0.0)
     return tuple(
         KindSeconds(
             kind,
-            Seconds.of([times.get(kind, none).communication_s for times in found]),
-            Seconds.of([times.get(kind, none).exposed_s for times in found]),
+            Seconds.of([times.get((kind, phase), none).communication_s for times in found]),
+            Seconds.of([times.get((kind, phase), none).exposed_s for times in found]),
+            phase,
         )
-        for kind in kinds
+        for kind, phase in sorted({key for times in found for key in times}, key=str)
     )
 
 
@@ -221,6 +232,8 @@ def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -
     ranks = times_of(imported.steps)
     name = imported.timeline.name if imported.timeline is not None else "trace"
     known = Advice(name, ranks, imported.workers, tuple(_bottleneck(ranks, imported.on_device)))
+    if imported.sharded is not None:
+        return _of_groups(known, imported, imported.sharded, cluster, workers)
     lacking, traced = _not_planned(imported, cluster) or imported.lacking, None
     if cluster is None and not lacking:
         try:
@@ -277,6 +290,61 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
         plans=plans,
         timelines=(*measured, *drawn),
     )
+
+
+def _of_groups(
+    known: Advice, imported: Imported, found: Sharded, cluster: Cluster | None, workers: int | None
+) -> Advice:
+    """What other groups of FSDP2 are predicted to win."""
+    known = msgspec.structs.replace(known, groups=(found.root, *found.groups) if found.root.gathered else found.groups)
+    waits_known = all(measure.waiting_s is not None for measure in imported.ranks)
+    try:
+        if cluster is None and workers not in (None, found.ranks):
+            raise InputError(f"groups are sharded over {found.ranks} ranks (for {workers}, give --bandwidth, too)")
+        table, fits = compare_groups(found, waits_known=waits_known, cluster=cluster)
+    except InputError as why:
+        return msgspec.structs.replace(known, lacking=str(why))
+    if not waits_known and fits:
+        imported.notes.assume("a collective takes as long as the fastest of its size, which may wait for late ranks")
+    base = table.rows[0].seconds
+    mine = [step for step in imported.steps if step.rank == imported.rank]
+    measured_s = statistics.median(step.iteration_s - step.exposed_waiting_s for step in mine)
+    error = base / measured_s - 1 if cluster is None and measured_s > 0 else None
+    verdict, row = _groups_verdict(known.verdict, table, error)
+    drawn = (imported.timeline, table.steps[0], table.steps[table.rows.index(row)] if row is not None else None)
+    return msgspec.structs.replace(
+        known,
+        verdict=tuple(verdict),
+        code="" if row is None or row.wrapping is None else as_modules(row.wrapping).as_code(),
+        cluster=cluster,
+        costs=fits,
+        measured_s=measured_s,
+        error=error,
+        predictions=tuple(Prediction(row.name, row.seconds, 1 - row.seconds / base) for row in table.rows),
+        timelines=tuple(line for line in drawn if line is not None),
+        comparison=table,
+    )
+
+
+def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None) -> tuple[list[str], Row | None]:
+    """Sentences like those of `_verdict`, and the row to try: one of no more memory if that wins enough."""
+    traced = table.rows[0]
+    same, free = (table.rows[best(table.rows, nbytes)] for nbytes in (traced.nbytes, None))
+    wins = {row.name: 1 - row.seconds / traced.seconds for row in (same, free)}
+    off = abs(error or 0.0)
+    hint = f" Take it as a hint: the prediction of the traced groups is itself off by {percent(off)}."
+    most = max(wins.values())
+    if most < _WORTH:
+        above = f" (the traced ones are {percent(traced.gap)} above the bound for their memory)" if traced.gap else ""
+        told = f"no other groups are predicted to win {percent(_WORTH, 0)} of an iteration{above}."
+        return [*lines, f"No groups win: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], None
+    told, row = "", free
+    if wins[same.name] >= _WORTH:
+        told, row = f"Predicted to win {percent(wins[same.name])} of an iteration in no more memory: {same.name}.", same
+    if wins[free.name] >= wins[same.name] + _WORTH:
+        told += f"{' ' if told else ''}Predicted to win {percent(wins[free.name])} of an iteration with "
+        told += f"{format_bytes(free.buffers)} instead of {format_bytes(traced.buffers)} of buffers: {free.name}."
+    return [told + (hint if off > wins[row.name] else ""), *lines], row
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
@@ -339,7 +407,7 @@ def _bottleneck(ranks: Sequence[RankTimes], on_device: bool = True) -> list[str]
         )
     if shares["exposed_s"] >= _MUCH:
         by_kind = {kind: exposed / iteration_s for kind, (_, exposed) in _kinds_over_ranks(ranks).items()}
-        most = [f"{_named_kind(kind)} {percent(share, 0)}" for kind, share in by_kind.items() if share >= _WORTH]
+        most = [f"{kind} {percent(share, 0)}" for kind, share in by_kind.items() if share >= _WORTH]
         lines.append(f"Exposed communication takes {percent(shares['exposed_s'], 0)} of the time: {', '.join(most)}.")
     if _over_ranks(ranks, "communication_s") > 0 and shares["exposed_s"] < _WORTH:
         lines.append(f"Little communication is exposed: it takes {percent(shares['exposed_s'])} of the time.")
@@ -359,7 +427,11 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
     found: list[TextTable | str] = [_times_table(advice)]
-    found += [table for table in (kinds, plans) if table is not None]
+    found += [table for table in (kinds, _groups_table(advice.groups), plans) if table is not None]
+    found += map(str, advice.costs)
+    if advice.comparison is not None:
+        found.append(advice.comparison.table("Ways to group modules"))
+        found.append(f"Predictions count as computation what no groups change: {COUNTED}.")
     if plans is not None:
         found.append(
             f"legato's plan is {percent(advice.gap or 0.0)} above the bound. Predictions count as computation what no "
@@ -368,7 +440,8 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     if advice.error is not None and advice.measured_s is not None:
         known = any(rank.late_s is not None for rank in advice.ranks)
         found.append(
-            f"The prediction of the traced plan is off by {percent(advice.error, signed=True)}: "
+            f"The prediction of the traced {'plan' if advice.comparison is None else 'groups'} is off by "
+            f"{percent(advice.error, signed=True)}: "
             f"{format_seconds(advice.predictions[0].iteration_s)} predicted, {format_seconds(advice.measured_s)} "
             f"measured{', without what late ranks delayed' if known else ''}."
         )
@@ -376,7 +449,8 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     if advice.lacking:
         found.append(f"No plan: {advice.lacking}.")
     if advice.code:
-        found.append(f"Try: {advice.code}")
+        lines = advice.code.splitlines()
+        found += [f"Try: {lines[0]}"] if len(lines) == 1 else ["Try:", *lines]
     return (*found, *changed)
 
 
@@ -423,8 +497,8 @@ def _kinds_over_ranks(ranks: Sequence[RankTimes]) -> dict[str, tuple[float, floa
     totals: dict[str, tuple[float, float]] = {}
     for rank in ranks:
         for times in rank.kinds:
-            n, exposed = totals.get(times.kind, (0.0, 0.0))
-            totals[times.kind] = n + times.communication_s.median, exposed + times.exposed_s.median
+            n, exposed = totals.get(_named_kind(times), (0.0, 0.0))
+            totals[_named_kind(times)] = n + times.communication_s.median, exposed + times.exposed_s.median
     means = {kind: (n / len(ranks), exposed / len(ranks)) for kind, (n, exposed) in totals.items()}
     return dict(sorted(means.items(), key=lambda item: (-item[1][1], -item[1][0], item[0])))
 
@@ -434,7 +508,7 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
     found = _kinds_over_ranks(ranks)
     if not found:
         return None
-    alone = {times.kind: times for times in ranks[0].kinds} if len(ranks) == 1 else {}
+    alone = {_named_kind(times): times for times in ranks[0].kinds} if len(ranks) == 1 else {}
     known = all(rank.late_s is not None for rank in ranks)
     waits = "without waiting for late ranks" if known else "which may wait for late ranks"
     return TextTable(
@@ -442,7 +516,7 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
         ("kind", "communicating", "exposed"),
         tuple(
             (
-                _named_kind(kind),
+                kind,
                 str(alone[kind].communication_s) if alone else format_seconds(n),
                 str(alone[kind].exposed_s) if alone else format_seconds(exposed),
             )
@@ -451,8 +525,9 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
     )
 
 
-def _named_kind(kind: str) -> str:
-    return _KINDS.get(kind, kind.replace("_", "-"))
+def _named_kind(times: KindSeconds) -> str:
+    kind = _KINDS.get(times.kind, times.kind.replace("_", "-"))
+    return kind if times.phase is None else f"{kind} ({times.phase})"
 
 
 def _plans_table(advice: Advice) -> TextTable | None:
@@ -468,6 +543,33 @@ def _plans_table(advice: Advice) -> TextTable | None:
         ("plan", "predicted", "wins"),
         tuple(rows),
     )
+
+
+def _groups_table(groups: Sequence[ShardedGroup]) -> TextTable | None:
+    """The groups of FSDP2 in the order of the forward pass; those that follow one another and are alike in one row."""
+
+    def alike(group: ShardedGroup) -> tuple[object, ...]:
+        return len(group.modules), group.gathered, group.scattered, group.reshard, group.ahead
+
+    rows = []
+    for _, same in itertools.groupby(groups, alike):
+        run = list(same)
+        first, last = (shorten(", ".join(group.modules)) or "root" for group in (run[0], run[-1]))
+        group = run[0]
+        kept = "resharded" if group.reshard else "kept"
+        kept += "" if isinstance(group.reshard, bool) else f" to {count(group.reshard, 'rank')}"
+        means = (statistics.fmean(g.backward_s if back else math.fsum(g.forward_s) for g in run) for back in (0, 1))
+        rows.append(
+            (
+                first if len(run) == 1 else f"{first} to {last} ({len(run)} groups)",
+                *(format_bytes(nbytes) if nbytes else "" for nbytes in (group.gathered, group.scattered)),
+                kept,
+                "{}, {}".format(*group.ahead),
+                *(format_seconds(seconds) if group.modules else "" for seconds in means),
+            )
+        )
+    heads = ("group", "gathered", "reduced", "after forward", "ahead: forward, backward", "forward", "backward")
+    return TextTable("Groups of FSDP2, as traced", heads, tuple(rows)) if rows else None
 
 
 def changes(before: Advice, after: Advice) -> list[str]:

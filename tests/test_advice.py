@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import fsdp_samples
 from support import kineto_samples as samples
 from support.command import run
 from support.strategies import examples
@@ -27,6 +28,9 @@ from legato.advice import (
 )
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
+from legato.core.wrapping import Group, Wrapping
+from legato.fsdp.costs import Costs
+from legato.fsdp.units import Precision, Unit
 from legato.ingest.kineto.importer import import_kineto
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.simulator.collective import simulate
@@ -340,3 +344,109 @@ def test_any_trace_that_can_be_imported_gets_a_verdict(tmp_path_factory, data):
     (rank,) = found.ranks
     parts = rank.computation_s.mean + rank.exposed_s.mean + rank.host_s.mean + (rank.late_s.mean if rank.late_s else 0)
     assert parts == pytest.approx(rank.iteration_s.mean, abs=1e-9)
+
+
+def sharded(folder, *, alpha_s=3e-4, beta_s=2e-11, kept=1, name="sharded.json", **options):
+    """(a trace, the step) of a decoder under FSDP2: each block a group, and the last `kept` of them kept."""
+    mib = 2**20
+    units = [
+        Unit("embed", 1e-5, 2e-5, 64 * mib, 128 * mib, 64 * mib, input_needs_gradient=False),
+        *(Unit(f"layers.{k}", 1.5e-3, 3e-3, 24 * mib, 48 * mib, 24 * mib, named=k + 1) for k in range(12)),
+        Unit("head", 2e-3, 4e-3, 64 * mib, 128 * mib, 64 * mib, named=13),
+    ]
+    groups = tuple(Group((unit.path,), k < len(units) - kept) for k, unit in enumerate(units))
+    cost = LinearCost(alpha_s, beta_s)
+    costs = Costs(8, cost, cost, cost, copy_s_per_byte=1e-12)
+    text, step = fsdp_samples.trace(units, Wrapping("traced", groups), costs, Precision(4, 2, 4), **options)
+    path = folder / name
+    path.write_text(text)
+    return path, step
+
+
+def test_groups_of_fsdp_as_traced_and_what_others_win(tmp_path, capsys):
+    path, step = sharded(tmp_path, beta_s=6e-11)
+    found = advise(import_kineto([path]))
+    assert found.predictions[0].plan == "groups as traced" and found.predictions[0].win == 0
+    assert found.predictions[0].iteration_s == pytest.approx(step.seconds + fsdp_samples.UPDATE_US * 1e-6)
+    assert found.error == pytest.approx(0, abs=1e-6)
+    assert found.code.splitlines()[-1] == "fully_shard(model, **options)"
+    status, out, _ = run(capsys, "advise", path)
+    assert status == 0 and "No plan" not in out
+    assert re.search(r"embed +│ +64 MiB │ +128 MiB │ +resharded │ +0, 1 │ +10 us │ +20 us", out)
+    assert re.search(
+        r"layers.0 to layers.11 \(12 groups\) +│ +24 MiB │ +48 MiB │ +resharded │ +0, 1 │ +1.5 ms │ +3 ms", out
+    )
+    assert re.search(r"head +│ +64 MiB │ +128 MiB │ +kept │ +0, 0 │ +2 ms │ +4 ms", out)
+    assert "A traced all-gather takes 300 us + 62.9 us per MiB (fitted to 2 sizes, off by at most 0.0%)" in out
+    assert re.search("Predicted to win [0-9.]+% of an iteration in no more memory: planned", out)
+    assert re.search("win [0-9.]+% of an iteration with 544 MiB instead of 280 MiB of buffers: planned", out)
+    assert "Try:\nfrom torch.distributed.fsdp import fully_shard" in out and "DDP" not in out and "(HSDP)" not in out
+    for phase in ("forward", "backward"):
+        assert f"all-gather ({phase})" in out
+    page = tmp_path / "report.html"
+    status, _, _ = run(capsys, "advise", path, "-o", page)
+    assert status == 0 and all(text in page.read_text() for text in ("layers.0 to layers.11", "fully_shard(model, "))
+
+
+def test_nothing_to_gain_from_other_groups_where_the_network_is_fast(tmp_path, capsys):
+    path, _ = sharded(tmp_path, alpha_s=1e-6, beta_s=1e-12)
+    status, out, _ = run(capsys, "advise", path)
+    assert status == 0 and "Nothing to gain: no other groups are predicted to win 2% of an iteration" in out
+    assert re.search(r"\(the traced ones are 2.[0-9]% above the bound for their memory\).", out)
+    assert "Try" not in out
+    # On another network there is something.
+    status, out, _ = run(capsys, "advise", path, "--bandwidth", "50Gbit", "--latency", "100us")
+    assert status == 0 and "Predicted to win" in out and "Try" in out and "A traced" not in out and "off by" not in out
+
+
+def test_groups_that_would_need_more_memory_are_told_apart(tmp_path):
+    """All blocks could be kept: that is the only thing that wins much, and needs more memory."""
+    found = advise(import_kineto([sharded(tmp_path, alpha_s=1e-5, beta_s=4e-11)[0]]))
+    rows = {row.name: row for row in found.comparison.rows}
+    assert rows["everything kept (ZeRO-2)"].nbytes > rows["groups as traced"].nbytes
+    assert all(
+        f"{1 - row.seconds / found.predictions[0].iteration_s:.1%}" in found.verdict[0]
+        for row in rows.values()
+        if row.name in found.verdict[0]
+    )
+
+
+def test_a_job_of_fsdp_that_no_table_fits(tmp_path, capsys):
+    path, _ = sharded(tmp_path)
+    status, out, _ = run(capsys, "advise", path, "--workers", "4")
+    assert status == 0 and "No plan: groups are sharded over 8 ranks (for 4, give --bandwidth, too)." in out
+    text = path.read_text()
+    path.write_text(re.sub(r"FSDP::(\w+) \([\w.]+\)", r"FSDP::\1", text))
+    status, out, _ = run(capsys, "advise", path)
+    assert status == 0 and "No plan: the whole model is one group" in out
+    path.write_text(text.replace("ReduceScatter", "AllGather").replace("_reduce_scatter_base", "_allgather_base"))
+    status, out, _ = run(capsys, "advise", path)
+    assert status == 0 and "No plan: no reduce-scatter whose size is known" in out
+    path.write_text(text.replace("AllGather", "Broadcast").replace("_allgather_base", "broadcast"))
+    status, out, _ = run(capsys, "advise", path)
+    assert status == 0 and "No plan: " in out
+
+
+@examples(40)
+@given(st.data())
+def test_any_trace_of_fsdp_gets_a_verdict(tmp_path_factory, data):
+    """Whatever is missing, moved or changed: groups and predictions that are numbers, or one clear line."""
+    folder = tmp_path_factory.mktemp("t")
+    path, _ = sharded(folder)
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    for index in sorted(data.draw(st.sets(st.integers(0, len(events) - 1), max_size=20)), reverse=True):
+        del events[index]
+    for event in data.draw(st.lists(st.sampled_from(events), max_size=6)):
+        event["ts"] = data.draw(st.integers(0, 6000))
+        if "In msg nelems" in event.get("args", {}):
+            event["args"]["In msg nelems"] = data.draw(st.integers(-1, 2**40))
+            event["args"]["Group size"] = data.draw(st.integers(-1, 2**20))
+    path.write_text(json.dumps(trace))
+    try:
+        found = advise(import_kineto([path]))
+    except InputError as error:
+        assert str(error).isprintable()
+        return
+    assert told(found)
+    assert found.lacking or all(prediction.iteration_s > 0 for prediction in found.predictions)

@@ -56,7 +56,7 @@ def advise(
 ) -> None:
     """Tell from traces where the time of a job goes, and what a better plan would win.
 
-    The cost of the network is fitted to the trace's own all-reduces; the options replace it.
+    The cost of the network is fitted to the trace's own collectives; the options replace it.
 
     Example: [bold]legato advise rank0.pt.trace.json.gz rank1.pt.trace.json.gz[/]
     """
@@ -109,7 +109,9 @@ def _print_table(shown: TextTable) -> None:
 
 
 def _summary(advice: Advice) -> dict[str, Any]:
-    return {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in ("plans", "timelines")}
+    drawn = ("plans", "timelines", "comparison")
+    found = {name: getattr(advice, name) for name in advice.__struct_fields__ if name not in drawn}
+    return found | {"rows": () if advice.comparison is None else advice.comparison.rows}
 
 
 def _write(output: Path, jobs: Sequence[Imported], found: Sequence[Advice], changed: Sequence[str]) -> None:

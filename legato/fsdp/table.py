@@ -27,7 +27,17 @@ from legato.report.model import MemoryPoint, ModelReport, TextTable
 from legato.schedule import schedule
 from legato.simulator.collective import iteration_time
 
-__all__ = ["SAME", "Comparison", "Row", "Sharding", "ShardingOptions", "compare", "plan_wrapping"]
+__all__ = [
+    "SAME",
+    "Comparison",
+    "Row",
+    "Sharding",
+    "ShardingOptions",
+    "best",
+    "compare",
+    "compare_traced",
+    "plan_wrapping",
+]
 
 #: Rows whose times differ by less than this part are taken to be equally fast; the simplest of them is the answer.
 SAME = 0.01
@@ -126,14 +136,15 @@ class Comparison(msgspec.Struct, frozen=True):
 
     def table(self, title: str) -> TextTable:
         """The rows by memory, in words."""
-        heads = ("groups", "predicted", "over computing", "memory", "of it buffers", "kept", "above bound")
+        whole = any(row.states for row in self.rows)
+        memory = ("memory", "of it buffers") if whole else ("buffers",)
+        heads = ("groups", "predicted", "over computing", *memory, "kept", "above bound")
         rows = (
             (
                 row.name,
                 format_seconds(row.seconds),
                 f"{row.seconds / self.compute_s:.3f}",
-                format_bytes(row.nbytes),
-                format_bytes(row.buffers),
+                *map(format_bytes, (row.nbytes, row.buffers) if whole else (row.buffers,)),
                 format_bytes(row.kept) if row.kept else "",
                 "" if row.gap is None else percent(row.gap, signed=True),
             )
@@ -191,7 +202,18 @@ def compare(workload: Workload, cluster: Cluster, sharding: Sharding) -> Compari
 
     Raises `InputError` where the memory is too small for every row, and what `units_of` and `Costs.of` raise.
     """
-    return _Table(workload, cluster, sharding).compare()
+    return _OfWorkload(workload, cluster, sharding).compare()
+
+
+def compare_traced(
+    units: Sequence[Unit], costs: Costs, precision: Precision, traced: Wrapping, update_s: float, node: int | None
+) -> Comparison:
+    """Time against memory for other groups than those of a trace, whose row is the first one.
+
+    The optimizer takes `update_s` seconds of a step. Memory is that of FSDP2's buffers alone, because a trace does not
+    tell the rest. Rows that are slower and larger than the traced groups are left out.
+    """
+    return _Table(units, costs, precision, node, traced.micro_batches, update_s * costs.ranks, traced).compare()
 
 
 def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **options: Any) -> Wrapping:
@@ -206,40 +228,45 @@ def plan_wrapping(workload: Workload, cluster: Cluster, scheduler: str, **option
 
 
 class _Table:
-    def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
-        self.workload, self.cluster, self.sharding = workload, cluster, sharding
-        self.precision = sharding.precision or Precision(4, workload.itemsize, 4)
-        self.costs = Costs.of(cluster, sharding.hosts, host_s=sharding.host_s)
-        self.optimizer_s = math.fsum(workload.ops[op].duration_s for op in workload.phase_ops("optimizer"))
-        self.units = self._units()
-        self.elements = sum(unit.gathered for unit in self.units) // self.precision.gathered
-        node = sharding.hosts.gpus if 1 < sharding.hosts.gpus < self.costs.ranks else None
-        self.chain = Chain(self.units, self.costs, self.precision, node)
+    """Rows for units and what collectives cost; the optimizer takes `optimizer_s` for the whole model."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        costs: Costs,
+        precision: Precision,
+        node: int | None,
+        micro_batches: int = 1,
+        optimizer_s: float = 0.0,
+        traced: Wrapping | None = None,
+    ) -> None:
+        self.units, self.costs, self.precision = units, costs, precision
+        self.micro_batches, self.optimizer_s, self.traced = micro_batches, optimizer_s, traced
+        self.parts: Sequence[Unit] = ()  # of the units
+        self.memory_bytes: int | None = None
+        self.workload_id = ""
+        self.chain = Chain(units, costs, precision, node)
         self.finer: Chain | None = None
         self.steps: dict[str, Timeline] = {}
 
-    def _units(self, level: int = 1) -> list[Unit]:
-        units = units_of(self.workload, self.costs.ranks, self.precision, level=level)
-        if not any(unit.trained for unit in units):
-            raise InputError(f"{self.workload.name}: no module is trained (expected parameters with gradients)")
-        return units
+    @property
+    def compute_s(self) -> float:
+        one = math.fsum(unit.forward_s + unit.backward_s for unit in self.units)
+        return self.micro_batches * one + self.optimizer_s / self.costs.ranks
 
     def compare(self) -> Comparison:
-        rows = [*self._plain(), *self._hybrid()]
+        rows = self._rows()
         for row in self._planned():
             if not any(_as_good(other, row) for other in rows):
                 rows.append(row)
-        most = self.sharding.memory_bytes
-        fitting = [k for k, row in enumerate(rows) if most is None or row.nbytes <= most]
-        if not fitting:
-            least = min(rows, key=lambda row: row.nbytes)
-            raise InputError(
-                f"memory: {format_bytes(most or 0)} (expected at least {format_bytes(least.nbytes)}, for {least.name})"
-            )
-        best = min(rows[k].seconds for k in fitting)
-        answer = next(k for k in fitting if rows[k].seconds <= best * (1 + SAME))
         steps = tuple(self.steps.get(row.name) for row in rows)
-        return Comparison(tuple(rows), answer, self.workload.compute_s + self._more_s(), steps)
+        return Comparison(tuple(rows), best(rows, self.memory_bytes), self.compute_s, steps)
+
+    def _rows(self) -> list[Row]:
+        if self.traced is None:
+            return [*self._plain()]
+        traced = self._row(self.traced.name, self.traced, sync=self.traced.sync)
+        return [traced, *(row for row in self._plain() if not _as_good(traced, row))]
 
     def _plain(self) -> Iterator[Row]:
         """What people do without a plan, the simplest first."""
@@ -249,24 +276,11 @@ class _Table:
             yield self._row(name, self.chain.wrapping(by_unit(self.chain, NODE), name))
         name = "everything kept (ZeRO-2)"
         yield self._row(name, self.chain.wrapping(by_unit(self.chain, KEEP), name))
-        if self.sharding.micro_batches > 1:
+        if self.micro_batches > 1:
             for name, sync in _ACCUMULATING:
                 kept = by_unit(self.chain, KEEP if sync == "gathered-once" else RESHARD)
                 yield self._row(name, self.chain.wrapping(kept, name), sync=sync)
         yield self._row("one group", self.chain.wrapping(Layout((0,), (KEEP,)), "one group"))
-        yield self._ddp()
-
-    def _hybrid(self) -> Iterator[Row]:
-        """HSDP: sharded over one host, or a few, and replicated."""
-        hosts = self.sharding.hosts.gpus
-        if hosts < 2 or hosts >= self.cluster.workers:
-            return
-        splits = [ranks for ranks in range(hosts, self.cluster.workers, hosts) if self.cluster.workers % ranks == 0]
-        for ranks in splits[:3]:
-            replicas = self.cluster.workers // ranks
-            name = f"{BY_BLOCK}, {replicas} replicas (HSDP)"
-            wrapping = msgspec.structs.replace(self.chain.wrapping(by_unit(self.chain), name), replicas=replicas)
-            yield self._row(name, wrapping, sync="all-reduce-last" if self.sharding.micro_batches > 1 else "each")
 
     def _planned(self) -> Iterator[Row]:
         """Within several memories, the fastest regular groups, or the fastest of all if these are clearly faster."""
@@ -290,30 +304,36 @@ class _Table:
             yield self._row(name, chain.wrapping(layout, name), units=chain.units)
 
     def _limits(self) -> list[float]:
-        block = float(evaluate(self.chain, [by_unit(self.chain)])[1][0])
-        limits = [block * multiple for multiple in _MULTIPLES]
-        if self.sharding.memory_bytes is not None:
-            most = self.sharding.memory_bytes - self._states(self.costs.ranks)
+        usual = self.traced or self.chain.wrapping(by_unit(self.chain), BY_BLOCK)
+        one = msgspec.structs.replace(usual, micro_batches=1, sync="each")
+        nbytes = run(self.units, one, self.costs, self.precision).peak_nbytes
+        limits = [nbytes * multiple for multiple in _MULTIPLES]
+        if self.memory_bytes is not None:
+            most = self.memory_bytes - self._states(self.costs.ranks)
             limits = [limit for limit in limits if limit < most]
             limits += [float(most)] * (most > 0)
         return limits
 
     def _parts(self, limits: Sequence[float]) -> list[Layout | None]:
         """The fastest groups of parts of blocks, if there are few enough parts to look at."""
-        finer = self._units(level=2)
-        if not len(self.units) < len(finer) <= _MOST_PARTS:
+        if not len(self.units) < len(self.parts) <= _MOST_PARTS:
             return [None] * len(limits)
-        self.finer = Chain(finer, self.costs, self.precision, self.chain.node)
+        self.finer = Chain(self.parts, self.costs, self.precision, self.chain.node)
         return fastest(self.finer, limits)
 
-    def _row(self, name: str, wrapping: Wrapping, *, sync: Sync = "each", units: Sequence[Unit] | None = None) -> Row:
+    def _row(
+        self,
+        name: str,
+        wrapping: Wrapping,
+        *,
+        sync: Sync = "each",
+        units: Sequence[Unit] | None = None,
+        costs: Costs | None = None,
+    ) -> Row:
         wrapping = msgspec.structs.replace(
-            wrapping, micro_batches=self.sharding.micro_batches, sync=sync, workload_id=identity(self.workload)
+            wrapping, micro_batches=self.micro_batches, sync=sync, workload_id=self.workload_id
         )
-        costs, units = self.costs, units or self.units
-        if wrapping.replicas > 1:
-            costs = Costs.of(self.cluster, self.sharding.hosts, replicas=wrapping.replicas, host_s=self.sharding.host_s)
-            units = units_of(self.workload, costs.ranks, self.precision)
+        costs, units = costs or self.costs, units or self.units
         step: Step = run(units, wrapping, costs, self.precision)
         self.steps[name] = step.timeline(units, wrapping)
         bound_s = None
@@ -323,6 +343,53 @@ class _Table:
         kept = sum(unit.gathered for unit in units if unit.path in _kept(wrapping))
         seconds = step.seconds + self.optimizer_s / costs.ranks
         return Row(name, seconds, step.peak_nbytes, self._states(costs.ranks), kept, bound_s, wrapping)
+
+    def _states(self, ranks: int) -> int:
+        """The bytes of what no wrapping changes."""
+        return 0
+
+
+class _OfWorkload(_Table):
+    """Rows for a workload on a cluster, with those of other ways to share out parameters and gradients."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, sharding: Sharding) -> None:
+        self.workload, self.cluster, self.sharding = workload, cluster, sharding
+        self.precision = sharding.precision or Precision(4, workload.itemsize, 4)
+        self.costs = Costs.of(cluster, sharding.hosts, host_s=sharding.host_s)
+        node = sharding.hosts.gpus if 1 < sharding.hosts.gpus < self.costs.ranks else None
+        optimizer_s = math.fsum(workload.ops[op].duration_s for op in workload.phase_ops("optimizer"))
+        super().__init__(self._units(), self.costs, self.precision, node, sharding.micro_batches, optimizer_s)
+        self.parts = self._units(level=2)
+        self.memory_bytes, self.workload_id = sharding.memory_bytes, identity(workload)
+        self.elements = sum(unit.gathered for unit in self.units) // self.precision.gathered
+
+    @property
+    def compute_s(self) -> float:
+        return self.workload.compute_s + self._more_s()
+
+    def _units(self, level: int = 1) -> list[Unit]:
+        units = units_of(self.workload, self.costs.ranks, self.precision, level=level)
+        if not any(unit.trained for unit in units):
+            raise InputError(f"{self.workload.name}: no module is trained (expected parameters with gradients)")
+        return units
+
+    def _rows(self) -> list[Row]:
+        return [*super()._rows(), self._ddp(), *self._hybrid()]
+
+    def _hybrid(self) -> Iterator[Row]:
+        """HSDP: sharded over one host, or a few, and replicated."""
+        hosts = self.sharding.hosts
+        if not 2 <= hosts.gpus < self.cluster.workers:
+            return
+        workers = self.cluster.workers
+        for ranks in [ranks for ranks in range(hosts.gpus, workers, hosts.gpus) if workers % ranks == 0][:3]:
+            replicas = workers // ranks
+            name = f"{BY_BLOCK}, {replicas} replicas (HSDP)"
+            wrapping = msgspec.structs.replace(self.chain.wrapping(by_unit(self.chain), name), replicas=replicas)
+            costs = Costs.of(self.cluster, hosts, replicas=replicas, host_s=self.sharding.host_s)
+            units = units_of(self.workload, ranks, self.precision)
+            sync: Sync = "all-reduce-last" if self.micro_batches > 1 else "each"
+            yield self._row(name, wrapping, sync=sync, units=units, costs=costs)
 
     def _states(self, ranks: int) -> int:
         """The bytes of the shards of the parameters and of the optimizer's states."""
@@ -354,6 +421,22 @@ _ACCUMULATING: Sequence[tuple[str, Sync]] = (
     (f"{BY_BLOCK}, gradients reduced in the last micro-batch", "last"),
     ("everything kept, gathered once a step (ZeRO-1)", "gathered-once"),
 )
+
+
+def best(rows: Sequence[Row], memory_bytes: int | None) -> int:
+    """The first row that is nearly as fast as the fastest one within a memory.
+
+    Raises `InputError` if the memory is too small for every row.
+    """
+    fitting = [k for k, row in enumerate(rows) if memory_bytes is None or row.nbytes <= memory_bytes]
+    if not fitting:
+        least = min(rows, key=lambda row: row.nbytes)
+        raise InputError(
+            f"memory: {format_bytes(memory_bytes or 0)} (expected at least {format_bytes(least.nbytes)}, for "
+            f"{least.name})"
+        )
+    fastest_s = min(rows[k].seconds for k in fitting)
+    return next(k for k in fitting if rows[k].seconds <= fastest_s * (1 + SAME))
 
 
 def _as_good(row: Row, other: Row) -> bool:

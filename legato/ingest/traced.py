@@ -11,7 +11,17 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
-__all__ = ["Gradient", "Imported", "KindTimes", "Notes", "RankMeasure", "TracedOp", "TracedTransfer"]
+__all__ = [
+    "Gradient",
+    "Imported",
+    "KindTimes",
+    "Notes",
+    "RankMeasure",
+    "Sharded",
+    "ShardedGroup",
+    "TracedOp",
+    "TracedTransfer",
+]
 
 
 @dataclass(frozen=True)
@@ -94,11 +104,13 @@ class KindTimes:
     """How long a step transfers with one kind of collective (seconds), and how long nothing is computed meanwhile.
 
     Collectives that run at the same time count once if they are of one kind, and for each kind if they are of several.
+    All-gathers, which FSDP issues in both passes, are a kind for each `phase`.
     """
 
     kind: str
     communication_s: float
     exposed_s: float
+    phase: Phase | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,53 @@ class RankMeasure:
 
 
 @dataclass(frozen=True)
+class ShardedGroup:
+    """What one call of `fully_shard` (FSDP2) does in a step, with the bytes of all ranks; the root has no modules.
+
+    `reshard` is what `reshard_after_forward` seems to be: False if it was not gathered in the backward pass. It is
+    gathered as many groups `ahead` of its own hook in the forward pass, and in the backward pass. `gathers` and
+    `scatters` count its collectives. `forward_s` has a time for each of its modules, in the order in which they ran,
+    where these can be told apart. Of an embedding, no gradient of the input is needed.
+    """
+
+    modules: tuple[str, ...]
+    gathered: int
+    scattered: int
+    reshard: bool | int
+    ahead: tuple[int, int]
+    gathers: int
+    scatters: int
+    forward_s: tuple[float, ...]
+    backward_s: float
+    input_needs_gradient: bool
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The groups of FSDP2 in the order of the forward pass, and what they cost.
+
+    Times are medians over the steps, of one micro-batch. `root_s` are the (forward, backward) times of what no group
+    holds, before the first group and behind each. The samples (bytes of all ranks, seconds) are all-gathers over
+    `ranks`, over fewer of them, and reduce-scatters. `odd` is what the rules of FSDP2 do not cover, or "".
+    """
+
+    groups: tuple[ShardedGroup, ...]
+    root: ShardedGroup
+    root_s: tuple[tuple[float, float], ...]
+    ranks: int
+    gathered_itemsize: int
+    reduced_itemsize: int
+    gathers: tuple[tuple[int, float], ...]
+    gathers_in_host: tuple[tuple[int, float], ...]
+    scatters: tuple[tuple[int, float], ...]
+    copy_s_per_byte: float
+    micro_batches: int
+    buffers: int
+    update_s: float
+    odd: str = ""
+
+
+@dataclass(frozen=True)
 class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
@@ -148,7 +207,7 @@ class Imported:
     `transfers` are the collectives of these steps on that rank. `workers` is the
     number of the job's workers, and `plan` what the step sent; both are None if
     the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
-    shards the job.
+    shards the job, and `sharded` has the groups of FSDP2.
     """
 
     workload: Workload | None
@@ -163,3 +222,4 @@ class Imported:
     rank: int = 0
     on_device: bool = True
     fsdp: bool = False
+    sharded: Sharded | None = None

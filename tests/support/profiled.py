@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -31,8 +32,59 @@ class Unrolled(nn.Module):
         return self.head(x)
 
 
+class Block(nn.Module):
+    """What a block of a transformer has, without the attention."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=64, blocks=5, words=50):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+#: Of `Transformer`: the groups that `fully_shard` makes, and whether each is kept. The embedding is left to the root.
+WRAPPED = (
+    (("layers.0",), False),
+    (("layers.1", "layers.2"), False),
+    (("layers.3",), False),
+    (("layers.4", "head"), True),
+)
+
+
 def stacked(widths=WIDTHS):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+
+class Sharded:
+    """FSDP2 with several groups."""
+
+    def __init__(self):
+        self.model = Transformer()
+        for paths, kept in WRAPPED:
+            modules = [self.model.get_submodule(path) for path in paths]
+            fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=not kept)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.words = torch.randint(0, 50, (512,))
+
+    def sharded(self):
+        self.model(self.words).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Training:
@@ -79,7 +131,7 @@ class Training:
 
 def record(kind, out):
     torch.manual_seed(0)
-    training = Training(kind)
+    training = Sharded() if kind == "sharded" else Training(kind)
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=schedule(wait=2, warmup=1, active=3),

@@ -14,8 +14,9 @@ from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
-from legato.core.workload import Workload
+from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
+from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
@@ -74,6 +75,7 @@ def import_kineto(
         steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
     every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
+    untrimmed = [steps[chosen] for steps in every]
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
     measures = [
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
@@ -102,6 +104,7 @@ def import_kineto(
         rank=chosen,
         on_device=mine.on_device,
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
+        sharded=sharded(untrimmed, number, traces[chosen].workers),
     )
 
 
@@ -245,11 +248,13 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     ops = _computing(step)
     computing = _within(step, [*((o.start_s, o.end_s) for o in ops), *step.foreign])
-    by_kind: dict[str, list[tuple[float, float]]] = {}
-    for transfer in step.transfers:
-        by_kind.setdefault(transfer.kind, []).append((transfer.began_s, transfer.end_s))
-    for kind, start, end in step.foreign_transfers:
-        by_kind.setdefault(kind, []).append((start, end))
+    by_kind: dict[tuple[str, Phase | None], list[tuple[float, float]]] = {}
+    for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
+        by_kind.setdefault(_kind(transfer.kind, step.phases.within(issued)), []).append(
+            (transfer.began_s, transfer.end_s)
+        )
+    for kind, start, end in step.foreign_transfers:  # those of the next step, since a step lasts until its own end
+        by_kind.setdefault(_kind(kind, "forward"), []).append((start, end))
     carrying = _within(step, [span for spans in by_kind.values() for span in spans])
     late = _within(step, [(t.start_s, t.began_s) for t in step.transfers])
     waiting = _within(step, list(step.waits))
@@ -261,7 +266,8 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     n = _length(carrying) + waited
     host = math.fsum(o.duration_s + o.gap_s for o in ops)
     hidden = n - math.fsum(o.stalled_s for o in step.ops)
-    kinds = [_of_kind(kind, _within(step, spans), computing) for kind, spans in sorted(by_kind.items())]
+    order = sorted(by_kind, key=lambda kind: (kind[0], kind[1] != "forward", kind[1] or ""))
+    kinds = [_of_kind(*kind, _within(step, by_kind[kind]), computing) for kind in order]
     if waited:
         kinds.append(KindTimes("wait", waited, waited))
     return RankMeasure(
@@ -283,8 +289,15 @@ def _measure(rank: int, step: TracedStep, waits_known: bool) -> RankMeasure:
     )
 
 
-def _of_kind(kind: str, spans: list[tuple[float, float]], computing: list[tuple[float, float]]) -> KindTimes:
-    return KindTimes(kind, _length(spans), _beyond(_length(merge_intervals(computing + spans)), _length(computing)))
+def _kind(kind: str, phase: Phase) -> tuple[str, Phase | None]:
+    return kind, phase if kind == "all_gather" else None
+
+
+def _of_kind(
+    kind: str, phase: Phase | None, spans: list[tuple[float, float]], computing: list[tuple[float, float]]
+) -> KindTimes:
+    exposed_s = _beyond(_length(merge_intervals(computing + spans)), _length(computing))
+    return KindTimes(kind, _length(spans), exposed_s, phase)
 
 
 def _beyond(whole_s: float, part_s: float) -> float:

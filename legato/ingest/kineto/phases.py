@@ -10,6 +10,7 @@ that autograd runs inside a node (checkpointing) belong to that node.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ class Phases:
     def at(self, moment_s: float) -> Phase:
         """The phase of an activity that the host launched at that time."""
         return "forward" if moment_s < self.backward_s else "backward" if moment_s < self.optimizer_s else "optimizer"
+
+    def within(self, moment_s: float) -> Phase:
+        """Like `at`, but what runs between two backward passes is the forward pass of the next micro-batch."""
+        k = bisect.bisect_right(self.passes, moment_s, key=lambda p: p.start_s)
+        between = 0 < k < len(self.passes) and moment_s > self.passes[k - 1].end_s
+        return "forward" if between else self.at(moment_s)
 
 
 class Nodes:

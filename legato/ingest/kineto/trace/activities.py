@@ -48,11 +48,16 @@ class Activity(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The kind of a collective, the bytes that it carries, and whether these are integers."""
+    """The kind of a collective, the bytes that a rank gives to it, and whether these are integers.
+
+    `itemsize` is the bytes of an element, and `ranks` are the ranks that take part; None if the trace does not tell.
+    """
 
     kind: str
     nbytes: int | None
     integers: bool
+    itemsize: int | None = None
+    ranks: int | None = None
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
@@ -269,17 +274,21 @@ def describe(trace: Trace, activity: Activity) -> Described:
     candidates = [activity.columns.detail(activity.row)]
     candidates += [trace.annotation.detail(i) for i in marks]
     candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
-    nbytes, integers = None, False
+    nbytes, integers, itemsize, ranks = None, False, None, None
     names = [activity.name]
     for args in candidates:
         if args is None:
             continue
         size, elements = element_bytes(args.dtype), whole_number(args.elements)
         if nbytes is None and size is not None and elements > 0:
-            nbytes, integers = size * elements, is_integer(args.dtype)
+            nbytes, integers, itemsize = size * elements, is_integer(args.dtype), size
         if nbytes is None:
             dims, types = args.dimensions(), args.type_names()
-            nbytes, integers = tensor_bytes(dims, types), isinstance(types, list) and is_integer((types or [None])[0])
+            first = types[0] if isinstance(types, list) and types else None
+            nbytes, integers = tensor_bytes(dims, types), is_integer(first)
+            itemsize = element_bytes(first) if nbytes is not None else None
+        if whole_number(args.ranks) > 0:
+            ranks = whole_number(args.ranks)
         names.append(args.collective or "")
     names += [trace.named(trace.annotation, i) for i in marks]
     names += [trace.named(trace.operator, i) for i in issuers]
@@ -287,7 +296,7 @@ def describe(trace: Trace, activity: Activity) -> Described:
     for told in filter(None, map(collective_kind, names)):
         if told != GROUPED or kind in ("unknown", "all_to_all"):
             kind = told
-    return Described(kind, nbytes, integers)
+    return Described(kind, nbytes, integers, itemsize, ranks)
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)

@@ -43,6 +43,7 @@ class Arguments(msgspec.Struct):
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
     collective: str | None = msgspec.field(default=None, name="Collective name")
     elements: Number = msgspec.field(default=None, name="In msg nelems")
+    ranks: Number = msgspec.field(default=None, name="Group size")
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Arguments(msgspec.Struct):
 
     def key(self) -> Hashable:
         """A key that is equal for arguments that differ in their ids alone."""
-        return self.nbytes, self.collective, self.elements, self.dtype, bytes(self.dims), bytes(self.types)
+        return self.nbytes, self.collective, self.elements, self.ranks, self.dtype, bytes(self.dims), bytes(self.types)
 
     def dimensions(self) -> Any:
         """`Input Dims` as lists of numbers, or None."""

@@ -1,0 +1,151 @@
+"""Units, costs and groups of fully sharded training, as a trace tells them."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from legato.core.cluster import Cluster, LinearCost
+from legato.core.errors import InputError
+from legato.core.text import percent
+from legato.core.wrapping import Group, Sync, Wrapping
+from legato.fsdp.costs import Costs, Hosts
+from legato.fsdp.table import Comparison, compare_traced
+from legato.fsdp.units import Precision, Unit
+from legato.ingest.traced import Sharded, ShardedGroup
+
+__all__ = ["Fit", "as_modules", "compare_groups", "costs_of", "traced_units", "traced_wrapping"]
+
+#: Modules of a list whose paths differ in their numbers alone are taken to be alike.
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+_SEPARATOR = ", "
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """A cost that was fitted to traced collectives of some sizes; it is `off` by at most this part of their times."""
+
+    what: str
+    cost: LinearCost
+    sizes: int
+    off: float
+
+    @classmethod
+    def of(cls, what: str, samples: Sequence[tuple[int, float]], *, waits_known: bool) -> Fit:
+        """Of all that carry the same bytes the median counts, or the fastest where they may wait for late ranks."""
+        times: dict[int, list[float]] = {}
+        for nbytes, seconds in samples:
+            if nbytes > 0 and seconds > 0:
+                times.setdefault(nbytes, []).append(seconds)
+        if not times:
+            raise InputError(f"no {what} whose size is known (expected one, to fit its cost to)")
+        typical = statistics.median if waits_known else min
+        points = [(nbytes, float(typical(same))) for nbytes, same in sorted(times.items())]
+        (nbytes, seconds), several = points[-1], len(points) > 1
+        cost = LinearCost.fit(points) if several else LinearCost(0.0, seconds / nbytes)
+        return cls(what, cost, len(points), max(abs(cost.cost(nbytes) / seconds - 1) for nbytes, seconds in points))
+
+    def __str__(self) -> str:
+        how = f"fitted to {self.sizes} sizes, off by at most {percent(self.off)}"
+        return (
+            f"A traced {self.what} takes {self.cost} ({how if self.sizes > 1 else 'in proportion to the only size'})."
+        )
+
+
+def compare_groups(
+    found: Sharded, *, waits_known: bool, cluster: Cluster | None = None
+) -> tuple[Comparison, tuple[Fit, ...]]:
+    """The traced groups beside others, and what the collectives cost: as they were fitted, or on another cluster.
+
+    Raises `InputError` if the trace lacks what the rules need to know.
+    """
+    if not found.groups:
+        raise InputError("the whole model is one group (expected fully_shard of its blocks, too)")
+    if found.odd or not all(group.gathered for group in found.groups):
+        raise InputError(found.odd or "the trace lacks the all-gathers of some groups")
+    costs, fits = costs_of(found, waits_known=waits_known)
+    if cluster is not None:
+        given, fits = Costs.of(cluster, Hosts()), ()
+        costs = msgspec.structs.replace(given, gather_in_host=given.gather, copy_s_per_byte=found.copy_s_per_byte)
+    units = traced_units(found)
+    node = min((g.reshard for g in found.groups if not isinstance(g.reshard, bool)), default=None)
+    precision = Precision(4, found.gathered_itemsize, found.reduced_itemsize)
+    return compare_traced(units, costs, precision, traced_wrapping(found), found.update_s, node), fits
+
+
+def costs_of(found: Sharded, *, waits_known: bool) -> tuple[Costs, tuple[Fit, ...]]:
+    """What the job's collectives cost."""
+    samples = {"all-gather": found.gathers, "reduce-scatter": found.scatters}
+    if found.gathers_in_host:
+        samples["all-gather of what was resharded to fewer ranks"] = found.gathers_in_host
+    fits = tuple(Fit.of(what, same, waits_known=waits_known) for what, same in samples.items())
+    gather, scatter, *in_host = (fit.cost for fit in fits)
+    return Costs(found.ranks, gather, (*in_host, gather)[0], scatter, copy_s_per_byte=found.copy_s_per_byte), fits
+
+
+def traced_units(found: Sharded) -> list[Unit]:
+    """The units that groups can hold, and what the root computes before the first group and behind each.
+
+    A group is one unit. A list of modules whose paths differ in their numbers alone is one for each, of the same size.
+    """
+    units: list[Unit] = []
+    holds = next((k for back in (1, 0) for k, seconds in enumerate(found.root_s) if seconds[back] > 0), 0)
+    for k, seconds in enumerate(found.root_s):
+        if k > 0:
+            units += _units(found, found.groups[k - 1])
+        sizes = _sizes(found, found.root) if k == holds else (0, 0, 0)
+        if any((*seconds, *sizes)):
+            units.append(Unit("root", *seconds, *sizes, trained=sizes[1] > 0, rooted=True))
+    return [unit._replace(named=k) for k, unit in enumerate(units)]
+
+
+def _sizes(found: Sharded, group: ShardedGroup) -> tuple[int, int, int]:
+    return group.gathered, group.scattered, group.scattered // found.reduced_itemsize * found.gathered_itemsize
+
+
+def _paths(group: ShardedGroup) -> tuple[str, ...]:
+    """The units of a group: its modules if they are alike and their times are known, else all of them as one."""
+    found = [_NUMBERED.match(path) for path in group.modules]
+    alike = None not in found and len({match[1] for match in found if match}) == 1
+    return group.modules if alike and len(group.forward_s) == len(group.modules) else (_SEPARATOR.join(group.modules),)
+
+
+def _units(found: Sharded, group: ShardedGroup) -> Iterator[Unit]:
+    paths, forward_s = _paths(group), math.fsum(group.forward_s)
+    n = len(paths)
+    for j, (path, seconds) in enumerate(zip(paths, group.forward_s if n > 1 else [forward_s], strict=True)):
+        backward_s = group.backward_s * (seconds / forward_s if forward_s > 0 else 1 / n)
+        gathered, scattered, gradients = (size * (j + 1) // n - size * j // n for size in _sizes(found, group))
+        unit = Unit(path, seconds, backward_s, gathered, scattered, gradients, trained=scattered > 0)
+        yield unit._replace(input_needs_gradient=j > 0 or group.input_needs_gradient)
+
+
+def traced_wrapping(found: Sharded) -> Wrapping:
+    """The groups as traced."""
+    sync: Sync = "each"
+    if found.micro_batches > 1 and all(group.scatters <= 1 for group in found.groups):
+        sync = "last"
+    elif found.micro_batches > 1 and all(group.gathers == 1 for group in found.groups):
+        sync = "gathered-once"
+    forward, backward = (max(g.ahead[back] for g in found.groups) for back in (0, 1))
+    return Wrapping(
+        "groups as traced",
+        tuple(Group(_paths(group), group.reshard) for group in found.groups),
+        forward,
+        backward if backward > 1 else 0,  # one is FSDP2's own rule
+        found.buffers,
+        micro_batches=found.micro_batches,
+        sync=sync,
+    )
+
+
+def as_modules(wrapping: Wrapping) -> Wrapping:
+    """A wrapping of traced units as one of modules, of which a unit may have several."""
+    groups = (
+        msgspec.structs.replace(g, modules=tuple(path for unit in g.modules for path in unit.split(_SEPARATOR)))
+        for g in wrapping.groups
+    )
+    return msgspec.structs.replace(wrapping, groups=tuple(groups))
