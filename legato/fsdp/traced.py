@@ -126,7 +126,8 @@ def _units(found: Sharded, group: ShardedGroup) -> Iterator[Unit]:
 def traced_wrapping(found: Sharded) -> Wrapping:
     """The groups as traced."""
     sync: Sync = "each"
-    if found.micro_batches > 1 and all(group.scatters <= 1 for group in found.groups):
+    scatters = {group.scatters for group in found.groups} - {0}  # none where a group is frozen
+    if found.micro_batches > 1 and scatters == {1}:
         sync = "last"
     elif found.micro_batches > 1 and all(group.gathers == 1 for group in found.groups):
         sync = "gathered-once"
