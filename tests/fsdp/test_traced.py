@@ -30,9 +30,7 @@ def traced(folder, units, wrapping, costs, precision):
 @examples(60)
 @given(st.integers(0, 2**32), st.sampled_from([(1, "each"), (1, "each"), (2, "each"), (3, "last")]))
 def test_the_step_is_predicted_as_it_was_made(tmp_path_factory, seed, accumulated):
-    units, costs, precision = random_chain(seed)
-    assume(not any(unit.rooted for unit in units))
-    assume(all(unit.input_needs_gradient for unit in units[1:]))  # else the root may be taken for another group
+    units, costs, precision = random_chain(seed, plain=True)  # a trace of frozen modules tells less
     micro_batches, sync = accumulated
     wrapping = fsdp_samples.random_wrapping(seed, units)
     wrapping = msgspec.structs.replace(wrapping, micro_batches=micro_batches, sync=sync)
