@@ -29,8 +29,9 @@ from typing import Any
 import msgspec
 
 from legato.core.cluster import Contention
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
-from legato.core.units import format_seconds, parse_bandwidth
+from legato.core.units import format_seconds
 from legato.testbed.launch import run_workers
 
 WORKERS = 2

@@ -27,8 +27,9 @@ from legato.cli.output import note, print_json, print_rows, stages
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import count, percent
-from legato.core.units import format_bandwidth, parse_bandwidth
+from legato.core.units import format_bandwidth
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:

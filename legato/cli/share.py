@@ -16,8 +16,9 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.plan import Plan
+from legato.core.quantities import parse_seconds
 from legato.core.text import count, percent
-from legato.core.units import format_seconds, parse_seconds
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:

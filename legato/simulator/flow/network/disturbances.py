@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import InputError, unknown_name
-from legato.core.units import parse_seconds
+from legato.core.quantities import parse_seconds
 from legato.simulator.flow.engine.services import ServiceProfiles
 
 __all__ = [
