@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
-from legato.core.plan import Message, Plan, Shard, Slice
+from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
@@ -47,7 +47,6 @@ from legato.pytorch.runtime.sharding.shards import check_shardable
 from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from legato.schedule.search.rounding import ROUNDINGS, Rounding
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 

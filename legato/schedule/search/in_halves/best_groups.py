@@ -2,11 +2,11 @@
 
 Where workers update their shards only, everything can be scattered before anything is gathered. Then the time of
 an iteration is the moment c at which the first all-gather begins, plus what follows it. Here T is the least time for
-which some c leaves enough time on both sides (`bound/equal_pairs.py`). Groups are taken from the end of the line, from
-what is ready last and needed first. Each has as many bytes as it can have for this T and this c. For a chain of
-layers without updates and one collective, this is the optimum of plans that scatter everything first. Where the two
-passes take their time in different layers, it can be better to scatter last what is needed last, after something
-has been gathered; only the search finds that (`group_search.py`).
+which some c leaves enough time on both sides (`bound/arguments/equal_pairs.py`). Groups are taken from the end of the
+line, from what is ready last and needed first. Each has as many bytes as it can have for this T and this c. For a
+chain of layers without updates and one collective, this is the optimum of plans that scatter everything first. Where
+the two passes take their time in different layers, it can be better to scatter last what is needed last, after
+something has been gathered; only the search finds that (`group_search.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from legato.core.cluster import LinearCost
-from legato.schedule.bound.equal_pairs import DividedPairs
-from legato.schedule.bound.nested import Chain, NestedSets
-from legato.schedule.search.groups_in_halves import Arranged, Groups, groups_between
-from legato.schedule.search.sharded_period import ShardedPeriod
+from legato.schedule.bound.arguments.equal_pairs import DividedPairs
+from legato.schedule.bound.arguments.nested import Chain, NestedSets
+from legato.schedule.search.in_halves.groups import Arranged, Groups, groups_between
+from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
 
 __all__ = ["best_groups"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from legato.core.errors import InputError
-from legato.schedule.bound.ends import Capacity, HalvesCapacity
+from legato.schedule.bound.arguments.ends import Capacity, HalvesCapacity
 from legato.schedule.bound.plan_kind import Sends
 from legato.schedule.bound.problem import ROUNDING, Argument, Problem, Proved
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from legato.core.errors import InputError
-from legato.schedule.bound.nested import NestedSets, OfSets, Relaxation, halved, rounding
+from legato.schedule.bound.arguments.nested import NestedSets, OfSets, Relaxation, halved, rounding
+from legato.schedule.bound.arguments.sharded import first_gather
 from legato.schedule.bound.problem import Problem, Proved
-from legato.schedule.bound.sharded import first_gather
 
 __all__ = ["DividedPairs", "EqualPairs"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from legato.core.errors import InputError
-from legato.schedule.bound.ends import counts, finish
+from legato.schedule.bound.arguments.ends import counts, finish
 from legato.schedule.bound.problem import Argument, Problem, Proved
 from legato.simulator.period import Period
 

@@ -1,4 +1,4 @@
-"""The search for groups of gradients that are sent in two halves (`groups_in_halves.py`).
+"""The search for groups of gradients that are sent in two halves (`groups.py`).
 
 Four ways to rank the halves are tried on groups of equal sizes and on those of other plans:
 all that is scattered before all that is gathered (DeAR) or the other way round, and what
@@ -23,7 +23,7 @@ from legato.core.plan import Plan
 from legato.schedule.basics.compose import compose
 from legato.schedule.basics.joined import ALIGNMENT, Joined
 from legato.schedule.search.anneal import anneal
-from legato.schedule.search.groups_in_halves import Arranged, GroupedPeriod, Groups, Part
+from legato.schedule.search.in_halves.groups import Arranged, GroupedPeriod, Groups, Part
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 

@@ -1,6 +1,6 @@
 """Sharded plans: the search's own times are the simulator's, no rival is faster, and hardly any plan at all is.
 
-`PYTHONPATH=tests python tests/schedule/search/test_sharded_plans.py 60` prints how far the bound and every
+`PYTHONPATH=tests python tests/schedule/search/in_halves/test_sharded_plans.py 60` prints how far the bound and every
 scheduler are from the best sharded plan of whole tensors of 60 random cases, found by trying all plans. On
 these, `legato` was optimal in 97% and off by 0.1% on average, 3.3% at worst; the next best rivals,
 `bytescheduler` and `p3`, were off by 4.2% and 3.7%. The bound was the optimum in 55%, and below it by 2.2%.
@@ -25,8 +25,8 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.groups_in_halves import groups_of
-from legato.schedule.search.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.groups import groups_of
+from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 

@@ -12,9 +12,9 @@ from legato.core.plan import Plan, check_plan
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.search.best_groups import best_groups
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.best_groups import best_groups
+from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
 from legato.simulator.collective import iteration_time
 
 MIB = 2**20

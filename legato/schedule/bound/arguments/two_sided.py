@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from legato.core.errors import InputError
-from legato.schedule.bound.nested import NestedSets, OfSets, Relaxation, halved, rounding
+from legato.schedule.bound.arguments.nested import NestedSets, OfSets, Relaxation, halved, rounding
 from legato.schedule.bound.problem import Problem, Proved
 
 __all__ = ["DividedHalves", "TwoSided"]
@@ -75,7 +75,7 @@ class DividedHalves:
 
     def __init__(self, sets: NestedSets, half_s: float, states: int) -> None:
         """`half_s` is what a half pays first."""
-        from legato.schedule.bound.two_sided_states import Sets, places  # compiled when needed first
+        from legato.schedule.bound.arguments.two_sided_states import Sets, places  # compiled when needed first
 
         self.scale: float = 1
         self.rounding = rounding(sets.work_s)
@@ -89,7 +89,7 @@ class DividedHalves:
 
     def fits(self, seconds: float) -> bool:
         """Whether halves may be divided among both sides of some moment c; true, too, where this takes too long."""
-        from legato.schedule.bound.two_sided_states import follow
+        from legato.schedule.bound.arguments.two_sided_states import follow
 
         whole = math.ceil((seconds + self.rounding * seconds) * self.scale)
         if whole >= 2 ** (_BITS + 2):

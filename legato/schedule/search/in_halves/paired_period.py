@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from legato.core.plan import Message
 from legato.core.workload import Workload
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.groups_in_halves import EVENT_S, Arranged, GroupedPeriod, Groups, move_one
+from legato.schedule.search.in_halves.groups import EVENT_S, Arranged, GroupedPeriod, Groups, move_one
 
 __all__ = ["PairedPeriod"]
 

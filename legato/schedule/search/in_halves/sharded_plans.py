@@ -15,15 +15,15 @@ from legato.schedule.basics.heads_tails import Order
 from legato.schedule.basics.sharded import sharded
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published import PUBLISHED
-from legato.schedule.search.best_groups import best_groups
 from legato.schedule.search.blocks import too_many_tensors
 from legato.schedule.search.candidates import Fastest, published
-from legato.schedule.search.group_search import plan_in_groups, plans_in_groups
-from legato.schedule.search.groups_in_halves import Arranged, Groups, groups_of
-from legato.schedule.search.halves import halves
+from legato.schedule.search.in_halves.best_groups import best_groups
+from legato.schedule.search.in_halves.group_search import plan_in_groups, plans_in_groups
+from legato.schedule.search.in_halves.groups import Arranged, Groups, groups_of
+from legato.schedule.search.in_halves.halves import halves
+from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.problem import Problem, Solve
-from legato.schedule.search.sharded_period import ShardedPeriod
 
 __all__ = ["sharded_plan"]
 

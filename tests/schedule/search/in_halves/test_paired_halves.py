@@ -12,8 +12,8 @@ from legato.schedule import schedule
 from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
-from legato.schedule.search.groups_in_halves import groups_of
-from legato.schedule.search.paired_period import PairedPeriod
+from legato.schedule.search.in_halves.groups import groups_of
+from legato.schedule.search.in_halves.paired_period import PairedPeriod
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 

@@ -16,9 +16,9 @@ from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.bound.plan_kind import kind_of
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import Fastest
-from legato.schedule.search.group_search import plans_in_groups
-from legato.schedule.search.groups_in_halves import groups_of
-from legato.schedule.search.paired_period import PairedPeriod
+from legato.schedule.search.in_halves.group_search import plans_in_groups
+from legato.schedule.search.in_halves.groups import groups_of
+from legato.schedule.search.in_halves.paired_period import PairedPeriod
 
 __all__ = ["pair_halves"]
 
