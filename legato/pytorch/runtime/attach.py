@@ -23,7 +23,7 @@ from legato.pytorch.runtime.sharding.shards import check_shardable
 __all__ = ["attach", "attachment", "attachment_of", "find_ddp"]
 
 
-def attach(
+def attach(  # noqa: PLR0913
     model: nn.Module,
     optimizer: Any,
     plan: Plan | str | os.PathLike[str],

@@ -62,7 +62,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"<p>{html.escape(str(self))}</p>"
 
 
-def lower_bound(
+def lower_bound(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
     *,
@@ -115,7 +115,7 @@ def _best(problem: Problem, beat: float = 0.0) -> Bound:
     return Bound(seconds, cast("Certificate", certificate))
 
 
-def verify_bound(
+def verify_bound(  # noqa: PLR0913
     bound: Bound,
     workload: Workload,
     cluster: Cluster,

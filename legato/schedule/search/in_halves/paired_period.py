@@ -70,13 +70,7 @@ class PairedPeriod(GroupedPeriod):
         self.budget.spend(0.5 * EVENT_S * (2 * count + len(self.release_s) + len(self.updates)))
         if len(network.halves) < 2 * count:
             return Arranged(math.inf, tuple(network.halves), ())
-        last = [0] * len(self.release_s)  # by tensor: which arrival, from 1 on, completes it
-        ends = [self.backward_s]
-        for half in network.halves:
-            if half >= count:
-                ends.append(max(network.end[half], self.backward_s))
-                for t in network.tensors[half - count]:
-                    last[t] = len(ends) - 1
+        ends, last = self._arrivals(network)
         updates = self._updates(last)
         seconds = [0.0] * len(ends)  # by arrival: the updates that can run from it on
         for arrival, duration in zip(updates, self.update_s, strict=True):
@@ -96,6 +90,19 @@ class PairedPeriod(GroupedPeriod):
             forward_s = self.until_s[-1] - self.until_s[first[arrival] if arrival else 0]
             longest = max(longest, ends[arrival] + left + forward_s)
         return Arranged(max(longest, network.now), tuple(network.halves), self._order(updates, first))
+
+    def _arrivals(self, network: _Network) -> tuple[list[float], list[int]]:
+        """The ends of the backward pass and of each all-gather; and by tensor, which of these completes it, from 1 on.
+
+        No arrival counts before the end of the backward pass, and 0 is that of a tensor that nothing gathers.
+        """
+        ends, last = [self.backward_s], [0] * len(self.release_s)
+        for half in network.halves:
+            if half >= network.count:
+                ends.append(max(network.end[half], self.backward_s))
+                for t in network.tensors[half - network.count]:
+                    last[t] = len(ends) - 1
+        return ends, last
 
     def _updates(self, last: Sequence[int]) -> list[int]:
         """By update: the arrival after which it can run, where `last` is that which completes each tensor."""
