@@ -96,7 +96,7 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
     from legato.pytorch.recording.capture import at_pace, capture
-    from legato.pytorch.runtime.attach import attach, attachment, attachment_of
+    from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
     from legato.schedule.compare import compare
     from legato.simulator.collective import iteration_time
     from legato.testbed.rank import gloo_rank

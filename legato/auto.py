@@ -7,11 +7,11 @@ or run twice. After the last one all ranks calibrate together, on the CPU also b
 products with the model's weights (docs/contention.md), and rank 0 plans from
 its recorded steps and the measured costs, in a process of its own. Then DDP's own passes
 and the best plans by prediction take turns for some steps each, and the one that is measured
-fastest stays (`legato.pytorch.runtime.tournament`). If rank 0 could not record
+fastest stays (`legato.pytorch.runtime.attached.tournament`). If rank 0 could not record
 (for instance, because no two steps agree), all ranks stay with DDP's passes, and rank 0 says why.
 
 [Note: replan] The runtime compares the pace of training with that of the first
-steps under the plan (`legato.pytorch.runtime.drift`). With `replan="auto"` a
+steps under the plan (`legato.pytorch.runtime.attached.drift`). With `replan="auto"` a
 lasting change makes all ranks start again as above, before the same step.
 """
 
@@ -40,11 +40,11 @@ from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of, find_ddp
-from legato.pytorch.runtime.attachment import Attachment, innermost_optimizer
-from legato.pytorch.runtime.forward import Hook
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of, find_ddp
+from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
+from legato.pytorch.runtime.attached.forward import Hook
+from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.sharding.shards import check_shardable
-from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
@@ -103,7 +103,7 @@ def distribute(  # noqa: PLR0913
         current: names of parameters, or patterns as in a shell, that are up to date when `step()` returns: something
             reads them that legato cannot see.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`); None stands for
-            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
+            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages if something fails; None stands for the value
             of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.

@@ -31,8 +31,8 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
-from legato.pytorch.runtime.tracing import trace_ddp
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.sending.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer

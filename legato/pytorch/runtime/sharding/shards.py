@@ -44,12 +44,12 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import SubstituteScaler, copy_all, has_step_hooks, hooked_step, without_overrides
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
-from legato.pytorch.runtime.delivery import Delivery
-from legato.pytorch.runtime.messages import Messages
-from legato.pytorch.runtime.readers import Readers, gradient_is_held
-from legato.pytorch.runtime.update import Update, reducers_of
+from legato.pytorch.runtime.sending.delivery import Delivery
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.waiting.readers import Readers, gradient_is_held
+from legato.pytorch.runtime.waiting.update import Update, reducers_of
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable", "shards_of"]
 

@@ -50,20 +50,20 @@ from legato.pytorch.network.agreement import agree, describe_model, describe_opt
 from legato.pytorch.network.channel import check_message
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import check_plan
-from legato.pytorch.runtime.ddp_passes import DdpPasses
-from legato.pytorch.runtime.debug import chosen_checks
-from legato.pytorch.runtime.deferred import defer_steps, is_known, restore_steps
-from legato.pytorch.runtime.drift import DriftMonitor
-from legato.pytorch.runtime.forward import ForwardPasses, Hook
-from legato.pytorch.runtime.graph_sender import GraphSender
-from legato.pytorch.runtime.messages import Connection
+from legato.pytorch.runtime.attached.ddp_passes import DdpPasses
+from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, restore_steps
+from legato.pytorch.runtime.attached.drift import DriftMonitor
+from legato.pytorch.runtime.attached.forward import ForwardPasses, Hook
+from legato.pytorch.runtime.attached.graph_sender import GraphSender
+from legato.pytorch.runtime.attached.tournament import Measured, Tournament
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sending.debug import chosen_checks
+from legato.pytorch.runtime.sending.messages import Connection
+from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.sharding.shards import Shards, check_shardable
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
-from legato.pytorch.runtime.tournament import Measured, Tournament
-from legato.pytorch.runtime.tracing import Tracer
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import check_plan
 
 __all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
 

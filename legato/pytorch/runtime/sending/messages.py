@@ -15,10 +15,10 @@ from legato.pytorch.network.agreement import gather_numbers, group_device
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import Bucket
-from legato.pytorch.runtime.debug import COMPARED, DebugChecks
-from legato.pytorch.runtime.tracing import Tracer
+from legato.pytorch.runtime.sending.debug import COMPARED, DebugChecks
+from legato.pytorch.runtime.sending.tracing import Tracer
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Bucket
 
 __all__ = ["Connection", "Messages"]
 

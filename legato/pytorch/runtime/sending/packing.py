@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from legato.pytorch._private import copy_all, multiply_all
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Bucket, BucketSlice, Slot
 
 __all__ = ["PACK_BYTES", "pack"]
 

@@ -18,11 +18,12 @@ from torch import nn
 from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import copy_all, memory_uses, not_compiled, outside_transforms, without_overrides
-from legato.pytorch.runtime import gate, packing
-from legato.pytorch.runtime.buckets import IDLE, PENDING, SENT, Bucket, Slot
-from legato.pytorch.runtime.messages import Messages
-from legato.pytorch.runtime.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held
-from legato.pytorch.runtime.update import Update, set_to_none, zeroing
+from legato.pytorch.runtime.sending import packing
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, SENT, Bucket, Slot
+from legato.pytorch.runtime.waiting.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held
+from legato.pytorch.runtime.waiting.update import Update, set_to_none, zeroing
 
 __all__ = ["Delivery"]
 

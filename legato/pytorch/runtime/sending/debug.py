@@ -10,7 +10,7 @@ reported instead of sent. For this, all ranks must run the same number of
 forward passes in training. With `finite`, a gradient that is not finite is
 reported in the same way, with rank and parameter. With `reads`, an operator that
 reads a parameter before its update, and that no gate has seen, is reported by
-the rank itself (`legato.pytorch.runtime.readers`). `order` and `finite`
+the rank itself (`legato.pytorch.runtime.waiting.readers`). `order` and `finite`
 cost some round trips to the store for every message, and keep the ranks in step.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from legato.core.errors import RankError, unknown_name
 from legato.pytorch._private import PrefixStore, default_store
 from legato.pytorch.network.watchdog import Watchdog
-from legato.pytorch.runtime.buckets import Bucket
+from legato.pytorch.runtime.waiting.buckets import Bucket
 
 __all__ = ["CHECKS", "COMPARED", "DebugChecks", "chosen_checks"]
 

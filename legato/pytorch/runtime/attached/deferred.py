@@ -3,7 +3,7 @@
 [Note: deferred steps] `optimizer.step()` records the hyper-parameters of its
 groups and returns. The optimizer's own `step` updates the parameters later, on
 a stand-in object that shares the state and holds only the parameters that are
-to be updated now (`legato.pytorch.runtime.gate` decides when). Only optimizers
+to be updated now (`legato.pytorch.runtime.waiting.gate` decides when). Only optimizers
 of `torch.optim` whose step treats each parameter separately are split in this
 way. LBFGS, an optimizer with hooks on its step, or a fused one driven by GradScaler
 steps all parameters at once, when all gradients have arrived: slower, but never wrong.
@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
 from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step, without_overrides
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING
-from legato.pytorch.runtime.readers import state_is_held
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharding.shards import shards_of
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
-from legato.pytorch.runtime.update import Update, reducers_of, zeroing
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import PENDING
+from legato.pytorch.runtime.waiting.readers import state_is_held
+from legato.pytorch.runtime.waiting.update import Update, reducers_of, zeroing
 
 __all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from legato.pytorch.runtime.messages import Messages
-from legato.pytorch.runtime.tracing import Tracer
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.sending.tracing import Tracer
 
 __all__ = ["DriftMonitor"]
 

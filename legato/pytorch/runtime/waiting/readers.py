@@ -36,8 +36,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import RankError
 from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
 __all__ = [
     "ModuleCalls",

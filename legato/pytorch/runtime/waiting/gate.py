@@ -34,7 +34,7 @@ from legato.pytorch._private import (
     without_dispatch_modes,
     without_overrides,
 )
-from legato.pytorch.runtime.buckets import PENDING, SENT, UPDATING, Slot
+from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, UPDATING, Slot
 
 __all__ = ["GatedParameter", "functions", "hide", "install", "invisible", "methods", "remove", "resolve", "slot_of"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from legato.pytorch._private import has_gradient_hooks, not_compiled
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
 __all__ = ["GraphSender"]
 

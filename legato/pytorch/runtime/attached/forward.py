@@ -26,9 +26,9 @@ from legato.pytorch._private import (
 )
 from legato.pytorch.compiled.compiler import GraphCompiler
 from legato.pytorch.parameters import ModuleFingerprint
-from legato.pytorch.runtime.graph_sender import GraphSender
-from legato.pytorch.runtime.readers import Readers
+from legato.pytorch.runtime.attached.graph_sender import GraphSender
 from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.waiting.readers import Readers
 
 __all__ = ["ForwardPasses", "Hook"]
 

@@ -16,8 +16,8 @@ from legato.core.errors import InputError
 from legato.core.plan import Plan, Shard
 from legato.pytorch.network.agreement import agree, describe_model
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
-from legato.pytorch.runtime.attachment import Attachment, innermost_optimizer
-from legato.pytorch.runtime.forward import Hook
+from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
+from legato.pytorch.runtime.attached.forward import Hook
 from legato.pytorch.runtime.sharding.shards import check_shardable
 
 __all__ = ["attach", "attachment", "attachment_of", "find_ddp"]
