@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-#: The errors of so many predictions are listed; of more, the median and the worst are.
+#: The errors of up to this number of predictions are listed; of more, the median and the worst.
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
@@ -56,7 +56,7 @@ class Trials:
     compiled: bool = setting(
         False,
         "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
-        " is not compiled, which is never slower.",
+        " is not compiled: then DDP gets each gradient as soon as it is computed.",
         "--compiled",
     )
     shard: Shard = "none"

@@ -53,7 +53,9 @@ class JobOptions:
         False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
     )
     pace: str | None = setting(
-        None, "Least time between the beginnings of a job's iterations, which keeps its shift up.", show_default="none"
+        None,
+        "Least time from the start of a job's iteration to that of the next, so that the job keeps its shift.",
+        show_default="none",
     )
     priority: str | None = setting(
         None,
@@ -350,7 +352,7 @@ def _drifts(phases: Phases) -> Table:
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:
-    """The files in the folder to which the timelines of so many jobs are written."""
+    """The files in the folder to which the timelines of this number of jobs are written."""
     return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 

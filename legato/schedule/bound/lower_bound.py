@@ -110,8 +110,8 @@ def _best(problem: Problem, beat: float = 0.0) -> Bound:
     """The most that an argument proves; if that is not above `beat`, any of them."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
-        found += argument.find(problem, found, max([beat, *(of.seconds for of in found)]))
-    seconds, certificate = max(found, key=lambda of: of.seconds)
+        found += argument.find(problem, found, max([beat, *(proved.seconds for proved in found)]))
+    seconds, certificate = max(found, key=lambda proved: proved.seconds)
     return Bound(seconds, cast("Certificate", certificate))
 
 

@@ -543,9 +543,9 @@ def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
     return None if reducer is None else GraphSender(reducer)
 
 
-def _status(of: weakref.ref[Attachment]) -> Callable[[], str]:
+def _status(attachment: weakref.ref[Attachment]) -> Callable[[], str]:
     def status() -> str:
-        reducer: Reducer | None = getattr(of(), "reducer", None)
+        reducer: Reducer | None = getattr(attachment(), "reducer", None)
         return reducer.status() if reducer is not None else "is in a pass of DDP's"
 
     return status

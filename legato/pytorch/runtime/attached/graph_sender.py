@@ -13,7 +13,7 @@ from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
 __all__ = ["GraphSender"]
 
-#: A gradient is sent before it arrives, after so many passes in which it arrived unchanged.
+#: In how many passes a gradient must have arrived unchanged to be sent before it arrives.
 _KEPT = 2
 
 

@@ -129,7 +129,7 @@ class Delivery:
         self.messages.launch(bucket)
 
     def after_pass(self) -> None:
-        """Wait for averages that somebody could read without a gate; let the others wait until they are read."""
+        """Wait for averages that can be read without a gate; let the others wait until they are read."""
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
                 self.resolve(slot)
@@ -139,7 +139,7 @@ class Delivery:
         """The parameters that have no gate, or whose `.grad` or its memory is held elsewhere."""
         with gate.invisible():
             if self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
-                return self.slots  # somebody has a view, or a collective made of steps has one while it is in flight
+                return self.slots  # another object has a view, as a collective made of steps has while it is in flight
             return [
                 slot
                 for slot in self.slots

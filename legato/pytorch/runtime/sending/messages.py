@@ -26,13 +26,18 @@ __all__ = ["Connection", "Messages"]
 class Connection:
     """What the ranks of a model send legato's messages through, and watch each other with.
 
-    `of` is the model's process group. `status()` says what this rank is doing, for the errors of other ranks.
+    `model_group` is the model's process group. `status()` says what this rank is doing, for the errors of other ranks.
     """
 
     def __init__(
-        self, of: Any, flight_dir: str | os.PathLike[str] | None, debug: Sequence[str], status: Callable[[], str]
+        self,
+        model_group: Any,
+        flight_dir: str | os.PathLike[str] | None,
+        debug: Sequence[str],
+        status: Callable[[], str],
     ) -> None:
-        ranks, timeout = dist.get_process_group_ranks(of), group_timeout(of, group_device(of))
+        ranks = dist.get_process_group_ranks(model_group)
+        timeout = group_timeout(model_group, group_device(model_group))
         everyone = len(ranks) == dist.get_world_size()
         with batch_policy_threads():
             # No other collective comes between two messages.

@@ -19,7 +19,7 @@ __all__ = ["PACK_BYTES", "pack"]
 
 #: Gradients up to this size, in bytes, are packed by one call for many of them.
 _SMALL_BYTES = 64 * 2**10
-#: A bucket is packed when so many bytes of gradients wait for it, or when it is complete.
+#: A bucket is packed when more bytes of gradients than this wait for it, or when it is complete.
 PACK_BYTES = 2**20
 
 

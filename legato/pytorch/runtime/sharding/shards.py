@@ -212,7 +212,7 @@ class Shards(Delivery):
         self._packed += slots
 
     def after_accumulation(self) -> None:
-        """Take gradients that were packed, unless somebody else has them."""
+        """Take gradients that were packed, unless something else holds them."""
         packed, self._packed = self._packed, []
         for slot in packed:
             with gate.invisible():
@@ -221,7 +221,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the other gradients that were sent. Raises `RankError` if somebody else has one of them."""
+        """Take the other gradients that were sent. Raises `RankError` if something else holds one of them."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}

@@ -72,10 +72,10 @@ class BothEnds(Argument, frozen=True, tag="both_ends"):
     @classmethod
     def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
         """What the best sets of `OneEnd`, and all tensors, prove with the best of some moments."""
-        of_one_end = [of for of in found if isinstance(of.certificate, OneEnd) and len(of.certificate.tensors) > 1]
-        of_one_end.sort(key=lambda of: of.seconds, reverse=True)
-        best = [of.certificate.tensors for of in of_one_end[:_BOTH] if isinstance(of.certificate, OneEnd)]
-        for tensors in dict.fromkeys([tuple(range(len(problem.workload.tensors))), *best]):
+        ordered = sorted(found, key=lambda one: one.seconds, reverse=True)
+        certificates = (one.certificate for one in ordered)
+        sets = [one.tensors for one in certificates if isinstance(one, OneEnd) and len(one.tensors) > 1]
+        for tensors in dict.fromkeys([tuple(range(len(problem.workload.tensors))), *sets[:_BOTH]]):
             ends = _Ends.of(problem, tensors)
             low = ends.released.release[0]
             high = max(ends.released.finish[-1], low)
@@ -199,7 +199,7 @@ def _promising_sets(problem: Problem) -> Iterator[tuple[Literal["release", "tail
         yield "release", tuple(t for t in everything if tail[t] >= least)
         yield "tail", both
         yield "tail", tuple(t for t in everything if release[t] >= begin)
-    by_tail, by_release = (sorted(everything, key=of.__getitem__, reverse=True) for of in (tail, release))
+    by_tail, by_release = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, release))
     for count in counts(len(release)):
         yield "release", tuple(sorted(by_tail[:count]))
         yield "tail", tuple(sorted(by_release[:count]))

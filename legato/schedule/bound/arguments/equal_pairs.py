@@ -64,16 +64,16 @@ class DividedPairs:
         edges = np.linspace(self.from_s, until_s, _INTERVALS + 1).astype(total.dtype).clip(self.from_s, until_s)
         edges[0], edges[-1] = self.from_s, until_s
         begin, end = (edges, edges) if self.apart else (edges[:-1], edges[1:])
-        of, work = np.zeros(len(begin), np.int64), np.full(len(begin), -1, total.dtype)
+        at, work = np.zeros(len(begin), np.int64), np.full(len(begin), -1, total.dtype)
         for pairs in range(1, len(self.work_s) + 1):
-            room = np.minimum(end - self.release_s[of], limit - begin - self.tail_s[of])
+            room = np.minimum(end - self.release_s[at], limit - begin - self.tail_s[at])
             work = np.maximum(work, room - pairs * self.half_s)
             if not self.apart:
                 work = np.maximum.accumulate(work)  # the maximum may grow later
             if work.max() >= total:
                 self.moment_s = float(begin[work.argmax()])
                 return True
-            before, of = of, np.searchsorted(self.work_s, work, side="right")
-            if (of == before).all():
+            before, at = at, np.searchsorted(self.work_s, work, side="right")
+            if (at == before).all():
                 return False
         return False

@@ -164,7 +164,7 @@ class Chain:
     ) -> None:
         """By tensor, with what a half takes: `half_s` first. Without `updating`, updates do not count."""
         self.work_s: Numbers = 2 * np.asarray(half_work_s)
-        self.release_s, self.tail_s = (np.array(of, self.work_s.dtype) for of in (release_s, tail_s))
+        self.release_s, self.tail_s = (np.array(times, self.work_s.dtype) for times in (release_s, tail_s))
         self.once_s = half_s if sends == "halves" else 0
         self.message_s = 2 * half_s - self.once_s
         self.both_ends, self.updating = 1 if sends == "pairs" else 2, updating
@@ -194,7 +194,7 @@ class Chain:
         """
         last, updating, error = sizes - 1, self.updating, rounding(self.work_s)
         at = np.append(0, sizes[:-1]) if strict else last
-        release, tail = (np.minimum.accumulate(of[order])[at] for of in (self.release_s, self.tail_s))
+        release, tail = (np.minimum.accumulate(times[order])[at] for times in (self.release_s, self.tail_s))
         work, total = np.cumsum(self.work_s[order])[last], self.work_s.sum()
         forward, alone = tail, work
         later = innermost = np.tile(work, (len(work), 1))
@@ -213,7 +213,7 @@ class Chain:
         """The least time, given by tensor, of tensors with this much work: those go first whose work takes least."""
         used = np.flatnonzero(self.work_s)
         order = used[np.argsort(times[used] / self.work_s[used], kind="stable")]
-        edges, until = (np.cumsum(np.append(0, of[order])) for of in (self.work_s, times))
+        edges, until = (np.cumsum(np.append(0, values[order])) for values in (self.work_s, times))
         if self.work_s.dtype.kind == "f":
             found: Numbers = np.interp(work, edges, until)
             return found

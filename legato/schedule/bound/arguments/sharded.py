@@ -32,7 +32,7 @@ class Update(Argument, frozen=True, tag="update"):
             if not (tensors := Period.of(problem.every).reads[op]):
                 continue
             alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
-            latest = sum(max(of[t] for t in tensors) for of in (problem.release, problem.tail))
+            latest = sum(max(times[t] for t in tensors) for times in (problem.release, problem.tail))
             if alone + latest > beat:  # all of them in one message take as long
                 yield cls(op).proved(problem)
 

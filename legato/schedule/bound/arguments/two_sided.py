@@ -68,7 +68,7 @@ def _can_compile() -> bool:
 
 
 class DividedHalves:
-    """Whether pairs of halves with these sets may take some time, found in at most so many states.
+    """Whether pairs of halves with these sets may take some time, found in a limited number of states.
 
     It counts in whole numbers. Floats become parts of about the time that the sets take.
     """
@@ -83,7 +83,7 @@ class DividedHalves:
             longest = float(sets.release_s[0] + sets.tail_s[0] + sets.work_s[-1]) + half_s
             self.scale = 2.0 ** (_BITS - math.frexp(longest)[1])
         times = (sets.release_s, sets.tail_s, halved(sets.work_s))
-        release, tail, work = ((of * self.scale).astype("int64") for of in times)
+        release, tail, work = ((values * self.scale).astype("int64") for values in times)
         self.sets, self.left = Sets(release, tail, work, int(half_s * self.scale)), states
         self.place = places(len(work))
 

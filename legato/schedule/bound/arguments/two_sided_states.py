@@ -25,7 +25,7 @@ _HALVES = 64
 class State(NamedTuple):
     """What matters of a beginning of the line."""
 
-    of: int  # the class of the last pairs
+    pair_class: int  # of the last pairs
     kinds: int  # where their halves are
     before: int  # how many halves are before the moment, of all pairs
     after: int
@@ -45,7 +45,7 @@ class Sets(NamedTuple):
 class Added(NamedTuple):
     """A set, and what it has beyond the one inside it."""
 
-    of: int
+    pair_class: int
     more: int  # the work of a half of the bytes that it has beyond
     total: int  # and of both halves of all its bytes
     before: int  # the time of pairs of its class on each side
@@ -53,7 +53,7 @@ class Added(NamedTuple):
 
 
 def places(count: int) -> Places:
-    """The memory that `follow` needs for so many sets: 13 MB for 96."""
+    """The memory that `follow` needs for this number of sets: 13 MB for 96."""
     return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
 
 
@@ -103,9 +103,9 @@ def _longer(values: Ints, room: int) -> Ints:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _key(of: int, kinds: int, before: int, after: int) -> int:
+def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
     """A number for all states with the same class, kinds and halves."""
-    return ((of * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
+    return ((pair_class * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -113,12 +113,12 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
     """Drop those of the states from `last` on that others with fewer halves make needless; returns their end."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
     for s in range(last, made):
-        of, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
+        pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
         least, most = states[s, 4], states[s, 5]
-        keys[s - last] = _key(of, kinds, before, after)
+        keys[s - last] = _key(pair_class, kinds, before, after)
         for fewer_before, fewer_after in ((1, 1), (2, 0), (0, 2)):
             if before >= fewer_before and after >= fewer_after:
-                at = place[_key(of, kinds, before - fewer_before, after - fewer_after)]
+                at = place[_key(pair_class, kinds, before - fewer_before, after - fewer_after)]
                 if at >= 0 and states[at, 4] <= least and states[at, 5] >= most:
                     useful[s - last] = False
     kept = last
@@ -136,14 +136,14 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
 
     `limits` is the time that the pairs before have on each side.
     """
-    of, kinds, before, after, least, most = state
+    pair_class, kinds, before, after, least, most = state
     if new:  # as many bytes as move the limit still go to the pairs before, if these allow it
         left = limits[0] - before * half - most
         most += _divided(added.more, left, _most_before(kinds), _most_before(new))
         left = limits[1] - after * half - (added.total - 2 * added.more - least)
         least += 2 * added.more - _divided(added.more, left, _most_after(kinds), _most_after(new))
-        kinds = new | kinds if added.of == 0 else new
-        of, limits = added.of, (added.before, added.after)
+        kinds = new | kinds if added.pair_class == 0 else new
+        pair_class, limits = added.pair_class, (added.before, added.after)
         before += (new & BOTH) + (new & BEFORE)
         after += (new & BOTH) + (new & AFTER) // 2
     else:
@@ -153,7 +153,7 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
         most = min(most, limits[0] - before * half)
     if kinds & (BOTH | AFTER):
         least = max(least, added.total - (limits[1] - after * half))
-    return State(of, kinds, before, after, least, most)
+    return State(pair_class, kinds, before, after, least, most)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -171,14 +171,14 @@ def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit
         added = Added(t, more, 2 * work[t], room[0] - release[t], room[1] - tail[t])
         for s in range(first, last):
             state = State(states[s, 0], states[s, 1], states[s, 2], states[s, 3], states[s, 4], states[s, 5])
-            limits = room[0] - release[state.of], room[1] - tail[state.of]
+            limits = room[0] - release[state.pair_class], room[1] - tail[state.pair_class]
             for new in range(7):
                 if t == 0 and new != 0 and new != AFTER:
                     continue
                 now = _with_set(state, limits, added, new, half)
                 if now.least > now.most or now.before + now.after > halves:
                     continue
-                key = _key(now.of, now.kinds, now.before, now.after)
+                key = _key(now.pair_class, now.kinds, now.before, now.after)
                 at = place[key]
                 if at >= 0:
                     states[at, 4], states[at, 5] = min(states[at, 4], now.least), max(states[at, 5], now.most)
@@ -186,7 +186,7 @@ def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit
                 if made == len(states):
                     states = _longer(states, 2 * made)
                 place[key] = made
-                states[made, 0], states[made, 1], states[made, 2] = now.of, now.kinds, now.before
+                states[made, 0], states[made, 1], states[made, 2] = now.pair_class, now.kinds, now.before
                 states[made, 3], states[made, 4], states[made, 5] = now.after, now.least, now.most
                 made += 1
         made, first = _without_needless(states, place, last, made), last
