@@ -32,10 +32,10 @@ from torch import nn
 import legato
 from legato.core import files
 from legato.core.plan import Plan
-from legato.core.units import parse_bandwidth
+from legato.core.quantities import parse_bandwidth
 from legato.demo.models import Training, gpt2, resnet50
 from legato.pytorch.network.agreement import broadcast_bytes
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
 from legato.testbed.launch import run_workers
 from legato.testbed.rank import gloo_rank
 

@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from legato.core.units import format_bandwidth, parse_bandwidth
+from legato.core.quantities import parse_bandwidth
+from legato.core.units import format_bandwidth
 from legato.papers.caramel import MODELS, SHUFFLE_BPS, STAGES, WORKERS, stages, without
 
 PARTS = ("serialization", "batching", "scheduling", "depth")

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from legato.core.plan import Message, Slice
-from legato.core.units import format_bytes, format_seconds, parse_bandwidth
+from legato.core.quantities import parse_bandwidth
+from legato.core.units import format_bytes, format_seconds
 from legato.pytorch.network.channel import channel_for
 from legato.testbed.hosts import Hosts
 

@@ -226,7 +226,7 @@ def follow(model: str, backend: str, iterations: int) -> None:
     from legato.core.cluster import Cluster
     from legato.pytorch import attach
     from legato.pytorch.recording.capture import capture
-    from legato.pytorch.runtime.graph_sender import GraphSender
+    from legato.pytorch.runtime.attached.graph_sender import GraphSender
     from legato.schedule import schedule
 
     def noted(self: GraphSender, parameter: Any, grad: Any) -> None:

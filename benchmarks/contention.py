@@ -29,8 +29,9 @@ from typing import Any
 import msgspec
 
 from legato.core.cluster import Contention
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
-from legato.core.units import format_seconds, parse_bandwidth
+from legato.core.units import format_seconds
 from legato.testbed.launch import run_workers
 
 WORKERS = 2
@@ -95,7 +96,7 @@ def worker(model: str, schedulers: str, steps: int, rounds: int, output: Path) -
     from legato.pytorch.network.agreement import broadcast_bytes
     from legato.pytorch.network.calibrate import calibrate, sizes_up_to
     from legato.pytorch.recording.capture import at_pace, capture
-    from legato.pytorch.runtime.attach import attach, attachment, attachment_of
+    from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
     from legato.schedule.compare import compare
     from legato.simulator.collective import iteration_time
     from legato.testbed.rank import gloo_rank

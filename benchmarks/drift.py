@@ -23,9 +23,9 @@ from torch import nn
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime import drift
-from legato.pytorch.runtime.drift import DriftMonitor
-from legato.pytorch.runtime.tracing import Tracer
+from legato.pytorch.runtime.attached import drift
+from legato.pytorch.runtime.attached.drift import DriftMonitor
+from legato.pytorch.runtime.sending.tracing import Tracer
 
 
 class Meter:

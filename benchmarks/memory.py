@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime.attach import attach, attachment_of
+from legato.pytorch.runtime.attached.attach import attach, attachment_of
 
 STEPS = 4
 

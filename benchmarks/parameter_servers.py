@@ -27,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
 from legato.core.timeline import overlap_coefficient
-from legato.core.units import format_seconds, parse_bandwidth
+from legato.core.units import format_seconds
 from legato.core.workload import Op, Tensor, Workload
 from legato.testbed.servers.rehearsal import ServerTask, ServerTrial, rehearse_servers, select_orders
 from legato.zoo import workload as of_the_zoo

@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 from rehearsal_picture import draw
 
 from legato.core.cluster import Cluster
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import percent
-from legato.core.units import format_seconds, parse_bandwidth
+from legato.core.units import format_seconds
 from legato.testbed.rehearsal import Task, rehearse, select
 from legato.zoo import workload
 

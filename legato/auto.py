@@ -7,11 +7,11 @@ or run twice. After the last one all ranks calibrate together, on the CPU also b
 products with the model's weights (docs/contention.md), and rank 0 plans from
 its recorded steps and the measured costs, in a process of its own. Then DDP's own passes
 and the best plans by prediction take turns for some steps each, and the one that is measured
-fastest stays (`legato.pytorch.runtime.tournament`). If rank 0 could not record
+fastest stays (`legato.pytorch.runtime.attached.tournament`). If rank 0 could not record
 (for instance, because no two steps agree), all ranks stay with DDP's passes, and rank 0 says why.
 
 [Note: replan] The runtime compares the pace of training with that of the first
-steps under the plan (`legato.pytorch.runtime.drift`). With `replan="auto"` a
+steps under the plan (`legato.pytorch.runtime.attached.drift`). With `replan="auto"` a
 lasting change makes all ranks start again as above, before the same step.
 """
 
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
-from legato.core.plan import Message, Plan, Shard, Slice
+from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
 from legato.pytorch._private import not_compiled, without_dispatch_modes
 from legato.pytorch.network.agreement import broadcast_bytes
@@ -40,14 +40,13 @@ from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of, find_ddp
-from legato.pytorch.runtime.attachment import Attachment, innermost_optimizer
-from legato.pytorch.runtime.forward import Hook
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of, find_ddp
+from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
+from legato.pytorch.runtime.attached.forward import Hook
+from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.sharding.shards import check_shardable
-from legato.pytorch.runtime.tracing import Tracer
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from legato.schedule.search.rounding import ROUNDINGS, Rounding
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 
@@ -104,7 +103,7 @@ def distribute(  # noqa: PLR0913
         current: names of parameters, or patterns as in a shell, that are up to date when `step()` returns: something
             reads them that legato cannot see.
         debug: checks during training: True, or names separated by commas (`order`, `finite`, `reads`); None stands for
-            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.debug`.
+            the value of `$LEGATO_DEBUG`. See `legato.pytorch.runtime.sending.debug`.
         flight_dir: the directory for the record of the last messages if something fails; None stands for the value
             of `$LEGATO_FLIGHT_DIR`, or the system's directory for temporary files. See
             `legato.pytorch.network.watchdog`.

@@ -14,8 +14,9 @@ from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_cost, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError
+from legato.core.quantities import parse_bytes
 from legato.core.text import count, percent
-from legato.core.units import format_bytes, format_seconds, parse_bytes
+from legato.core.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

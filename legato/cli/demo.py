@@ -12,8 +12,9 @@ from legato.cli.axes import NO_SERVERS, option
 from legato.cli.options import Json, check_installed, quantity
 from legato.cli.output import describe_cost, describe_size, note, print_json, print_rows, stages
 from legato.core.errors import RankError, unknown_name
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import count, percent
-from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth
+from legato.core.units import format_bandwidth, format_seconds
 
 #: On such links communication takes about as long as the computation of the models.
 _BANDWIDTH = "1Gbit"

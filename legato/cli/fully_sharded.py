@@ -13,7 +13,7 @@ from legato.cli.output import note, print_json, print_table, say
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
-from legato.core.units import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from legato.cli.options import Json, keep_apart, quantity, setting
 from legato.cli.output import describe_size, note, print_json, progress
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
+from legato.core.quantities import parse_seconds
 from legato.core.text import percent, shorten
-from legato.core.units import format_seconds, parse_seconds
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:

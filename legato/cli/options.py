@@ -72,7 +72,8 @@ Compute = Annotated[
     Literal["one", "unlimited"], typer.Option(help="Streams on which a worker computes; PACE assumes unlimited ones.")
 ]
 _SHARD_HELP = (
-    "What each worker keeps only its own part of: the optimizer's states (ZeRO-1), or the gradients as well (ZeRO-2)"
+    "Divide among the workers, each of which keeps only its part: the optimizer's states (ZeRO-1), or also the"
+    " gradients (ZeRO-2)"
 )
 Shard = Annotated[Literal["none", "optimizer", "gradients"], typer.Option(help=f"{_SHARD_HELP}.")]
 ShardAll = Annotated[

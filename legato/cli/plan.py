@@ -29,8 +29,9 @@ from legato.cli.options import (
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.core import files
 from legato.core.errors import InputError
+from legato.core.quantities import parse_bytes
 from legato.core.text import count, percent
-from legato.core.units import format_bytes, format_seconds, parse_bytes
+from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:

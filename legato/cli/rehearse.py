@@ -27,8 +27,9 @@ from legato.cli.output import note, print_json, print_rows, stages
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
+from legato.core.quantities import parse_bandwidth
 from legato.core.text import count, percent
-from legato.core.units import format_bandwidth, parse_bandwidth
+from legato.core.units import format_bandwidth
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from legato.testbed.rehearsal import Rehearsal, Task
     from legato.testbed.servers.rehearsal import ServerRehearsal
 
-#: The errors of so many predictions are listed; of more, the median and the worst are.
+#: The errors of up to this number of predictions are listed; of more, the median and the worst.
 _FEW = 2
 
 WorkloadFile = Annotated[Path, typer.Argument(metavar="W.json", help="The workload to rehearse.")]
@@ -55,7 +56,7 @@ class Trials:
     compiled: bool = setting(
         False,
         "Run plans in a compiled model, so that they may have orders of computation of their own. DDP's model"
-        " is not compiled, which is never slower.",
+        " is not compiled: then DDP gets each gradient as soon as it is computed.",
         "--compiled",
     )
     shard: Shard = "none"

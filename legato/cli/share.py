@@ -16,8 +16,9 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.plan import Plan
+from legato.core.quantities import parse_seconds
 from legato.core.text import count, percent
-from legato.core.units import format_seconds, parse_seconds
+from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class JobOptions:
         False, "Find the shifts with the smallest slowdowns, and say what it costs to miss them.", "--best-shift"
     )
     pace: str | None = setting(
-        None, "Least time between the beginnings of a job's iterations, which keeps its shift up.", show_default="none"
+        None,
+        "Least time from the start of a job's iteration to that of the next, so that the job keeps its shift.",
+        show_default="none",
     )
     priority: str | None = setting(
         None,
@@ -349,7 +352,7 @@ def _drifts(phases: Phases) -> Table:
 
 
 def timeline_paths(folder: Path, jobs: int) -> list[Path]:
-    """The files in the folder to which the timelines of so many jobs are written."""
+    """The files in the folder to which the timelines of this number of jobs are written."""
     return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 

@@ -13,8 +13,9 @@ from legato.cli.options import Json, quantity, setting
 from legato.cli.output import describe_size, note, print_json, say
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
+from legato.core.quantities import parse_flops, parse_seconds
 from legato.core.text import count
-from legato.core.units import format_bytes, format_seconds, parse_flops, parse_seconds
+from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Phase, Workload
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from legato.core.errors import InputError
-from legato.core.units import format_bandwidth, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.units import format_bandwidth, format_seconds
 
 __all__ = ["BY_NAME", "FABRIC", "NETWORK", "SERVERS", "SWEPT", "Axis"]
 

@@ -13,10 +13,26 @@ from legato.core.text import count, html_table, percent, shorten, table
 from legato.core.units import Int64, format_bytes
 from legato.core.workload import Workload
 
-__all__ = ["MOST_CHUNKS", "SHARDS", "Kind", "Message", "Plan", "Shard", "Slice", "Wire", "check_messages", "check_plan"]
+__all__ = [
+    "MOST_CHUNKS",
+    "ROUNDINGS",
+    "SHARDS",
+    "Kind",
+    "Message",
+    "Plan",
+    "Rounding",
+    "Shard",
+    "Slice",
+    "Wire",
+    "check_messages",
+    "check_plan",
+]
 
 #: Formats of two bytes in which elements of four may travel.
 Wire = Literal["bf16", "fp16"]
+#: Which gradients travel in a wire format: none, those for which it saves time, or all.
+Rounding = Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"]
+ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16", "all-bf16", "all-fp16")
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "push", "pull"]
 #: What is divided among the workers: nothing, the optimizer's states (ZeRO-1), or also the gradients (ZeRO-2).
 Shard = Literal["none", "optimizer", "gradients"]

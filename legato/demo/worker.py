@@ -26,8 +26,8 @@ from legato.demo.result import STAGES, ModelResult, measured_names
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.capture import at_pace, capture
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
-from legato.pytorch.runtime.tracing import trace_ddp
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.sending.tracing import trace_ddp
 from legato.schedule.compare import Candidate, best, compare
 from legato.testbed.launch import Advance
 from legato.testbed.rank import gloo_rank

@@ -23,7 +23,7 @@ class Hosts(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_card < 1 or self.gpus % self.gpus_per_card:
             raise InputError(
-                f"hosts: {self.gpus} GPUs, {self.gpus_per_card} per card (expected a card for each so many of them)"
+                f"hosts: {self.gpus} GPUs, {self.gpus_per_card} per card (expected a card for each group of that size)"
             )
 
 

@@ -225,10 +225,7 @@ class _Run:
         for u in reversed(range(reached, len(self.units))):
             if not (self.units[u].trained or self.units[u].input_needs_gradient):
                 continue  # a frozen embedding: its output needs no gradient
-            for k in reversed(self.last[u]):
-                if k != self.root:
-                    self._before_backward(k)
-            self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
+            self._unit_backward(u)
             for k in reversed(self.first[u]):
                 if self.units[u].input_needs_gradient and u > reached and k != self.root:
                     self._after_backward(k, reduce, everywhere, reshard)
@@ -238,6 +235,12 @@ class _Run:
                 self._after_backward(k, reduce, everywhere, reshard)
         if ends:
             self._end_backward()
+
+    def _unit_backward(self, u: int) -> None:
+        for k in reversed(self.last[u]):
+            if k != self.root:
+                self._before_backward(k)
+        self._compute("backward", u, self.units[u].backward_s, gradients=self._new_gradients(u))
 
     def _new_gradients(self, u: int) -> int:
         """The bytes of a unit's gradients, unless they are added to those of earlier micro-batches one by one."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.auto import distribute
-from legato.pytorch.runtime.attach import find_ddp
+from legato.pytorch.runtime.attached.attach import find_ddp
 
 __all__ = ["prepare"]
 

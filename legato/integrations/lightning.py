@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from legato.auto import distribute
-from legato.pytorch.runtime.attach import attachment_of, find_ddp
+from legato.pytorch.runtime.attached.attach import attachment_of, find_ddp
 
 __all__ = ["Legato"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from legato.auto import distribute
-from legato.pytorch.runtime.attach import attachment_of, find_ddp
+from legato.pytorch.runtime.attached.attach import attachment_of, find_ddp
 
 __all__ = ["Legato"]
 

@@ -2,8 +2,8 @@
 
 from legato.pytorch.network.calibrate import Calibration, calibrate
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.attach import attach, attachment
-from legato.pytorch.runtime.attachment import Attachment
+from legato.pytorch.runtime.attached.attach import attach, attachment
+from legato.pytorch.runtime.attached.attachment import Attachment
 from legato.pytorch.runtime.sharding.shards import GradScaler
 from legato.pytorch.servers import parameter_servers
 

@@ -12,14 +12,14 @@ from legato.core.cluster import Cluster
 from legato.core.errors import unknown_name
 from legato.core.files import identity
 from legato.core.placement import Placement
-from legato.core.plan import Plan, Shard
+from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import in_halves, with_node_order
 from legato.schedule.basics.sharded import check_shard, sharded
 from legato.schedule.published import PUBLISHED, SERVER_SCHEDULERS
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.legato import legato
-from legato.schedule.search.rounding import Rounding, check_rounding, rounded
+from legato.schedule.search.rounding import check_rounding, rounded
 
 __all__ = ["SCHEDULERS", "SERVER_SCHEDULERS", "PlanOptions", "schedule", "scheduler_names"]
 

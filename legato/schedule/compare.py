@@ -12,7 +12,7 @@ import msgspec
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, LegatoError, PlanError, TooLargeError
-from legato.core.plan import Plan, Shard
+from legato.core.plan import Plan, Rounding, Shard
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.schedule import SERVER_SCHEDULERS, schedule, scheduler_names
@@ -21,7 +21,7 @@ from legato.schedule.basics.heads_tails import check_size
 from legato.schedule.bound.lower_bound import Bound, lower_bound, verify_bound
 from legato.schedule.bound.plan_kind import PlanKind, kind_of
 from legato.schedule.published.ddp import bucket_caps
-from legato.schedule.search.rounding import Rounding, check_rounding
+from legato.schedule.search.rounding import check_rounding
 from legato.simulator.collective import iteration_time, simulate
 
 __all__ = [

@@ -22,7 +22,7 @@ from legato.core.cluster import Cluster
 from legato.core.errors import InputError, RankError, unknown_name
 from legato.core.files import write_text
 from legato.core.measurement import MeasuredPlan, Measurement
-from legato.core.plan import SHARDS, Plan, Shard
+from legato.core.plan import SHARDS, Plan, Rounding, Shard
 from legato.core.text import count
 from legato.core.timeline import Timeline
 from legato.core.units import format_seconds
@@ -30,7 +30,7 @@ from legato.core.workload import Workload
 from legato.report.doubts import doubts
 from legato.report.model import ModelReport
 from legato.schedule import SCHEDULERS
-from legato.schedule.search.rounding import Rounding, check_rounding
+from legato.schedule.search.rounding import check_rounding
 from legato.testbed.launch import Advance, run_workers
 
 __all__ = [

@@ -26,16 +26,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from legato.core.cluster import Cluster
-from legato.core.plan import Plan
+from legato.core.plan import Plan, Rounding
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.pytorch.network.agreement import broadcast_bytes
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
-from legato.pytorch.runtime.tracing import trace_ddp
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.sending.tracing import trace_ddp
 from legato.schedule.compare import compare
 from legato.schedule.published.ddp import bucket_caps
-from legato.schedule.search.rounding import Rounding
 from legato.testbed.accelerator import Clock, EmulatedModel, EmulatedOptimizer
 from legato.testbed.graphs import CompiledModel, with_nodes
 from legato.testbed.launch import Advance

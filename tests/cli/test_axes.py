@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from legato.cli.commands import app
 from legato.core.axes import FABRIC, NETWORK, SERVERS, SWEPT
-from legato.core.units import parse_seconds
+from legato.core.quantities import parse_seconds
 from legato.simulator.flow import FABRICS, Network
 from legato.sweep.grid import network_of
 

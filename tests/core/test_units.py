@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.core.errors import InputError
-from legato.core.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
+from legato.core.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from legato.core.errors import CaptureError
 from legato.core.plan import Plan
 from legato.pytorch import attachment
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
-from legato.pytorch.runtime import tournament
+from legato.pytorch.runtime.attached import tournament
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
 
 #: Steps until the tournament begins, and until a short one has ended.

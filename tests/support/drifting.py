@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 import legato
 from legato.pytorch import attachment
-from legato.pytorch.runtime import attachment as runtime
-from legato.pytorch.runtime import drift, tracing
+from legato.pytorch.runtime.attached import attachment as runtime
+from legato.pytorch.runtime.attached import drift
+from legato.pytorch.runtime.sending import tracing
 from support.automatic import short_tournaments
 from support.training import OPTIMIZERS, build, distance, wrap
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from legato.pytorch.runtime.attach import attachment_of, find_ddp
+from legato.pytorch.runtime.attached.attach import attachment_of, find_ddp
 from support.training import first_passes, random_plan
 
 SENT = {}

@@ -15,7 +15,7 @@ from legato.pytorch import attach, attachment
 from legato.pytorch.compiled.functions import GraphFunction
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.recording.capture import capture
-from legato.pytorch.runtime.graph_sender import GraphSender
+from legato.pytorch.runtime.attached.graph_sender import GraphSender
 from legato.pytorch.runtime.sharding.checkpoint import OptimizerState
 from legato.schedule.basics.compose import with_node_order
 from support import runtime_cases

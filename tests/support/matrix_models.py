@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from legato.pytorch.runtime.gate import GatedParameter
-from legato.pytorch.runtime.readers import WATCHED
+from legato.pytorch.runtime.waiting.gate import GatedParameter
+from legato.pytorch.runtime.waiting.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, apart, compared, sgd
 from support.training import build, distance, train, under_both, wrap
 

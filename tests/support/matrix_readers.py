@@ -14,9 +14,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
 
 from legato.pytorch import attach
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.gate import GatedParameter
-from legato.pytorch.runtime.readers import WATCHED
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.gate import GatedParameter
+from legato.pytorch.runtime.waiting.readers import WATCHED
 from support import PATIENCE_S
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import distance, random_plan, train, under_both, wrap

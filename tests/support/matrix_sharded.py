@@ -17,8 +17,8 @@ from legato.core.errors import InputError, RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import GradScaler
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of
+from legato.pytorch.runtime.waiting import gate
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import OPTIMIZERS, SHARD, distance, random_plan, train, under_both, wrap
 

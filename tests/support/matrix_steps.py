@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from legato.pytorch import attachment
-from legato.pytorch.runtime.gate import GatedParameter
-from legato.pytorch.runtime.readers import WATCHED
+from legato.pytorch.runtime.waiting.gate import GatedParameter
+from legato.pytorch.runtime.waiting.readers import WATCHED
 from support.matrix_rows import STEPS, Dense, adam, compared, sgd
 from support.training import build, distance, train, under_both, wrap
 

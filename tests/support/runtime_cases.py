@@ -16,7 +16,7 @@ from legato.auto import default_buckets
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime.gate import GatedParameter
+from legato.pytorch.runtime.waiting.gate import GatedParameter
 from support.training import OPTIMIZERS, build, distance, random_plan, sharded_plan, train, under_both, wrap
 
 

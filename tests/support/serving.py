@@ -213,7 +213,7 @@ def state_of_one_process(servers, placement):
 
 def deferral():
     """What is gated after a step, before and after one parameter is read."""
-    from legato.pytorch.runtime.gate import GatedParameter
+    from legato.pytorch.runtime.waiting.gate import GatedParameter
 
     model, chosen = build()
 

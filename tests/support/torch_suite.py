@@ -249,7 +249,7 @@ def _prepare(mode, first_passes):
         return sent
     import legato.auto
     from legato.pytorch.network.channel import _GlooChannel
-    from legato.pytorch.runtime import attachment
+    from legato.pytorch.runtime.attached import attachment
 
     launch = _GlooChannel.__call__
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach
 from legato.pytorch.parameters import trained_parameters
-from legato.pytorch.runtime import attachment as runtime
+from legato.pytorch.runtime.attached import attachment as runtime
 
 #: The cases are about legato's passes, and most have few steps: here the first passes, too, are legato's.
 runtime.FIRST_PASSES = 0

@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
-from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
-from legato.pytorch.runtime.buckets import IDLE, PENDING, Slot, make_buckets
-from legato.pytorch.runtime.delivery import Delivery
-from legato.pytorch.runtime.messages import Connection, Messages
-from legato.pytorch.runtime.packing import PACK_BYTES
-from legato.pytorch.runtime.readers import Readers, settle_before_fork
+from legato.pytorch.runtime.sending.delivery import Delivery
+from legato.pytorch.runtime.sending.messages import Connection, Messages
+from legato.pytorch.runtime.sending.packing import PACK_BYTES
 from legato.pytorch.runtime.sharding.shards import Shards
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot, make_buckets
+from legato.pytorch.runtime.waiting.readers import Readers, settle_before_fork
 
 __all__ = ["Reducer"]
 
@@ -39,9 +39,9 @@ class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
     A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
-    (see `legato.pytorch.runtime.attachment`). `optimizers` are those whose steps a sharded plan divides among the
-    ranks. With `error_feedback`, what rounding to a wire format takes from gradients and from their
-    sum is added to the next ones (Seide et al., Interspeech 2014).
+    (see `legato.pytorch.runtime.attached.attachment`). `optimizers` are those whose steps a sharded plan
+    divides among the ranks. With `error_feedback`, what rounding to a wire format takes from gradients and
+    from their sum is added to the next ones (Seide et al., Interspeech 2014).
     Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError, RankError
 from legato.core.text import count
 from legato.pytorch._private import has_step_hooks
-from legato.pytorch.runtime.update import Update
+from legato.pytorch.runtime.waiting.update import Update
 from legato.pytorch.servers.protocol import StepRequest
 from legato.pytorch.servers.shards import Shard
 

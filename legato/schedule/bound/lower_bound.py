@@ -20,14 +20,14 @@ from legato.core.plan import Shard
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
-from legato.schedule.bound.compute import Computation, Processor
-from legato.schedule.bound.ends import BothEnds, OneEnd
-from legato.schedule.bound.equal_pairs import EqualPairs
-from legato.schedule.bound.nested import Nested
+from legato.schedule.bound.arguments.compute import Computation, Processor
+from legato.schedule.bound.arguments.ends import BothEnds, OneEnd
+from legato.schedule.bound.arguments.equal_pairs import EqualPairs
+from legato.schedule.bound.arguments.nested import Nested
+from legato.schedule.bound.arguments.sharded import Step, Update
+from legato.schedule.bound.arguments.two_sided import TwoSided
 from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
 from legato.schedule.bound.problem import ROUNDING, Argument, Problem, Proved, cheapest_line
-from legato.schedule.bound.sharded import Step, Update
-from legato.schedule.bound.two_sided import TwoSided
 from legato.simulator.period import Compute
 
 __all__ = ["ARGUMENTS", "Bound", "Certificate", "cheapest_line", "lower_bound", "verify_bound"]
@@ -62,7 +62,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"<p>{html.escape(str(self))}</p>"
 
 
-def lower_bound(
+def lower_bound(  # noqa: PLR0913
     workload: Workload,
     cluster: Cluster,
     *,
@@ -110,12 +110,12 @@ def _best(problem: Problem, beat: float = 0.0) -> Bound:
     """The most that an argument proves; if that is not above `beat`, any of them."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
-        found += argument.find(problem, found, max([beat, *(of.seconds for of in found)]))
-    seconds, certificate = max(found, key=lambda of: of.seconds)
+        found += argument.find(problem, found, max([beat, *(proved.seconds for proved in found)]))
+    seconds, certificate = max(found, key=lambda proved: proved.seconds)
     return Bound(seconds, cast("Certificate", certificate))
 
 
-def verify_bound(
+def verify_bound(  # noqa: PLR0913
     bound: Bound,
     workload: Workload,
     cluster: Cluster,

@@ -16,7 +16,6 @@ from legato.core.plan import Slice
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import in_turn
 from legato.schedule.basics.joined import Joined
-from legato.schedule.search.fill import Piece
 
 __all__ = ["Blocks", "too_many_tensors"]
 
@@ -40,8 +39,11 @@ class Blocks:
         self._joined = [Joined([workload.tensors[t] for t in block]) for block in self.members]
         self.nbytes = [joined.nbytes for joined in self._joined]
 
-    def slices(self, pieces: Iterable[Piece]) -> tuple[Slice, ...]:
-        """The slices of tensors in some pieces of blocks; none where a piece of a block is too small to be divided."""
+    def slices(self, pieces: Iterable[tuple[int, int, int]]) -> tuple[Slice, ...]:
+        """The slices of tensors in pieces of blocks, each a block, its first byte and the number of bytes.
+
+        A piece that is too small to be divided has none.
+        """
         found: list[Slice] = []
         for block, start, nbytes in pieces:
             joined = self._joined[block]

@@ -21,11 +21,11 @@ simulator, which knows the contention, judges (`contended.py`).
 
 Where the startup time of a message is a considerable part of the iteration, few messages are
 sent. Each of them is then tried in two halves, a reduce-scatter and an all-gather, which are
-arranged and improved like those of sharded plans (`paired_halves.py`, `group_search.py`).
+arranged and improved like those of sharded plans (`in_halves/`).
 
 All this is for the captured order of computation. In the graphs of a compiled model the order
 is free, and it is also done for other orders (`op_orders.py`). Sharded plans have a search of their own
-(`sharded_plans.py`), which starts from all of this. Where messages may travel in a wire
+(`in_halves/sharded_plans.py`), which starts from all of this. Where messages may travel in a wire
 format, all is done for what exact and for what rounded ones cost, and then as few as
 possible are rounded (`wire_format.py`). The plans of all other schedulers are
 candidates too, so none of them is faster. With more than `MOST_BLOCKS` tensors, PACE's plan
@@ -36,7 +36,7 @@ Source: ours. Units: seconds and bytes.
 
 `problem.py` has what is asked for, `candidates.py` the fastest plan so far, `message_search.py` the search in one
 order of computation, `all_reduces.py` the plans of its messages, and `collectives.py` what each message costs. Imports
-go from here to all of them; what searches for other plans first (`contended.py`, `sharded_plans.py`,
+go from here to all of them; what searches for other plans first (`contended.py`, `in_halves/sharded_plans.py`,
 `wire_format.py`) gets the search as an argument.
 """
 
@@ -46,19 +46,19 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.files import identity
-from legato.core.plan import Plan, Shard
+from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import check_partitions, in_halves
 from legato.schedule.basics.sharded import check_shard
 from legato.schedule.published import PUBLISHED
 from legato.schedule.search.candidates import FIRST, Fastest, contenders, published
 from legato.schedule.search.contended import contended_plan
+from legato.schedule.search.in_halves.paired_halves import pair_halves
+from legato.schedule.search.in_halves.sharded_plans import sharded_plan
 from legato.schedule.search.message_search import search_order
 from legato.schedule.search.op_orders import bounded_orders
-from legato.schedule.search.paired_halves import pair_halves
 from legato.schedule.search.problem import Problem
-from legato.schedule.search.rounding import Rounding, check_rounding
-from legato.schedule.search.sharded_plans import sharded_plan
+from legato.schedule.search.rounding import check_rounding
 from legato.schedule.search.wire_format import plan_in_wire_format
 
 __all__ = ["legato"]

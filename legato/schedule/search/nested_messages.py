@@ -1,6 +1,6 @@
 """The messages that the bound "nested" asks for: where it is exact, they are the best ones.
 
-`bound/nested.py` finds, for a time T, at which release times and at which latest arrivals
+`bound/arguments/nested.py` finds, for a time T, at which release times and at which latest arrivals
 (T less a tail) messages should begin and end. Here T is the least one for which it finds
 any. A message then fills the time from one of these moments to the next with what is ready
 and needed first. It begins no earlier, even if the network is free, since it waits for what
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from legato.schedule.basics.joined import ALIGNMENT
-from legato.schedule.bound.nested import Chain, NestedSets
+from legato.schedule.bound.arguments.nested import Chain, NestedSets
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.fill import Filled, Instance
 

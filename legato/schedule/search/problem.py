@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from legato.core.cluster import Cluster
-from legato.core.plan import Plan, Shard
+from legato.core.plan import Plan, Rounding, Shard
 from legato.core.workload import Workload
 from legato.schedule.basics.compose import has_free_order, message_limit, resolve_collective
 from legato.schedule.search.blocks import too_many_tensors
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.collectives import Collectives
-from legato.schedule.search.rounding import Rounding
 
 __all__ = ["Problem", "Solve"]
 

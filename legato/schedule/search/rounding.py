@@ -28,14 +28,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError, unknown_name
-from legato.core.plan import Message, Plan, Slice, Wire
+from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Slice, Wire
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.joined import ALIGNMENT
@@ -45,18 +45,13 @@ from legato.simulator.collective import iteration_time
 
 __all__ = [
     "MOST_SHARED",
-    "ROUNDINGS",
     "TOLERANCE",
-    "Rounding",
     "check_rounding",
     "exact_shares",
     "least_rounded",
     "rounded",
 ]
 
-#: Which gradients travel in a wire format: none, those for which it saves time, or all.
-Rounding = Literal["none", "bf16", "fp16", "all-bf16", "all-fp16"]
-ROUNDINGS: tuple[Rounding, ...] = ("none", "bf16", "fp16", "all-bf16", "all-fp16")
 #: How much longer than possible an iteration may take for the sake of fewer rounded bytes.
 TOLERANCE = 1e-3
 #: For how many tensors `exact_shares` and `least_rounded` are worth their time, which grows with the cube.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support import drifting
 
-from legato.pytorch.runtime.drift import SAMPLE, WINDOW, DriftMonitor
+from legato.pytorch.runtime.attached.drift import SAMPLE, WINDOW, DriftMonitor
 
 
 class Training:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from legato.core.plan import Message, Plan, Slice
-from legato.pytorch.runtime.tournament import (
+from legato.pytorch.runtime.attached.tournament import (
     FEWEST_ROUNDS,
     FEWEST_STEPS,
     MOST_ROUNDS,

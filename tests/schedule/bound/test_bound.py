@@ -27,16 +27,16 @@ from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.sharded import sharded, without_updates
-from legato.schedule.bound import two_sided
-from legato.schedule.bound.compute import Computation, Processor
-from legato.schedule.bound.ends import BothEnds, OneEnd
-from legato.schedule.bound.equal_pairs import EqualPairs
+from legato.schedule.bound.arguments import two_sided
+from legato.schedule.bound.arguments.compute import Computation, Processor
+from legato.schedule.bound.arguments.ends import BothEnds, OneEnd
+from legato.schedule.bound.arguments.equal_pairs import EqualPairs
+from legato.schedule.bound.arguments.nested import Nested, NestedSets, OfSets
+from legato.schedule.bound.arguments.sharded import Step, Update
+from legato.schedule.bound.arguments.two_sided import DividedHalves, TwoSided
 from legato.schedule.bound.lower_bound import ARGUMENTS, Bound, lower_bound, verify_bound
-from legato.schedule.bound.nested import Nested, NestedSets, OfSets
 from legato.schedule.bound.plan_kind import PlanKind, kind_of, wider_kinds
 from legato.schedule.bound.problem import Problem
-from legato.schedule.bound.sharded import Step, Update
-from legato.schedule.bound.two_sided import DividedHalves, TwoSided
 from legato.schedule.published import PUBLISHED
 from legato.schedule.published.baselines import single
 from legato.simulator.collective import iteration_time

@@ -25,7 +25,7 @@ from legato.schedule.search.anneal import anneal
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.collectives import CheapestCollective
 from legato.schedule.search.fill import Instance, fill
-from legato.schedule.search.halves import halves
+from legato.schedule.search.in_halves.halves import halves
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.optimizer_ops import WorkConserving
 from legato.simulator.collective import iteration_time

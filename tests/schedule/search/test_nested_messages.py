@@ -8,8 +8,8 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import heads_tails
+from legato.schedule.bound.arguments.nested import Nested
 from legato.schedule.bound.lower_bound import lower_bound
-from legato.schedule.bound.nested import Nested
 from legato.schedule.bound.plan_kind import PlanKind
 from legato.schedule.bound.problem import Problem
 from legato.schedule.search.budget import Budget

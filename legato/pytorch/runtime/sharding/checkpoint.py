@@ -40,7 +40,7 @@ from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.parameters import named_parameters
 from legato.pytorch.runtime.sharding.shards import Shard, Shards, shards_of
 from legato.pytorch.runtime.sharding.state import is_elementwise, uneven
-from legato.pytorch.runtime.update import Update, reducers_of
+from legato.pytorch.runtime.waiting.update import Update, reducers_of
 
 __all__ = ["LocalShards", "OptimizerState", "boxes"]
 

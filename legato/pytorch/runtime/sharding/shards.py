@@ -44,12 +44,12 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import SubstituteScaler, copy_all, has_step_hooks, hooked_step, without_overrides
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
-from legato.pytorch.runtime.delivery import Delivery
-from legato.pytorch.runtime.messages import Messages
-from legato.pytorch.runtime.readers import Readers, gradient_is_held
-from legato.pytorch.runtime.update import Update, reducers_of
+from legato.pytorch.runtime.sending.delivery import Delivery
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
+from legato.pytorch.runtime.waiting.readers import Readers, gradient_is_held
+from legato.pytorch.runtime.waiting.update import Update, reducers_of
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable", "shards_of"]
 
@@ -212,7 +212,7 @@ class Shards(Delivery):
         self._packed += slots
 
     def after_accumulation(self) -> None:
-        """Take gradients that were packed, unless somebody else has them."""
+        """Take gradients that were packed, unless something else holds them."""
         packed, self._packed = self._packed, []
         for slot in packed:
             with gate.invisible():
@@ -221,7 +221,7 @@ class Shards(Delivery):
                 slot.spend()
 
     def after_pass(self) -> None:
-        """Take the other gradients that were sent. Raises `RankError` if somebody else has one of them."""
+        """Take the other gradients that were sent. Raises `RankError` if something else holds one of them."""
         self._packed.clear()
         super().after_pass()
         self._owed = {bucket.owner for bucket in self._scattered} - {-1}

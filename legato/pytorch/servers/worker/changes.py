@@ -15,8 +15,8 @@ from torch import Tensor
 
 from legato.core.errors import RankError
 from legato.pytorch._private import version_of
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import Slot
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Slot
 from legato.pytorch.servers.protocol import AVERAGES
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.puller import Puller

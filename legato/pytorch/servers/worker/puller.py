@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from legato.pytorch.runtime import gate
-from legato.pytorch.runtime.buckets import PENDING, Slot
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import PENDING, Slot
 from legato.pytorch.servers.protocol import BYE, PendingSend, Transport
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.arrivals import Arrivals

@@ -5,7 +5,7 @@ An iteration of a worker:
     backward            announces the gradients, and pushes each one when its turn in the plan comes
     reading `.grad`     fetches the averages over all workers (for clipping, GradScaler, logging); optional
     optimizer.step()    posts the receives of the new values, sends the servers the settings, and returns
-    next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.gate`)
+    next forward        the first read of a parameter waits for its value (`legato.pytorch.runtime.waiting.gate`)
 
 [Note: lockstep] A worker begins to push the gradients of an iteration only when
 it has received all values of the iteration before. Therefore no server changes a
@@ -24,10 +24,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from legato.core.errors import RankError
 from legato.core.text import count
-from legato.pytorch.runtime import gate
 from legato.pytorch.runtime.autograd import BackwardScope
-from legato.pytorch.runtime.buckets import PENDING, SENT, Slot
-from legato.pytorch.runtime.readers import ModuleCalls, parameter_is_held, settle_before_fork
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, Slot
+from legato.pytorch.runtime.waiting.readers import ModuleCalls, parameter_is_held, settle_before_fork
 from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.changes import Averages, ParameterCheck

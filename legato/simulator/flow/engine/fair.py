@@ -38,7 +38,7 @@ class _Flows(NamedTuple):
     The services of flow f are `by_flow[first[f]:first[f + 1]]`.
     """
 
-    of: NDArray[np.int64]
+    flow_of: NDArray[np.int64]
     lag_s: NDArray[np.float64]
     nbytes: NDArray[np.float64]
     by_flow: NDArray[np.int64]
@@ -59,13 +59,13 @@ def run_fair(
     the same `priority`, if there is one; higher ones go first.
     """
     records, successors, _ = services
-    of, lag_s = _flows(records, successors)
+    flow_of, lag_s = _flows(records, successors)
     nbytes = np.zeros(len(records))
     wired = records["link"] >= 0
     nbytes[wired] = records["work_s"][wired] / s_per_byte[records["link"][wired]]
-    by_flow = np.argsort(of, kind="stable").astype(np.int64)
-    first = np.searchsorted(of[by_flow], np.arange(of.max(initial=-1) + 2))
-    flows = _Flows(of, lag_s, nbytes, by_flow, first)
+    by_flow = np.argsort(flow_of, kind="stable").astype(np.int64)
+    first = np.searchsorted(flow_of[by_flow], np.arange(flow_of.max(initial=-1) + 2))
+    flows = _Flows(flow_of, lag_s, nbytes, by_flow, first)
     change_s = np.array([change[0] for change in changes])
     link = np.array([change[1] for change in changes], np.int64)
     to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
@@ -195,13 +195,13 @@ def _states(records, successors, flows):  # type: ignore[no-untyped-def]
     """All flows before the first one starts."""
     states = np.zeros(len(flows.first) - 1, _STATE)
     for i in range(len(records)):
-        mine = states[flows.of[i]]
+        mine = states[flows.flow_of[i]]
         if records[i].link < 0:
             mine.fixed_s = max(mine.fixed_s, records[i].work_s)
         mine.size = max(mine.size, flows.nbytes[i])
         for e in range(records[i].first, records[i].first + records[i].count):
             if successors[e] & 1 == 0:
-                states[flows.of[successors[e] >> 1]].held_back += 1
+                states[flows.flow_of[successors[e] >> 1]].held_back += 1
     for f in range(len(states)):
         states[f].left = states[f].size
     return states
@@ -262,7 +262,7 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):  # type
         records[i].begin_s, records[i].end_s = start + flows.lag_s[i], end + flows.lag_s[i]
         for e in range(records[i].first, records[i].first + records[i].count):
             if successors[e] & 1 == 0:
-                g = flows.of[successors[e] >> 1]
+                g = flows.flow_of[successors[e] >> 1]
                 states[g].ready_s = max(states[g].ready_s, records[i].end_s + records[i].delay_s)
                 states[g].held_back -= 1
                 if states[g].held_back == 0:

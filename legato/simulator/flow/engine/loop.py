@@ -100,7 +100,7 @@ def link_edges(records, before, after):  # type: ignore[no-untyped-def]
 @_inlined
 def served(profiles, i, begin, work):  # type: ignore[no-untyped-def]
     """When service i ends that begins at `begin`, and takes `work` seconds undisturbed."""
-    p = profiles.of[i]
+    p = profiles.profile_of[i]
     if p < 0:
         return begin + work
     first, last = profiles.first[p], profiles.first[p + 1]

@@ -70,10 +70,10 @@ class Services(NamedTuple):
 class ServiceProfiles(NamedTuple):
     """The profiles of services, as the engine needs them: where disturbances slow links and workers down.
 
-    Service i has profile `of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
+    Service i has profile `profile_of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
     """
 
-    of: NDArray[np.int32]
+    profile_of: NDArray[np.int32]
     first: NDArray[np.int64]
     start_s: NDArray[np.float64]
     factor: NDArray[np.float64]

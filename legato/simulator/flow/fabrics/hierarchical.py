@@ -23,7 +23,7 @@ from legato.simulator.flow.network.topology import Topology
 
 __all__ = ["Hierarchical"]
 
-#: Where the network says nothing of hosts, they have at most so many workers, behind one network card.
+#: The most workers of a host, behind one network card, where the network says nothing of hosts.
 _WORKERS_PER_HOST = 8
 
 

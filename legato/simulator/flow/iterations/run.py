@@ -222,7 +222,7 @@ class Case:
         return num_fragments(messages, self.fabric.placed(self.workloads[0]), self.fabric.message_bytes)
 
     def services(self, workers: int) -> int:
-        """At least how many services run, all iterations together, on the links of so many of the workers."""
+        """At least how many services run, all iterations together, on the links of this number of workers."""
         reduce, distribute = self.fabric.services(self.network)
         total = self._num_fragments(REDUCING) * reduce + self._num_fragments(DISTRIBUTING) * distribute
         return self.iterations * total * workers // self.network.workers

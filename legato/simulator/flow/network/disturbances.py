@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import InputError, unknown_name
-from legato.core.units import parse_seconds
+from legato.core.quantities import parse_seconds
 from legato.simulator.flow.engine.services import ServiceProfiles
 
 __all__ = [
@@ -172,16 +172,16 @@ class Profiles:
     ) -> ServiceProfiles:
         """The profiles of services, given their links, and those that compute: ids [segment, rank], and each rank's
         worker."""
-        of = np.full(len(link), -1, np.int32)
+        profile_of = np.full(len(link), -1, np.int32)
         every = [*self.links.values(), *self.compute.values()]
         for p, number in enumerate(self.links):
-            of[link == number] = p
+            profile_of[link == number] = p
         for p, number in enumerate(self.compute, len(self.links)):
             for ids, workers in computing:
-                of[ids[:, workers == number]] = p
+                profile_of[ids[:, workers == number]] = p
         first = np.cumsum([0, *(len(one.factor) for one in every)])
         start_s, factor = (np.array([x for one in every for x in one[part]]) for part in (0, 1))
-        return ServiceProfiles(of, first, start_s, factor)
+        return ServiceProfiles(profile_of, first, start_s, factor)
 
     def changes(self) -> list[tuple[float, int, float]]:
         """(seconds, link, factor) of every change of a link, in order of time."""

@@ -270,7 +270,7 @@ def _both_ways(up: Links) -> Links:
 
 
 def _fewest_ports(cards: int) -> int:
-    """The smallest even k with room for so many cards: a fat tree has room for k^3 / 4."""
+    """The smallest even k with room for this number of cards: a fat tree has room for k^3 / 4."""
     half = max(1, int((cards / 2) ** (1 / 3)) - 1)
     while 2 * half**3 < cards:
         half += 1

@@ -271,7 +271,7 @@ class SharedNetwork:
         return counts
 
     def _check_size(self, counts: Sequence[int]) -> None:
-        """Raise `TooLargeError` if so many iterations of each job have too many services, as far as can be counted."""
+        """Raise `TooLargeError` if these counts of iterations have too many services, as far as can be counted."""
         total = 0
         for case, count in zip(self._cases, counts, strict=True):
             workers, ops = case.network.workers, len(case.workloads[0].ops)
@@ -354,7 +354,7 @@ class SharedNetwork:
     def _build(
         self, chosen: Sequence[int], counts: Sequence[int], *, wait: bool
     ) -> tuple[list[Unrolled], list[Ids], Services]:
-        """The graph of so many iterations of each chosen job, and the services that their iterations `wait` for.
+        """The graph of `counts` iterations of the chosen jobs, and the services that their iterations `wait` for.
 
         Without these, nothing is disturbed.
         """

@@ -23,7 +23,7 @@ PLACEMENTS: tuple[Placement, ...] = ("packed", "spread", "random", "together")
 
 
 def num_hosts(workers: Sequence[int], how: Placement, gpus_per_host: int = 1) -> int:
-    """The number of hosts that jobs with so many `workers` take."""
+    """The number of hosts that jobs with these numbers of `workers` take."""
     return -(-_places(workers, how) // gpus_per_host)
 
 

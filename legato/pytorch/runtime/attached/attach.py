@@ -1,0 +1,116 @@
+"""Attaching: `legato.distribute` for a plan that exists already, and what is attached to a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.plan import Plan, Shard
+from legato.pytorch.network.agreement import agree, describe_model
+from legato.pytorch.parameters import sparse_parameters, trained_parameters
+from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
+from legato.pytorch.runtime.attached.forward import Hook
+from legato.pytorch.runtime.sharding.shards import check_shardable
+
+__all__ = ["attach", "attachment", "attachment_of", "find_ddp"]
+
+
+def attach(  # noqa: PLR0913
+    model: nn.Module,
+    optimizer: Any,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    shard: Shard = "none",
+    process_group: Any = None,
+    debug: bool | str | None = None,
+    flight_dir: str | os.PathLike[str] | None = None,
+    error_feedback: bool = False,
+    current: Sequence[str] = (),
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Let a model's gradients be averaged over all ranks as `plan` says.
+
+    This is `legato.distribute` for a plan that exists already, and takes the
+    same arguments; `plan` is a `Plan` or the path of a plan file. Returns the
+    model, wrapped in `DistributedDataParallel` if it was not, and the same optimizer.
+
+    Raises `InputError` if no process group is initialized, or an argument is not as described; `PlanError` for a plan
+    of another model; `RankError`, on every rank, if the ranks do not have the same model, plan and optimizer.
+    """
+    if not dist.is_initialized():
+        raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
+    ddp: Any = find_ddp(model)
+    if ddp is not None and (options or process_group is not None):
+        name = next(iter(options), "process_group")
+        raise InputError(f"{name}: the model is a DistributedDataParallel already, and keeps its own arguments")
+    module = model if ddp is None else ddp.module
+    parameters = trained_parameters(module)
+    if not parameters and not sparse_parameters(module):
+        raise InputError("the model has no parameter that requires a gradient")
+    plan = plan if isinstance(plan, Plan) else files.read(Path(plan), Plan)
+    if shard != plan.shard:
+        plan = plan.sharded(shard, {name: i for i, name in enumerate(parameters)})
+    if plan.shard != "none":
+        _check_sharded(plan, module, optimizer)
+    if ddp is None:
+        agree(describe_model(plan, parameters), process_group if process_group is not None else dist.group.WORLD)
+        model = ddp = DistributedDataParallel(model, process_group=process_group, **options)
+    found = attachment_of(ddp)
+    if found is None:
+        found = Attachment(
+            ddp, plan, debug=debug, flight_dir=flight_dir, error_feedback=error_feedback, current=current
+        )
+    else:
+        found.adopt(plan)
+    if optimizer is not None:
+        found.manage(optimizer)
+    found.begin()
+    return model, optimizer
+
+
+def _check_sharded(plan: Plan, module: nn.Module, optimizer: Any) -> None:
+    """Raise `InputError` if the model or the optimizer cannot be sharded."""
+    if optimizer is not None:
+        check_shardable(innermost_optimizer(optimizer))
+    if sparse := sparse_parameters(module):
+        raise InputError(f"shard: {plan.shard!r}, but {next(iter(sparse))} has sparse gradients")
+
+
+def attachment_of(ddp: nn.Module) -> Attachment | None:
+    """legato on a `DistributedDataParallel`; None if it is not attached."""
+    hooks = ddp._forward_pre_hooks.values()
+    found = (hook.attachment for hook in hooks if isinstance(hook, Hook))
+    return next((attachment for attachment in found if attachment is not None), None)
+
+
+def attachment(model: nn.Module) -> Attachment:
+    """Return what legato does for a model: its plan, and what a user can ask of it.
+
+    Raises `InputError` if legato is not attached to the model.
+    """
+    ddp = find_ddp(model)
+    found = None if ddp is None else attachment_of(ddp)
+    if found is None:
+        raise InputError("legato is not attached to the model (expected one that legato.distribute() has returned)")
+    return found
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` that a model is or contains, such as a compiled one or one of a framework.
+
+    Raises `InputError` if there are several.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: {type(model).__name__} (expected a torch.nn.Module)")
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(found) > 1:
+        raise InputError(f"model: it contains {len(found)} DistributedDataParallel models (expected one at a time)")
+    return found[0] if found else None

@@ -1,0 +1,563 @@
+"""legato on a `DistributedDataParallel`: each pass is DDP's or legato's.
+
+[Note: passes] The user's model stays a stock `DistributedDataParallel`. legato is
+attached to it by two forward hooks. Where a forward pass begins whose gradients DDP
+would send, and nothing of a pass before it is still to be sent, it is decided whose
+passes the next ones are:
+
+- *DDP's*: nothing is done; its reducer sends. So are the first passes, in which legato
+  looks at the model (`ddp_passes`), the turns of DDP in a tournament, and all passes
+  from the first one on that uses what only DDP does (`own_feature`, `ModuleFingerprint`).
+- *legato's*: DDP's forward pass is told to send nothing (`SilentForward`), and the
+  gradients go to a `Reducer`, which carries out the plan. DDP's own reducer is put
+  away, with its buckets, and comes back as soon as anything asks for it (`IdleReducer`).
+
+Everything that the decision follows from is known to all ranks: the plan, what the
+program does with the model, and what the ranks tell each other after the first passes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from legato.core.errors import InputError
+from legato.core.plan import Plan
+from legato.core.text import one_line
+from legato.core.timeline import Timeline
+from legato.pytorch._private import (
+    JOIN_BEGINS,
+    IdleReducer,
+    has_builtin_hook,
+    is_joining,
+    not_compiled,
+    own_feature,
+    steps_in_backward,
+)
+from legato.pytorch.network.agreement import agree, describe_model, describe_optimizer, first_said
+from legato.pytorch.network.channel import check_message
+from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
+from legato.pytorch.recording.clock import clock_for
+from legato.pytorch.runtime.attached.ddp_passes import DdpPasses
+from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, restore_steps
+from legato.pytorch.runtime.attached.drift import DriftMonitor
+from legato.pytorch.runtime.attached.forward import ForwardPasses, Hook
+from legato.pytorch.runtime.attached.graph_sender import GraphSender
+from legato.pytorch.runtime.attached.tournament import Measured, Tournament
+from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.sending.debug import chosen_checks
+from legato.pytorch.runtime.sending.messages import Connection
+from legato.pytorch.runtime.sending.tracing import Tracer
+from legato.pytorch.runtime.sharding.shards import Shards, check_shardable
+from legato.pytorch.runtime.sharding.state import take_state, whole_state
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import check_plan
+
+__all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
+
+#: The number of backward passes that send and are DDP's, before the first of legato's.
+FIRST_PASSES = 2
+
+
+class Attachment:
+    """legato on one `DistributedDataParallel`, on all of its ranks together.
+
+    `legato.attachment(model)` returns that of a model. Parameters, gradients and the
+    optimizer's state are up to date whenever they are read.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        plan: Plan,
+        *,
+        debug: bool | str | None = None,
+        flight_dir: str | os.PathLike[str] | None = None,
+        error_feedback: bool = False,
+        current: Sequence[str] = (),
+    ) -> None:
+        self.ddp: Any = ddp
+        self.module: nn.Module = ddp.module
+        self._parameters = trained_parameters(ddp.module)
+        self._debug = chosen_checks(debug)
+        self._group: Any = ddp.process_group
+        former = self._former_attachments()
+        shared = any(other.module is not self.module for other in former)
+        reason = "it has a parameter of another model" if shared else self._model_reason()
+        #: Why passes are DDP's for good; empty if they are not.
+        self.reason = first_said(reason, self._group).partition(": ")[2]
+        if not self.reason:
+            self._check(plan)
+        self._error_feedback, self._flight_dir = error_feedback, flight_dir
+        self._optimizers: list[Optimizer] = []
+        self._plan = plan
+        #: What carries the plan out; None while passes are DDP's.
+        self.reducer: Reducer | None = None
+        self.stepped = False
+        self._said: set[str] = set()
+        self._fingerprint = ModuleFingerprint(self.module)
+        self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
+        # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
+        self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
+        self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
+        self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
+        self._tracer: Tracer | None = None
+        self._drift = DriftMonitor(self._gather_numbers)
+        #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
+        self.on_drift: Callable[[str], None] = self._log_drift
+        self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
+        self._trained = False  # whether the last forward pass was in training mode
+        self._nested = 0  # forward passes inside one of legato's
+        self.observed = False  # whether `plan="auto"` has not decided yet: it watches the steps, or tries plans
+        #: What watches the steps for `plan="auto"`.
+        self.observer: Any = None
+        #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
+        self.tournament: dict[str, Measured] = {}
+        self._tournament: Tournament | None = None
+        self._hooks = [
+            ddp.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
+            ddp.register_forward_hook(Hook(self._forward_failed, self), prepend=True, always_call=True),
+            ddp.register_forward_hook(Hook(self._forward_ended, self), prepend=True),  # before the other
+        ]
+        for other in former:
+            if other.module is self.module:
+                other.detach()
+            else:  # passes are DDP's in both models
+                other._leave_to_ddp(self.reason)
+        for parameter in self._parameters.values():
+            _attachments[parameter] = weakref.ref(self)
+        if self.reason:
+            self._leave_to_ddp(self.reason)
+
+    # ---- what users do ---------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use, as far as passes are not DDP's (`reason`)."""
+        return self._plan
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether the last of legato's forward passes was compiled, or parts of it."""
+        return self._forward.in_graphs
+
+    def manage(self, optimizer: Any) -> None:
+        """Defer this optimizer's updates as the plan says; call it on all ranks, for each optimizer of the model.
+
+        An optimizer that is not torch's, or has none of the model's parameters, is left alone.
+        Raises `RankError`, on every rank, if its settings differ between ranks.
+        """
+        if self.reason:
+            return
+        optimizer = innermost_optimizer(optimizer)
+        if not isinstance(optimizer, Optimizer) or not is_known(optimizer):
+            self.say(f"{type(optimizer).__name__} is not an optimizer of torch: its updates do not wait")
+            return
+        mine = {id(p) for p in self._parameters.values()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self.say(f"{type(optimizer).__name__} has none of the model's parameters: its updates do not wait")
+            return
+        agree(describe_optimizer(optimizer), self._group)
+        if not any(optimizer is known for known in self._optimizers):
+            if self._plan.shard != "none":
+                check_shardable(optimizer, self._optimizers)
+            self._optimizers.append(optimizer)
+        if not self._is_idle:
+            defer_steps(optimizer, self)
+        if self._shards is not None:
+            self._carry_out(self._plan)  # its parameters have messages of their own from now on
+
+    def begin(self) -> None:
+        """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
+        if not self._first and self.reducer is None and not (self.reason or is_ddps(self._plan) or self._pass_reason()):
+            self._carry_out(self._plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Switch to another plan, between two iterations, on all ranks together.
+
+        Raises `PlanError` for a plan of another model, and `RankError` if the ranks have different plans.
+        """
+        self._check(plan)
+        if plan.shard != "none":
+            for i, optimizer in enumerate(self._optimizers):
+                check_shardable(optimizer, self._optimizers[:i])
+        self._plan = plan
+        if self.reducer is not None:
+            self._carry_out(plan)
+        elif self._ddps is None and not self.reason:
+            self._ddps = self._watch_ddp()
+            self._forward.compile_graphs()
+
+    def compete(self, plans: Sequence[Plan]) -> None:
+        """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
+
+        DDP's own plan is carried out by DDP. Of plans that are equally fast, the first wins. `observed` is True
+        meanwhile, and `tournament` then says what was measured. Nothing happens if passes are DDP's for good
+        (`reason`). Raises what `adopt` raises.
+        """
+        for plan in plans:
+            self._check(plan)
+        if self.reason:
+            return
+        clock = clock_for(next(iter(self._parameters.values())).device)
+        self._tournament = Tournament(plans, self._gather_numbers, clock)
+        self.observed, self.stepped = True, False
+        self._next_turn(self._tournament)
+
+    def flush(self) -> None:
+        """Bring every parameter up to date now, instead of when it is read."""
+        if self.reducer is not None:
+            self.reducer.settle()
+
+    def detach(self) -> None:
+        """End legato's part, between two iterations, on all ranks: from now on the model is DDP's alone."""
+        self._carry_out(None)
+        self._rest()
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizers.clear()
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of the model's ranks."""
+        return self._group
+
+    @property
+    def _shards(self) -> Shards | None:
+        return None if self.reducer is None else self.reducer.shards
+
+    def set_tracer(self, tracer: Tracer | None) -> None:
+        """Record what happens in legato's passes from now on with this tracer; None ends recording."""
+        self._tracer = tracer
+        if self.reducer is not None:
+            self.reducer.messages.tracer = tracer
+
+    @contextmanager
+    def trace(self) -> Iterator[list[Timeline]]:
+        """Measure the iterations inside: the list has one timeline for each of legato's when the context ends."""
+        found: list[Timeline] = []
+        self.flush()
+        tracer = Tracer(self._group.rank())
+        self.set_tracer(tracer)
+        try:
+            yield found
+        finally:
+            self.flush()
+            self.set_tracer(None)
+            found += tracer.timelines(self._plan.scheduler)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does, over the gradients of all parameters, sharded or not.
+
+        Call it on all ranks between the backward pass and `optimizer.step()`.
+        Returns the norm from before. Raises `RankError` if sharded gradients were not averaged since the last step.
+        """
+        if self._shards is None:
+            return nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._shards.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clip as `torch.nn.utils.clip_grad_value_` does, over the gradients of all parameters, sharded or not."""
+        found = self.ddp.parameters() if self._shards is None else self._shards.averaged()
+        nn.utils.clip_grad_value_(found, clip_value, foreach)
+
+    def say(self, what: str) -> None:
+        """Print a line on rank 0, once."""
+        if self._group.rank() == 0 and what not in self._said:
+            self._said.add(what)
+            sys.stderr.write(f"legato: {one_line(what)}\n")
+            sys.stderr.flush()
+
+    def _check(self, plan: Plan) -> None:
+        """Raise `PlanError` for a plan that cannot be carried out, and `RankError` if ranks have different ones."""
+        agree(describe_model(plan, self._parameters), self._group)
+        for i, message in enumerate(plan.messages):
+            check_message(message, f"messages[{i}]", self._group.name())
+        check_plan(plan, self._parameters, self._group.size())
+
+    # ---- whose passes ----------------------------------------------------------------
+
+    def _model_reason(self) -> str:
+        """Why no pass can be legato's, as far as the model shows it; empty if nothing does."""
+        if sparse := sparse_parameters(self.module):
+            return f"the gradients of {next(iter(sparse))} are sparse"
+        if any(map(steps_in_backward, self._parameters.values())):
+            return "optimizers step in the backward pass"
+        if has_builtin_hook(self.ddp):
+            return "it has a communication hook"
+        return ""
+
+    def _pass_reason(self) -> str:
+        """Why the pass that begins cannot be legato's; empty if nothing is in the way."""
+        if is_joining(self.ddp):  # ranks run different numbers of passes, and cannot agree on later ones
+            return "join() was used"
+        if self.ddp.module is not self.module:
+            return "it has another module"
+        if feature := own_feature(self.ddp):
+            return f"the model uses {feature}"
+        return self._fingerprint.difference()
+
+    def _former_attachments(self) -> list[Attachment]:
+        """What is attached to the parameters already.
+
+        Whether the program still has it must not depend on when each rank last collected garbage.
+        """
+
+        def found() -> dict[int, Attachment]:
+            known = (_attachments.get(parameter, lambda: None)() for parameter in self._parameters.values())
+            return {id(other): other for other in known if other is not None}
+
+        if found():
+            gc.collect()
+        return list(found().values())
+
+    def _choose(self) -> None:
+        """Decide whose the pass is that begins; nothing of another pass is still to be sent."""
+        if reason := self._pass_reason():
+            self._leave_to_ddp(reason)
+            return
+        if self._first and not self._first_passes_have_ended():
+            return
+        stepped, self.stepped = self.stepped or not self._optimizers, False
+        if self._tournament is not None and stepped:  # else another pass of the same step
+            self._next_turn(self._tournament)
+        elif self.reducer is None and not is_ddps(self._plan):
+            self._carry_out(self._plan)
+        elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
+            for optimizer in self._optimizers:
+                agree(describe_optimizer(optimizer), self._group)
+            self._carry_out(self._plan)
+        if self.reducer is None or self.observed:
+            return
+        if change := self._drift.pass_begins(self.reducer.messages):
+            self.on_drift(change)
+
+    def _first_passes_have_ended(self) -> bool:
+        """Whether passes may be legato's from now on: those in which it looked at the model have shown nothing else."""
+        assert self._ddps is not None
+        if self._ddps.done < self._first:
+            return False
+        self._first = 0
+        if said := first_said(self._ddps.objection or self._model_reason(), self._group):
+            self._leave_to_ddp(said.partition(": ")[2])
+        return not self.reason
+
+    def _leave_to_ddp(self, reason: str) -> None:
+        """Let passes be DDP's for good."""
+        self._carry_out(None)
+        self.reason, self.observed = reason, False
+        self.say(f"DDP's own passes stay: {reason}")
+        self._rest()
+
+    def _rest(self) -> None:
+        """Do nothing until there is another plan."""
+        if self._ddps is not None:
+            self._ddps.close()
+            self._ddps = None
+        self._forward.leave_graphs()
+        if self._methods_back is not None:
+            self._methods_back()
+            self._methods_back = None
+        for optimizer in self._optimizers:
+            restore_steps(optimizer, self)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether passes are DDP's until there is another plan."""
+        return self.reducer is None and self._ddps is None
+
+    def _watch_ddp(self) -> DdpPasses:
+        """Watch passes of DDP's: all parameters if these are the first passes, else the first and the last one."""
+        names = list(self._parameters)
+        watched = names if self._first else names[:1] + names[-1:]
+        return DdpPasses({name: self._parameters[name] for name in watched})
+
+    def _carry_out(self, plan: Plan | None) -> None:
+        """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
+        self.flush()
+        states = [whole_state(optimizer, self._shards) for optimizer in self._optimizers]
+        before, self.reducer = self.reducer, None
+        if before is not None:
+            before.close()
+        if self._ddps is not None:
+            self._ddps.close()
+        if plan is None or is_ddps(plan):
+            if self._idle.is_away:
+                self._idle.bring_back()
+            self._ddps = self._watch_ddp()
+        else:
+            if not self._idle.is_away:
+                self._idle.put_away()  # first: its buckets take as much memory as the reducer's
+            if self._methods_back is None:
+                gate.methods.begin()
+                self._methods_back = weakref.finalize(self, gate.methods.end)
+            self.reducer, self._ddps = self._make_reducer(plan, before), None
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            defer_steps(optimizer, self)
+            take_state(optimizer, state, self._shards)
+        self._drift = DriftMonitor(self._gather_numbers)
+
+    def _make_reducer(self, plan: Plan, before: Reducer | None) -> Reducer:
+        with _no_garbage_collection():  # thousands of small objects that all stay
+            reducer = Reducer(
+                plan,
+                self._parameters,
+                self._connection,
+                self._forward.readers,
+                gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
+                optimizers=self._optimizers,
+                error_feedback=self._error_feedback,
+            )
+        reducer.messages.tracer = self._tracer
+        if before is not None:
+            reducer.messages.forwards = before.messages.forwards
+            GraphSender(reducer).learn_from(before)
+        return reducer
+
+    @cached_property
+    def _connection(self) -> Connection:
+        return Connection(self._group, self._flight_dir, self._debug, _status(weakref.ref(self)))
+
+    def _ddp_is_asked(self, name: str) -> None:
+        """DDP's reducer was put away, and comes back because something asks for its attribute `name`."""
+        if self._shards is not None and name == JOIN_BEGINS:
+            raise InputError("join() under a sharded plan: a rank without batches would still have to update its shard")
+        if self.reducer is not None and not self.reducer.in_backward:
+            self.reducer.settle()
+
+    def _prepare_backward(self) -> None:
+        """A framework says that the next backward pass is to send."""
+        if self.reducer is not None:
+            self.reducer.armed = True
+
+    # ---- forward passes ----------------------------------------------------------------
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _forward_begins(self, compiled: str, _: Any) -> None:
+        """Before a forward pass; `compiled` says whether dynamo compiles it."""
+        if self._forward.running:
+            self._nested += 1
+            return
+        if self._is_idle:
+            return
+        training = torch.is_grad_enabled()
+        waiting = self._ddps.running if self._ddps is not None else self.reducer is not None and self.reducer.armed
+        # In evaluation mode, one rank may run a pass alone.
+        sends = training and self.ddp.require_backward_grad_sync
+        if sends and self.module.training and not (waiting and self._trained):
+            self._choose()
+        self._trained = self.module.training
+        if self._ddps is not None:
+            self._ddps.forward_begins()
+        if self.reducer is None:
+            return
+        self.reducer.begin_forward()
+        if not (training and self.module.training):
+            self.reducer.settle()
+        if training and self._puts_ddp_away():
+            self._forward.begin(self.reducer, compiled)
+
+    def _puts_ddp_away(self) -> bool:
+        """Put DDP's own reducer away, unless it has got a communication hook since something asked for it."""
+        if self._idle.is_away:
+            return True
+        if has_builtin_hook(self.ddp):
+            self._leave_to_ddp("it has a communication hook")
+            return False
+        self._idle.put_away()
+        return True
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _forward_ended(self, _: str, output: Any) -> None:
+        """After a forward pass that has returned."""
+        if self._ddps is not None:
+            self._ddps.forward_ended(output, torch.is_grad_enabled() and self.ddp.require_backward_grad_sync)
+        if self._forward.running and not self._nested:
+            self._forward.end(output)
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _forward_failed(self, *_: Any) -> None:
+        """After any forward pass: end what has not ended, because it has raised an exception."""
+        if self._ddps is not None:
+            self._ddps.forward_failed()
+        if self._nested:
+            self._nested -= 1
+        elif self._forward.running:
+            self._forward.fail()
+
+    # ---- steps -------------------------------------------------------------------------
+
+    def _next_turn(self, tournament: Tournament) -> None:
+        """Go on with the plan whose turn it is, or stay with the winner."""
+        goes_on = tournament.step_begins()
+        if tournament.plan is not self._plan or (self.reducer is None) != is_ddps(tournament.plan):
+            self._plan = tournament.plan
+            self._carry_out(tournament.plan)
+        if not goes_on:
+            if is_ddps(self._plan):
+                self._rest()
+            self.tournament, self._tournament, self.observed = tournament.measured, None, False
+            found = ", ".join(f"{name} {m.seconds * 1e3:.3g} ms" for name, m in self.tournament.items())
+            which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
+            self.say(f"{which}{f' (median step of each: {found})' if found else ''}")
+
+    def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        return self._connection.gather_numbers(numbers, "comparing times before a forward pass")
+
+    def _log_drift(self, change: str) -> None:
+        self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
+
+
+#: legato on the model that has a parameter.
+_attachments: Any = WeakIdKeyDictionary()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
+    """What sends the parameter's gradients, as compiled graphs see it; None in passes of DDP's."""
+    reducer: Reducer | None = getattr(_attachments.get(parameter, lambda: None)(), "reducer", None)
+    return None if reducer is None else GraphSender(reducer)
+
+
+def _status(attachment: weakref.ref[Attachment]) -> Callable[[], str]:
+    def status() -> str:
+        reducer: Reducer | None = getattr(attachment(), "reducer", None)
+        return reducer.status() if reducer is not None else "is in a pass of DDP's"
+
+    return status
+
+
+def is_ddps(plan: Plan) -> bool:
+    """Whether a plan is the one that DDP carries out itself."""
+    return plan.scheduler == "ddp" and plan.shard == "none" and all(message.wire is None for message in plan.messages)
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of frameworks."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

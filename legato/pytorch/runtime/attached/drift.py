@@ -1,0 +1,101 @@
+"""Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
+
+[Note: drift] A plan is made for certain times of the ops and of the network. Of
+every `SAMPLE` backward passes that send, the last two are traced, which gives
+two numbers for each rank: seconds of computation per pass, and seconds per pass
+in which messages were on the wire. After `WINDOW` passes all ranks exchange
+their medians, so all of them see the same numbers and draw the same conclusion.
+The first window is the reference. A message waits for the last rank that
+launches it, so it is on the wire longest on a rank that is early: the pace of
+the network itself is that of the rank that measured the least. A change counts
+if two windows in a row show it. It then becomes the reference, so that it is
+reported once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.sending.tracing import Tracer
+
+__all__ = ["DriftMonitor"]
+
+#: Number of backward passes from one sample to the next, and from one comparison to the next.
+SAMPLE = 50
+WINDOW = 200
+_TRACED = 2  # traced passes in a sample
+#: A pace that differs by more than this factor, either way, is a change.
+TOLERANCE = 1.25
+
+#: Of one rank, in seconds per pass: computation, and messages on the wire.
+Pace = tuple[float, ...]
+
+
+class DriftMonitor:
+    """Compares the pace of training with that at the beginning of a plan.
+
+    `gather(pace)` exchanges paces among the ranks, and returns all of them in the order of the ranks.
+    """
+
+    def __init__(self, gather: Callable[[Pace], Sequence[Pace]]) -> None:
+        self._gather = gather
+        self._tracer: Tracer | None = None
+        self._samples: list[Pace] = []
+        self._next = WINDOW + _TRACED  # the number of passes at which paces are compared next
+        self._reference: Sequence[Pace] = ()
+        self._suspected = False
+
+    def pass_begins(self, messages: Messages) -> str:
+        """Call this before each forward pass whose gradients will be sent.
+
+        Returns a description of what has changed its pace, or an empty string.
+        """
+        self._sample(messages)
+        if messages.passes < self._next:
+            return ""
+        self._next = messages.passes + WINDOW
+        mine = tuple(statistics.median(values) for values in zip(*self._samples, strict=True))
+        self._samples.clear()
+        return self._judge(self._gather(mine or (0.0, 0.0)))
+
+    def _sample(self, messages: Messages) -> None:
+        into = messages.passes % SAMPLE
+        if self._tracer is None:
+            if into == SAMPLE - _TRACED and messages.tracer is None:  # else the user traces
+                messages.tracer = self._tracer = Tracer()
+        elif into < SAMPLE - _TRACED and messages.tracer is self._tracer:
+            self._tracer.switch(None)
+            messages.tracer = None
+        elif 0 < into < SAMPLE - _TRACED:  # its last messages have arrived by now
+            computing = sum(self._tracer.seconds(kind) for kind in ("forward", "backward", "optimizer"))
+            self._samples.append((computing / _TRACED, self._tracer.communication_s / _TRACED))
+            self._tracer = None
+
+    def _judge(self, now: Sequence[Pace]) -> str:
+        if not all(computing for computing, _ in now):
+            return ""  # the user has traced a whole window on some rank
+        found = list(_changes(self._reference, now)) if self._reference else []
+        if found and not self._suspected:
+            self._suspected = True
+            return ""
+        if found or not self._reference:
+            self._reference = now
+        self._suspected = False
+        return " and ".join(found)
+
+
+def _changes(before: Sequence[Pace], now: Sequence[Pace]) -> Iterator[str]:
+    """Descriptions of changes: of the rank that changed most, and of the network."""
+    factors = [new[0] / old[0] for old, new in zip(before, now, strict=True)]
+    rank = max(range(len(factors)), key=lambda r: max(factors[r], 1 / factors[r]))
+    if _differs(factors[rank]):
+        yield f"computation on rank {rank} takes {factors[rank]:.2f} times as long"
+    old, new = (min(pace[1] for pace in paces) for paces in (before, now))
+    if old > 0 and new > 0 and _differs(new / old):
+        yield f"communication takes {new / old:.2f} times as long"
+
+
+def _differs(factor: float) -> bool:
+    return max(factor, 1 / factor) > TOLERANCE

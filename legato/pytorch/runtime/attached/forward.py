@@ -1,0 +1,173 @@
+"""legato's forward passes: DDP's own, of which DDP sends nothing, and in which readers are watched."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from legato.core.errors import RankError
+from legato.pytorch._private import (
+    SilentForward,
+    compiled_by,
+    compiled_module,
+    compiles_two_ways,
+    has_forward_hooks,
+    is_compiled,
+    is_left_to_eager_mode,
+    is_whole_frame,
+    not_compiled,
+    on_compilation,
+)
+from legato.pytorch.compiled.compiler import GraphCompiler
+from legato.pytorch.parameters import ModuleFingerprint
+from legato.pytorch.runtime.attached.graph_sender import GraphSender
+from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.waiting.readers import Readers
+
+__all__ = ["ForwardPasses", "Hook"]
+
+
+class ForwardPasses:
+    """Lets forward passes of a DDP be legato's.
+
+    `fingerprint` is that of its module, and `sender_of(parameter)` says who sends a parameter's gradients. Parameters
+    whose names are or match one of `current` never wait. With `strict`, all readers are watched.
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        fingerprint: ModuleFingerprint,
+        sender_of: Callable[[nn.Parameter], GraphSender | None],
+        current: Sequence[str],
+        strict: bool,
+    ) -> None:
+        self._ddp, self._module, self._fingerprint = ddp, ddp.module, fingerprint
+        self.readers = Readers(
+            self._is_own, current, not getattr(self._module, "reads_no_gradients", False), strict=strict
+        )
+        self._silent = SilentForward(ddp, self._module_begins, self._module_ends)
+        self._scope = ExitStack()
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are known to contain the model
+        self._reducer: Reducer | None = None  # that of the pass that runs
+        #: Whether the last pass was compiled, or parts of it.
+        self.in_graphs = False
+        self._compiler = GraphCompiler(
+            sender_of, partial(is_whole_frame, function=compiled_module(self._module).forward)
+        )
+        self.compile_graphs()
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward pass of legato's runs."""
+        return self._reducer is not None
+
+    def compile_graphs(self) -> None:
+        """Compile graphs for these passes too, from now on."""
+        self.leave_graphs = compiles_two_ways(self._ddp, self._compiler, lambda: self.running)
+
+    def begin(self, reducer: Reducer, compiled: str) -> None:
+        """Let the forward pass that begins be legato's; `compiled` says whether dynamo compiles it."""
+        self.in_graphs = bool(compiled) or self._fingerprint.compiled()
+        if self.in_graphs:  # compiled code reads parameters without their gates
+            if self._may_be_one_graph(compiled):
+                GraphSender(reducer).hide_gates()
+            else:
+                self.readers.never()
+                reducer.settle()
+        reducer.messages.forwards += self._ddp.require_backward_grad_sync
+        if reducer.messages.tracer:
+            reducer.messages.tracer.switch("forward")
+        self._compiler.ran.clear()
+        self._reducer = reducer
+        self._silent.begin()
+
+    def end(self, output: Any) -> None:
+        """After the pass, which has returned."""
+        assert self._reducer is not None
+        reducer, self._reducer = self._reducer, None
+        sends = self._silent.end()
+        if self.in_graphs and self._module.training:
+            self.readers.note_graphs(self._compiler.ran)
+        if waiting := GraphSender(reducer).show_gates():
+            self.readers.never()
+            raise RankError(
+                f"{waiting}: its update waits for the compiled graph that read it before, which did not run this time; "
+                "use a plan without forward overlap"
+            )
+        if sends:
+            reducer.armed = True
+            reducer.backward_scope.expect(output)
+        if reducer.messages.tracer:
+            reducer.messages.tracer.end_forward(output)
+
+    def fail(self) -> None:
+        """After the pass, which has raised an exception."""
+        assert self._reducer is not None
+        reducer, self._reducer = self._reducer, None
+        self._silent.end()
+        GraphSender(reducer).show_gates()
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _module_begins(self) -> None:
+        """Before the module's own part of the pass."""
+        assert self._reducer is not None
+        if self.in_graphs:
+            self._scope.enter_context(on_compilation(self._reducer.settle))
+        elif self._module.training:
+            self._scope.enter_context(self._reducer.watch())
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def _module_ends(self, completed: bool) -> None:
+        """After the module's own part, which has returned or raised an exception."""
+        if completed:
+            self._scope.close()
+        else:
+            self._scope.__exit__(*sys.exc_info())
+
+    def _may_be_one_graph(self, compiled: str) -> bool:
+        """Whether nothing but compiled code runs in the forward pass, if it has no graph breaks."""
+        inner = compiled_module(self._module)
+        if compiled == "caller" or not (compiled or is_compiled(self._module)):
+            return False
+        hooked = has_forward_hooks(self._module) or has_forward_hooks(inner)
+        return not hooked and hasattr(inner.forward, "__code__") and not is_left_to_eager_mode(inner.forward)
+
+    def _is_own(self, module: nn.Module) -> bool:
+        """Whether a module's forward pass is that of the model: it is the model, or contains it."""
+        if module is self._ddp or module in self._wrappers:
+            return True
+        if any(inner is self._ddp for inner in module.modules()):
+            self._wrappers.add(module)
+            return True
+        return False
+
+
+class Hook:
+    """A forward hook of legato's, of which copies and pickles of a model have only `no_hook`.
+
+    It calls `call(compiled, output)`; `compiled` says whether dynamo compiles the pass.
+    """
+
+    def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:
+        self._call, self.attachment = call, attachment
+
+    @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, _: nn.Module, args: Any, output: Any = None) -> None:
+        self._call(compiled_by(sys._getframe()), output)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> Any:
+        return partial, (no_hook,)
+
+
+def no_hook(*_: Any) -> None:
+    """Do nothing."""

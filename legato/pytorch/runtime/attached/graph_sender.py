@@ -1,0 +1,114 @@
+"""What the pieces of compiled graphs hand to a reducer, and what they wait for (`legato.pytorch.compiled`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from legato.pytorch._private import has_gradient_hooks, not_compiled
+from legato.pytorch.runtime.reducer import Reducer
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
+
+__all__ = ["GraphSender"]
+
+#: In how many passes a gradient must have arrived unchanged to be sent before it arrives.
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class GraphSender:
+    """A reducer, as compiled graphs see it."""
+
+    reducer: Reducer
+
+    @property
+    def node_order(self) -> tuple[str, ...]:
+        """The order in which the plan runs the nodes of compiled graphs."""
+        return self.reducer.plan.node_order
+
+    # ---- backward graphs ----------------------------------------------------------
+
+    def messages_of(self, parameter: nn.Parameter) -> list[int]:
+        """The places, in the plan's order, of the messages that carry the parameter's gradient."""
+        slot = self._slot(parameter)
+        return [] if slot is None else [bucket.index for bucket in slot.buckets if bucket.index in slot.parts]
+
+    def hand_over(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Send a gradient that a compiled graph has just computed, before autograd adds it to `.grad`.
+
+        It is sent only if it will be added as it is: no hook may change it,
+        nothing else may be added to it, and in the passes before this was so.
+        """
+        slot, reducer = self._slot(parameter), self.reducer
+        if slot is None or slot.kept < 0 or not reducer.armed:
+            return
+        slot.offer(grad)
+        if slot.kept < _KEPT or not self._arrives_unchanged(slot, grad):
+            return
+        if not reducer.in_backward:
+            reducer.begin_backward()
+        if slot.ready:
+            return  # a second gradient: refused where it arrives
+        with gate.invisible():
+            before = parameter.grad
+            slot.taken = grad if before is None else before + grad
+        slot.early = True
+        reducer.mark_ready(slot)
+
+    def _arrives_unchanged(self, slot: Slot, grad: Tensor) -> bool:
+        """Whether autograd will add this very gradient to the parameter's, as far as can be seen now."""
+        parameter, reducer = slot.parameter, self.reducer
+        return (
+            (slot.stage == IDLE or not reducer.in_backward)
+            and not has_gradient_hooks(parameter)
+            and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
+            and reducer.accumulator_of[slot].will_run
+        )
+
+    def learn_from(self, before: Reducer) -> None:
+        """Take over what the reducer of another plan has learnt about the gradients of compiled graphs."""
+        known = before.delivery.by_parameter
+        for key, slot in self.reducer.delivery.by_parameter.items():
+            if key in known:
+                slot.kept = known[key].kept
+
+    # ---- forward graphs -----------------------------------------------------------
+
+    def late_message_of(self, parameter: nn.Parameter) -> int:
+        """The place, in the plan, of the message for which the parameter may wait in a compiled forward pass; or -1."""
+        slot = self._slot(parameter)
+        if slot is None or not self.reducer.delivery.overlaps or not self.reducer.readers.may_wait(parameter):
+            return -1
+        return slot.buckets[-1].index
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def update(self, parameter: nn.Parameter) -> None:
+        """Bring a parameter up to date, whether or not it has a gate."""
+        slot = self._slot(parameter)
+        if slot is not None and slot.stage == PENDING:
+            self.reducer.delivery.resolve(slot)
+
+    def settle(self) -> None:
+        """Bring every parameter up to date."""
+        self.reducer.settle()
+
+    def hide_gates(self) -> None:
+        """Before a forward pass that is one compiled graph: let parameters look as if none waited."""
+        for slot in self.waiting():
+            gate.hide(slot)
+
+    def show_gates(self) -> str:
+        """After such a pass: let gates wait again, if any are left; return the name of a parameter that has one."""
+        hidden = [slot for slot in self.waiting() if not isinstance(slot.parameter, gate.GatedParameter)]
+        for slot in hidden:
+            self.reducer.install_gate(slot)
+        return hidden[0].name if hidden else ""
+
+    def waiting(self) -> list[Slot]:
+        """The parameters whose updates wait."""
+        return [slot for slot in self.reducer.delivery.pending if slot.stage == PENDING]
+
+    def _slot(self, parameter: nn.Parameter) -> Slot | None:
+        return self.reducer.delivery.by_parameter.get(id(parameter))

@@ -1,0 +1,1 @@
+"""How gradients travel: packed, sent, and delivered to their parameters."""

@@ -1,0 +1,106 @@
+"""Debug mode: checks of the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
+
+[Note: checks] The k-th message that a rank launches must be the k-th message of
+every rank, in the same iteration. The proof is in docs/runtime.md; it assumes
+that all ranks run the same sending backward passes, which a script can violate
+(for instance by skipping a batch on one rank). With `order`, each rank writes
+the message that it is about to launch into the job's store and compares it with
+those of the other ranks before anything is sent: a message that differs is
+reported instead of sent. For this, all ranks must run the same number of
+forward passes in training. With `finite`, a gradient that is not finite is
+reported in the same way, with rank and parameter. With `reads`, an operator that
+reads a parameter before its update, and that no gate has seen, is reported by
+the rank itself (`legato.pytorch.runtime.waiting.readers`). `order` and `finite`
+cost some round trips to the store for every message, and keep the ranks in step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+from legato.core.errors import RankError, unknown_name
+from legato.pytorch._private import PrefixStore, default_store
+from legato.pytorch.network.watchdog import Watchdog
+from legato.pytorch.runtime.waiting.buckets import Bucket
+
+__all__ = ["CHECKS", "COMPARED", "DebugChecks", "chosen_checks"]
+
+CHECKS = ("order", "finite", "reads")
+#: Those that compare what the ranks are about to send.
+COMPARED = ("order", "finite")
+
+
+def chosen_checks(debug: bool | str | None) -> tuple[str, ...]:
+    """Return the names of the checks to run.
+
+    `debug` is True (`order`), False (none), or names separated by commas; None
+    stands for the value of `$LEGATO_DEBUG`. Raises `InputError` for an unknown
+    name.
+
+    >>> chosen_checks("order,finite"), chosen_checks(True), chosen_checks(False)
+    (('order', 'finite'), ('order',), ())
+    """
+    if debug is None:
+        debug = os.environ.get("LEGATO_DEBUG", "")
+    text = {True: "1", False: ""}[debug] if isinstance(debug, bool) else debug
+    names = tuple(n.strip() for n in text.split(",") if n.strip() not in ("", "0"))
+    for name in names:
+        if name not in (*CHECKS, "1"):
+            raise unknown_name("check", name, CHECKS)
+    return tuple(dict.fromkeys("order" if n == "1" else n for n in names))
+
+
+class DebugChecks:
+    """Compares what the ranks of a group are about to send."""
+
+    def __init__(self, names: tuple[str, ...], group: Any, timeout: timedelta) -> None:
+        self._finite = "finite" in names
+        self._rank, self._size = group.rank(), group.size()
+        store: Any = default_store().clone()
+        store.set_timeout(timeout)
+        self._store = PrefixStore(f"legato/checks/{group.group_name}", store)
+        self._count = 0
+
+    def check(self, bucket: Bucket, passes: int, forwards: int, watchdog: Watchdog) -> None:
+        """Run the checks for a bucket that this rank is about to launch.
+
+        `passes` and `forwards` count backward and forward passes in training.
+        Raises `RankError` on every rank if one of them is about to launch
+        something else, or has a gradient that is not finite.
+        """
+        message = (
+            f"message {bucket.index} ({bucket.label}) of backward pass {passes}, {bucket.buffer.nbytes} bytes, "
+            f"after {forwards} forward passes"
+        )
+        problem = ""
+        if self._finite:
+            wrong = (p.slot.name for p in bucket.slices if p.slot.has_grad and not p.view.isfinite().all())
+            problem = next((f"the gradient of {name} is not finite, {message}" for name in wrong), "")
+        try:
+            self._compare(message, problem)
+        except RankError as error:
+            raise watchdog.failure("a check failed", error) from error
+
+    def _compare(self, message: str, problem: str) -> None:
+        self._count += 1
+        keys = [f"{self._count}/{r}" for r in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps([message, problem]))
+        try:
+            self._store.wait(keys)
+        except RuntimeError as error:
+            late = [r for r, key in enumerate(keys) if not self._store.check([key])]
+            raise RankError(
+                f"rank {late[0] if late else '?'} sends nothing, where rank {self._rank} sends {message}"
+            ) from error
+        found = [json.loads(self._store.get(key)) for key in keys]
+        if self._count > 1:
+            self._store.delete_key(f"{self._count - 1}/{self._rank}")
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != found[0][0]:
+                raise RankError(f"rank {rank} sends {theirs}, where rank 0 sends {found[0][0]}")
+        for rank, (_, theirs) in enumerate(found):
+            if theirs:
+                raise RankError(f"rank {rank}: {theirs}")

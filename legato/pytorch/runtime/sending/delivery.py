@@ -1,0 +1,313 @@
+"""Delivery: brings averaged gradients, and updates that wait for them, to their parameters.
+
+[Note: lent gradients] With `gradient_as_bucket_view` the memory of a gradient is
+released as soon as the gradient was copied into its buckets, as in DDP. Its
+place in the bucket becomes the user's `.grad` if one view covers all of it.
+If the plan partitions it, `.grad` is None until it is assembled again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from legato.core.errors import RankError
+from legato.core.plan import Plan
+from legato.pytorch._private import copy_all, memory_uses, not_compiled, outside_transforms, without_overrides
+from legato.pytorch.runtime.sending import packing
+from legato.pytorch.runtime.sending.messages import Messages
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, SENT, Bucket, Slot
+from legato.pytorch.runtime.waiting.readers import ModuleCalls, Readers, gradient_is_held, parameter_is_held
+from legato.pytorch.runtime.waiting.update import Update, set_to_none, zeroing
+
+__all__ = ["Delivery"]
+
+
+class Delivery:
+    """Delivers the gradients and updates of one model's parameters, of which each rank has a copy.
+
+    `lends` says whether gradients lie in the buckets. Under a sharded plan, `Shards` takes its place.
+    """
+
+    #: Whether gradients leave their parameters for good when they are packed.
+    takes_gradients = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        slots: Sequence[Slot],
+        buckets: Sequence[Bucket],
+        messages: Messages,
+        readers: Readers,
+        lends: bool = False,
+    ) -> None:
+        self.slots, self.buckets, self.messages, self.readers = slots, buckets, messages, readers
+        self.overlaps = plan.forward_overlap
+        #: The buckets whose messages go out in a backward pass.
+        self.outgoing = buckets
+        self.by_parameter = {id(slot.parameter): slot for slot in slots}
+        self.pending: deque[Slot] = deque()  # in the order in which their gradients arrive
+        self._lends = lends
+        self._lock = threading.RLock()  # several threads may read parameters
+        self._in_arrival_order = sorted(slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
+        # Whose bytes nothing but torch can reach, and whose reads a gate sees.
+        self._gateable = {slot for slot in slots if readers.is_gateable(slot)}
+        self._module_calls = ModuleCalls(self.settle, readers.is_own)
+        self._replaces_functions = False  # while updates wait
+        buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in buckets} if lends else {}
+        self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
+
+    def close(self) -> None:
+        """Let go of parameters and buckets.
+
+        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
+        """
+        if self._replaces_functions:
+            gate.functions.end()
+        for slot in self.slots:
+            if slot.stage != IDLE:  # its gradient was sharded, and not used
+                gate.remove(slot)
+            with gate.invisible():
+                if slot.parameter.grad is slot.whole is not None and not gradient_is_held(slot.parameter, slot.whole):
+                    slot.parameter.grad = slot.whole.clone()
+            slot.release()
+        for bucket in self.buckets:
+            bucket.release()
+        self._memory_uses.clear()
+
+    # ---- forward and backward passes -----------------------------------------------
+
+    def before_forward(self) -> None:
+        """Deliver gradients that were not used yet, so that the next ones add to them."""
+        self._module_calls.end()
+        with self._lock, outside_transforms():
+            self.deliver(self._in_arrival_order)
+
+    def before_pass(self) -> None:
+        """Bring everything up to date, and prepare the parameters for a backward pass that sends."""
+        self.settle()
+        for slot in self.slots:
+            slot.begin_pass(self._lends)
+
+    def check_cleared(self, slot: Slot) -> None:
+        """Raise `RankError` if a backward pass is about to add to a gradient that was taken under a plan before."""
+        with without_overrides():
+            slot.check_cleared()
+
+    def pack(self, bucket: Bucket) -> None:
+        """Copy the gradients that have arrived into the bucket, divided by the number of ranks."""
+        if not bucket.writable:
+            self._prepare_buffer(bucket)
+        self.packed([slot for slot in packing.pack(bucket, self.messages.group.size()) if not slot.early])
+
+    def _prepare_buffer(self, bucket: Bucket) -> None:
+        """Wait until the buffer can be written: dropped gradients, or an all_gather, may still be in flight."""
+        self.messages.wait(bucket)
+        if bucket.gathered is not None:
+            self.messages.wait(bucket.gathered)
+        bucket.writable = True
+        if bucket.flags is not None:
+            bucket.flags.fill_(1.0)
+
+    def packed(self, slots: Iterable[Slot]) -> None:
+        """Note that all of these gradients is packed, and has arrived."""
+        if self._lends:
+            with gate.invisible():
+                for slot in slots:
+                    slot.parameter.grad = slot.whole
+
+    def after_accumulation(self) -> None:
+        """Note that autograd has let go of the gradients that came before the one that it has just added."""
+
+    def launch(self, bucket: Bucket) -> None:
+        """Let the message of a bucket go out."""
+        self.messages.launch(bucket)
+
+    def after_pass(self) -> None:
+        """Wait for averages that can be read without a gate; let the others wait until they are read."""
+        if self.readers.read_gradients:
+            for slot in self._read_without_gate():
+                self.resolve(slot)
+        self._module_calls.begin()  # gates may change which kernels others run
+
+    def _read_without_gate(self) -> Sequence[Slot]:
+        """The parameters that have no gate, or whose `.grad` or its memory is held elsewhere."""
+        with gate.invisible():
+            if self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
+                return self.slots  # another object has a view, as a collective made of steps has while it is in flight
+            return [
+                slot
+                for slot in self.slots
+                if slot.plain_class is not nn.Parameter
+                or (slot.has_grad and gradient_is_held(slot.parameter, slot.whole))
+            ]
+
+    # ---- reads -----------------------------------------------------------------------
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def resolve(self, slot: Slot) -> None:
+        """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
+
+        An update also updates every other parameter whose gradient has arrived,
+        since one call of the optimizer costs less than one call for each. If
+        the parameter's own gradient is still in flight, the others are updated
+        first. Inside the backward pass, a gradient that was sent stays this rank's
+        own, as user hooks see it under DDP. Several threads may call it.
+
+        Raises `RankError` inside a backward pass if the gradient was released
+        and is partitioned (see [Note: lent gradients]), and after it if gradients
+        are sharded.
+        """
+        with self._lock, outside_transforms():
+            if slot.stage == SENT and self.messages.in_backward:
+                self._read_in_backward(slot)
+            elif slot.stage == SENT:
+                self._read_gradient(slot)
+            elif slot.stage == PENDING:
+                if not _arrived(slot):
+                    self._update(self._take_pending(-1))
+                self._update(self._take_pending(slot.buckets[-1].index))
+
+    def _read_in_backward(self, slot: Slot) -> None:
+        if slot.has_grad and not slot.to_pack and (slot.is_spent or (self._lends and slot.whole is None)):
+            keeps = "gradient_as_bucket_view=False" if self._lends else "a plan without shards"
+            raise RankError(
+                f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
+                f"the backward pass has ended (use {keeps} to keep it in place)"
+            )
+        for bucket in slot.buckets:  # what the reader does to it must not be sent
+            if slot in bucket.arrived:
+                self.pack(bucket)
+
+    def _read_gradient(self, slot: Slot) -> None:
+        """Deliver an averaged gradient, and the others that arrive with it."""
+        self.deliver(slot.buckets[-1].last_of)
+
+    def deliver(self, slots: Iterable[Slot]) -> None:
+        """Wait for the averages of these gradients, as far as they were sent and not used."""
+        with self._lock:
+            sent = [slot for slot in slots if slot.stage == SENT]
+            self._arrive(sent)
+            for slot in sent:
+                gate.remove(slot)
+
+    def settle(self) -> None:
+        """Bring every parameter up to date."""
+        with self._lock, outside_transforms():
+            self.deliver(self._in_arrival_order)
+            self._update(self._take_pending(-1))
+            self._update(self._take_pending(len(self.buckets)))
+            self._module_calls.end()
+
+    def zero(self, slot: Slot, set_to_none: bool) -> None:
+        """Do to a gradient what `zero_grad` does, also if it is in flight or not used yet."""
+        if slot.stage == PENDING and slot.update is not None:
+            slot.zero_after = zeroing(set_to_none)
+            return
+        if slot.stage == SENT:
+            if set_to_none or self.messages.in_backward or self.takes_gradients:
+                gate.remove(slot)  # the average is dropped
+            else:  # it may lie in a message in flight; and if only another rank had one, it is a zero here, too
+                self.resolve(slot)
+        if self.takes_gradients or slot.spent is not None:
+            slot.zero(set_to_none)
+        else:
+            zeroing(set_to_none)(slot.parameter)
+
+    # ---- updates -----------------------------------------------------------------------
+
+    def may_wait(self, slot: Slot) -> bool:
+        """Whether the parameter's update may wait until it is read: only its gate can read it (see `readers`)."""
+        gated = self.overlaps and slot.stage == SENT and slot in self._gateable
+        return gated and self.readers.may_wait(slot.parameter) and not parameter_is_held(slot.parameter)
+
+    def postpone(self, slots: Sequence[Slot], update: Update | None) -> None:
+        """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
+        with self._lock:
+            for slot in slots:
+                slot.mark_stepped(update)
+            if slots:
+                self.pending = deque(slot for slot in self._in_arrival_order if slot.stage == PENDING)
+                self._module_calls.begin()
+                if not self._replaces_functions:
+                    self._replaces_functions = True
+                    gate.functions.begin()
+
+    def _take_pending(self, last: int) -> list[Slot]:
+        """The parameters whose updates wait for bucket `last` or an earlier one, or for none any more."""
+        taken = []
+        while self.pending and (self.pending[0].buckets[-1].index <= last or _arrived(self.pending[0])):
+            taken.append(self.pending.popleft())
+        return [slot for slot in taken if slot.stage == PENDING]
+
+    def _update(self, slots: Sequence[Slot]) -> None:
+        if self._replaces_functions and not self.pending:
+            self._replaces_functions = False
+            gate.functions.end()
+        if not slots:
+            return
+        try:
+            self._arrive(slots)
+        except BaseException:
+            self.pending.extendleft(reversed(slots))  # who reads them later has to wait, or to fail, again
+            raise
+        by_update: dict[int, list[Slot]] = {}
+        for slot in slots:
+            by_update.setdefault(id(slot.update), []).append(slot)
+        tracer = self.messages.tracer
+        resume = tracer.switch("optimizer") if tracer else None
+        for group in by_update.values():
+            for slot in group:
+                slot.mark_updating()
+            with without_overrides():  # their gates stay until they are up to date: other threads may read
+                self._apply(group)
+            for slot in group:
+                gate.remove(slot)
+        if tracer:
+            tracer.switch(resume)
+
+    def _apply(self, slots: Sequence[Slot]) -> None:
+        """Update parameters that wait for the same call of `step()`."""
+        update = slots[0].update
+        assert update is not None
+        update.apply([slot.parameter for slot in slots])
+        for slot in slots:
+            if slot.zero_after is not None:
+                slot.zero_after(slot.parameter)
+
+    def _arrive(self, slots: Iterable[Slot]) -> None:
+        """Wait for averaged gradients, and make them the parameters' `.grad`."""
+        self._wait_for(slots)
+        grads, views = [], []
+        with gate.invisible():
+            for slot in slots:
+                if not slot.has_grad and not any(p.flag is not None and p.flag.abs().item() > 0 for p in slot.slices):
+                    continue
+                optimizer_only = slot.update is not None and slot.zero_after is set_to_none
+                if slot.whole is not None and (optimizer_only or self._lends):
+                    slot.parameter.grad = slot.whole
+                    continue
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.empty_like(slot.parameter)
+                grad = slot.parameter.grad
+                if len(slot.slices) == 1 and grad.dtype == slot.slices[0].view.dtype:
+                    grads.append(grad)
+                    views.append(slot.slices[0].view)
+                else:
+                    slot.unpack_into(grad)
+            if grads:
+                copy_all(grads, views)
+
+    def _wait_for(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            for bucket in slot.buckets:
+                self.messages.wait(bucket)
+
+
+def _arrived(slot: Slot) -> bool:
+    return all(bucket.has_arrived for bucket in slot.buckets)

@@ -1,0 +1,118 @@
+"""Messages on their way: launched one after another, and waited for; and the connection that carries them."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from legato.pytorch._private import group_is_alive, group_timeout
+from legato.pytorch.network.agreement import gather_numbers, group_device
+from legato.pytorch.network.channel import channel_for
+from legato.pytorch.network.threads import batch_policy_threads
+from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
+from legato.pytorch.runtime.sending.debug import COMPARED, DebugChecks
+from legato.pytorch.runtime.sending.tracing import Tracer
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Bucket
+
+__all__ = ["Connection", "Messages"]
+
+
+class Connection:
+    """What the ranks of a model send legato's messages through, and watch each other with.
+
+    `model_group` is the model's process group. `status()` says what this rank is doing, for the errors of other ranks.
+    """
+
+    def __init__(
+        self,
+        model_group: Any,
+        flight_dir: str | os.PathLike[str] | None,
+        debug: Sequence[str],
+        status: Callable[[], str],
+    ) -> None:
+        ranks = dist.get_process_group_ranks(model_group)
+        timeout = group_timeout(model_group, group_device(model_group))
+        everyone = len(ranks) == dist.get_world_size()
+        with batch_policy_threads():
+            # No other collective comes between two messages.
+            self.group: Any = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
+        self.watchdog = Watchdog(self.group, FlightRecorder(self.group.rank(), flight_dir), status)
+        compared = set(debug) & set(COMPARED)
+        self.checks = DebugChecks(tuple(debug), self.group, timeout) if compared else None
+        weakref.finalize(self, _release, self.group, self.watchdog).atexit = False
+        self.channel = channel_for(self.group)
+
+    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
+        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+        try:
+            return gather_numbers(numbers, self.group, self.watchdog.wait)
+        except RuntimeError as error:
+            raise self.watchdog.failure(doing, error) from error
+
+
+def _release(group: Any, watchdog: Watchdog) -> None:
+    """Destroy the group of a model that was deleted, unless a collective failed: that could take its timeout."""
+    if group.name() == "gloo" and group_is_alive(group) and not watchdog.failed:
+        dist.destroy_process_group(group)
+
+
+class Messages:
+    """Launches the messages of a plan and waits for them; knows in which pass this rank is."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.group, self.watchdog = connection, connection.group, connection.watchdog
+        self.tracer: Tracer | None = None
+        self.forwards = 0  # forward passes whose gradients will be sent
+        self.passes = 0  # backward passes that sent, including the current one
+        self.in_backward = False
+
+    def begin_pass(self) -> None:
+        """Note that a backward pass begins that sends."""
+        self.in_backward = True
+        self.passes += 1
+        self.watchdog.passes += 1
+        self.watchdog.flight_recorder.note("backward begins", self.passes)
+
+    def end_pass(self) -> None:
+        """Note that it has ended."""
+        self.in_backward = False
+        self.watchdog.flight_recorder.note("backward ends", self.passes)
+
+    def launch(self, bucket: Bucket) -> None:
+        """Let the message of a bucket go out."""
+        self.watchdog.flight_recorder.note("message goes out", self.passes, bucket.index, bucket.label)
+        with gate.invisible():
+            if self.connection.checks:
+                self.connection.checks.check(bucket, self.passes, self.forwards, self.watchdog)
+            bucket.work = self.connection.channel(bucket.buffer, bucket.message, bucket.residual)
+        if self.tracer:
+            self.tracer.message(bucket.label, bucket.buffer.nbytes, bucket.work)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait until the message of a bucket, if it is on its way, has arrived."""
+        work = bucket.work
+        if work is None:
+            return
+        resume = self.tracer.switch(None) if self.tracer else None
+        started = time.monotonic()
+        try:
+            self.watchdog.wait(work)
+        except RuntimeError as error:
+            self.connection.channel.give_up()
+            waited = f"failed after {time.monotonic() - started:.1f} s"
+            what = f"message {bucket.index} ({bucket.label}) of backward pass {self.passes} {waited}"
+            raise self.watchdog.failure(what, error) from error
+        bucket.work = None
+        self.watchdog.flight_recorder.note("message came in", self.passes, bucket.index, bucket.label)
+        if self.tracer:
+            self.tracer.switch(resume)
+
+    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
+        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+        return self.connection.gather_numbers(numbers, f"{doing} after backward pass {self.passes}")

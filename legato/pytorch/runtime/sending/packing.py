@@ -1,0 +1,82 @@
+"""Packing: copies gradients that have arrived into the buffers of their messages, divided by the number of ranks.
+
+[Note: absent gradients] A rank without a gradient sends zeros. Each parameter
+has one extra element in its first message: 1 on the ranks that had a gradient
+and 0 on the others. Only where the sum is 0 was the gradient absent on all
+ranks; then `.grad` stays as it was (None), as it does in one process.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from legato.pytorch._private import copy_all, multiply_all
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Bucket, BucketSlice, Slot
+
+__all__ = ["PACK_BYTES", "pack"]
+
+#: Gradients up to this size, in bytes, are packed by one call for many of them.
+_SMALL_BYTES = 64 * 2**10
+#: A bucket is packed when more bytes of gradients than this wait for it, or when it is complete.
+PACK_BYTES = 2**20
+
+
+def pack(bucket: Bucket, ranks: int) -> list[Slot]:
+    """Pack the gradients that have arrived into a bucket; return those that now are completely in their buckets."""
+    arrived, bucket.arrived, bucket.waiting_bytes = bucket.arrived, [], 0
+    small: list[tuple[Tensor, Tensor]] = []  # views of the bucket, and their gradients
+    with gate.invisible():
+        for slot in arrived:
+            grad = slot.parameter.grad if slot.taken is None else slot.taken
+            for part in slot.parts[bucket.index]:
+                small += _pack_part(part, grad if slot.has_grad else None, ranks)
+            slot.to_pack -= 1
+            if not slot.to_pack:
+                slot.taken = None
+        _pack_small(bucket, small, ranks)
+    return [slot for slot in arrived if slot.has_grad and not slot.to_pack]
+
+
+def _pack_part(part: BucketSlice, grad: Tensor | None, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Copy a part of a gradient, unless it is small: such parts are returned, to be copied together."""
+    if grad is None:
+        part.view.zero_()
+        if part.flag is not None:
+            part.flag.zero_()
+    elif part.bucket.message.wire:
+        _round(part, grad, ranks)
+    elif part.view.nbytes > _SMALL_BYTES or not part.whole or grad.dtype != part.view.dtype:
+        torch.mul(part.of(grad), 1.0 / ranks, out=part.view)
+    else:
+        return [(part.view, part.of(grad))]
+    return []
+
+
+def _pack_small(bucket: Bucket, small: list[tuple[Tensor, Tensor]], ranks: int) -> None:
+    if len(small) == 1:
+        [(view, grad)] = small
+        torch.mul(grad, 1.0 / ranks, out=view)
+    elif small:
+        views, grads = map(list, zip(*small, strict=True))
+        copy_all(views, grads)
+        if bucket.flags is not None and bucket.marks is None and len(views) == len(bucket.slices):
+            # Whole tensors, and flags behind them.
+            data = bucket.flags.storage_offset() - bucket.buffer.storage_offset()
+            bucket.buffer[:data].mul_(1.0 / ranks)
+        else:
+            multiply_all(views, 1.0 / ranks)
+
+
+def _round(part: BucketSlice, grad: Tensor, ranks: int) -> None:
+    """Pack a gradient in the bucket's format: as torch's hooks do, or with what was rounded off before."""
+    residual = part.bucket.residual
+    if residual is None:
+        part.view.copy_(part.of(grad)).div_(ranks)
+        return
+    at = part.view.storage_offset() - part.bucket.buffer.storage_offset()
+    residual = residual.as_strided(part.view.shape, part.view.stride(), int(at))
+    residual.add_(part.of(grad), alpha=1.0 / ranks)
+    part.view.copy_(residual)
+    residual.sub_(part.view).nan_to_num_(0.0, 0.0, 0.0)  # an overflow is not made up for

@@ -1,0 +1,432 @@
+"""The buckets of a plan for one model: a flat buffer for each message, and the place of every gradient in it.
+
+A `Bucket` is what `DistributedDataParallel` calls a bucket, with one difference:
+a gradient may be partitioned among several buckets. `Slot` is the state of one
+parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from legato.core.errors import PlanError, RankError
+from legato.core.layout import BufferLayout, buffer_layout, chains, realigned, sharded_layout
+from legato.core.plan import Message, Plan, Slice, check_messages
+from legato.pytorch._private import version_of, without_overrides
+from legato.pytorch.runtime.waiting.update import Update, zeroing
+
+__all__ = ["IDLE", "PENDING", "SENT", "UPDATING", "Bucket", "BucketSlice", "Slot", "check_plan", "make_buckets"]
+
+#: The dtypes of formats in which float32 may travel.
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: The stages of a parameter between two backward passes.
+IDLE = "idle"  # parameter and gradient are up to date
+SENT = "sent"  # its gradient was sent; `optimizer.step()` was not called yet
+PENDING = "pending"  # `optimizer.step()` was called; the update is not applied yet
+UPDATING = "updating"  # the update is being applied, and other threads have to wait
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One trained parameter, and what remains to be done for it.
+
+    Only the `mark_...` methods assign `stage` and `update`.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    plain_class: type
+    nbytes: int
+    order: tuple[int, ...] | None = (
+        None  # in a sharded plan: its dimensions as they lie in memory, if not in their order
+    )
+    slices: list[BucketSlice] = field(default_factory=list)  # in the order of their elements
+    buckets: list[Bucket] = field(default_factory=list)  # those that hold a slice of it, in the plan's order
+    parts: dict[int, list[BucketSlice]] = field(default_factory=dict)  # its slices, by the index of their bucket
+    to_pack: int = 0  # number of buckets into which its gradient has still to be packed in this backward pass
+    whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
+    ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
+    has_grad: bool = False  # ... and it has arrived
+    offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
+    kept: int = 0  # how often the offered gradient was the one that arrived; -1 if another one did
+    early: bool = False  # in this backward pass the offered gradient was taken before it arrived
+    taken: Tensor | None = None  # that gradient, until it is packed or arrives
+    was_read: bool = False  # its gate has seen a read of it, in a forward pass that is watched
+    gate: Any = None  # what the gate of the parameter has to know
+    stage: str = IDLE
+    update: Update | None = None  # the call of `step()` that a PENDING parameter waits for
+    zero_after: Callable[[nn.Parameter], None] | None = None  # what `zero_grad()` does to the gradient, once it is used
+    zeroed: bool = False  # a gradient that was sent was set to zero, under a sharded plan
+    spent: Tensor | None = None  # what `.grad` is when a sharded optimizer has taken the gradient
+
+    @property
+    def owner(self) -> int:
+        """In a sharded plan: the place of the optimizer that has the parameter; -1 if none has."""
+        return self.buckets[-1].owner
+
+    def begin_pass(self, lends: bool) -> None:
+        """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
+        self.ready = self.has_grad = self.early = self.zeroed = False
+        self.taken = None
+        self.to_pack = len(self.parts)
+        if lends and self.whole is not None and self.whole.data_ptr() != self.slices[0].view.data_ptr():
+            self.whole = _whole(self)  # the user has given it other memory (`p.grad.data = ...`)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
+        return self.spent is not None and self.parameter.grad is self.spent
+
+    def spend(self) -> None:
+        """Take the gradient, for a sharded optimizer; what is there instead is a NaN without memory of its own."""
+        if self.spent is None:
+            nan = torch.full((), math.nan, dtype=self.parameter.dtype, device=self.parameter.device)
+            self.spent = nan.expand(self.parameter.shape)
+            self.spent._legato_spent = True  # type: ignore[attr-defined]  # a plan that comes later has to know it
+        with without_overrides():
+            self.parameter.grad = self.spent
+
+    def find_spent(self) -> None:
+        """Notice a gradient that was taken under the plan before."""
+        if hasattr(self.parameter.grad, "_legato_spent"):
+            self.spent = self.parameter.grad
+
+    def zero(self, set_to_none: bool) -> None:
+        """Do what `zero_grad` does, also to a gradient that was taken, without waiting for the parameter."""
+        self.zeroed = not set_to_none
+        with without_overrides():
+            if self.is_spent:
+                self.parameter.grad = None if set_to_none else torch.zeros_like(self.parameter)
+            else:
+                zeroing(set_to_none)(self.parameter)
+
+    def check_cleared(self) -> None:
+        """Raise `RankError` if a backward pass or a step is about to use a gradient that was taken."""
+        if self.is_spent:
+            raise RankError(
+                f"{self.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
+                "before the next backward pass"
+            )
+
+    def offer(self, grad: Tensor) -> None:
+        """Note the gradient that a compiled graph hands out."""
+        self.offered = _identity(grad)
+
+    def compare(self, grad: Tensor | None) -> None:
+        """Compare a gradient that arrives with the one that was offered; `RankError` if another one was sent."""
+        kept = grad is not None and _identity(grad) == self.offered
+        self.kept = self.kept + 1 if kept else -1
+        self.offered = None
+        if self.early and not kept:
+            raise RankError(
+                f"{self.name}: the gradient that a compiled graph handed out was sent, and another one arrived (a hook "
+                "that was added, or a parameter that eager code uses too, in this step only?)"
+            )
+
+    def mark_sent(self) -> None:
+        """Enter SENT: the gradient was packed."""
+        self.stage = SENT
+
+    def mark_stepped(self, update: Update | None = None) -> None:
+        """Enter PENDING: `optimizer.step()` was called. `update` is None where other processes do it."""
+        self.stage, self.update, self.zero_after = PENDING, update, None
+
+    def mark_updating(self) -> None:
+        """Enter UPDATING: the update is being applied."""
+        self.stage = UPDATING
+
+    def mark_settled(self) -> None:
+        """Enter IDLE: parameter and gradient are up to date, or the gradient was dropped."""
+        self.stage, self.update = IDLE, None
+
+    def ordered(self, tensor: Tensor) -> Tensor:
+        """A view of a tensor like the parameter, with its dimensions in the order in which slices count elements."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def unpack_into(self, tensor: Tensor) -> None:
+        """Copy the elements of all slices into a tensor like the parameter, which may have any strides."""
+        tensor = self.ordered(tensor)
+        flat = None if tensor.is_contiguous() else tensor.contiguous()
+        target = tensor if flat is None else flat
+        for part in self.slices:
+            (target if part.whole else target.view(-1)[part.start : part.stop]).copy_(part.view)
+        if flat is not None:
+            tensor.copy_(flat)
+
+    def release(self) -> None:
+        """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
+        self.slices, self.buckets, self.parts = [], [], {}
+        self.whole = self.gate = self.spent = None
+
+
+@dataclass(eq=False, slots=True)
+class BucketSlice:
+    """Elements `start` to `stop` (exclusive) of a parameter, and their place in a bucket."""
+
+    slot: Slot
+    bucket: Bucket
+    start: int
+    stop: int
+    view: Tensor  # a view of the bucket's buffer: flat, or shaped like the parameter (`ordered`) if it holds all of it
+    flag: Tensor | None  # one element: the number of ranks that had a gradient; in the parameter's first slice only,
+    # or, in a sharded plan, in each
+    whole: bool  # whether it holds all elements of the parameter
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same elements of a tensor that is shaped like the parameter, in the order of the slice."""
+        tensor = self.slot.ordered(tensor)
+        return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """A message of the plan: its buffer, what is packed into it, and its progress.
+
+    The bucket of an all_gather shares the buffer of its reduce_scatter, and
+    nothing is packed into it. In a sharded plan all parameters of a bucket have
+    the same `owner`: an optimizer.
+    """
+
+    message: Message
+    buffer: Tensor
+    index: int = -1  # its place in the plan's order
+    slices: list[BucketSlice] = field(default_factory=list)
+    scattered: Bucket | None = None  # of an all_gather: its reduce_scatter
+    gathered: Bucket | None = None  # of a reduce_scatter: its all_gather
+    slots: int = 0  # number of parameters in it
+    last_of: list[Slot] = field(default_factory=list)  # those of which it is the last bucket
+    flags: Tensor | None = None  # the elements that count ranks, in one piece; in a sharded plan [rank, element]
+    marks: Tensor | None = None  # in a sharded plan [rank]: whether the rank has updated its chunk
+    owner: int = -1  # in a sharded plan: the number of the optimizer of its parameters; -1 if they have none
+    missing: int = 0  # number of parameters whose gradients have not arrived yet
+    arrived: list[Slot] = field(default_factory=list)  # those whose gradients have arrived and are not packed yet
+    waiting_bytes: int = 0  # of these
+    residual: Tensor | None = None  # what this rank's roundings to its format have taken, of all elements of the buffer
+    writable: bool = False  # in this backward pass its buffer can be written
+    work: Any = None  # the collective in flight
+
+    @property
+    def label(self) -> str:
+        """Its first tensor and the number of the others, for error messages and timelines."""
+        slices = self.message.slices
+        return slices[0].tensor if len(slices) == 1 else f"{slices[0].tensor} +{len(slices) - 1}"
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether no collective of it is in flight."""
+        return self.work is None or self.work.is_completed()
+
+    def release(self) -> None:
+        """Let go of the memory for good."""
+        self.buffer, self.flags, self.marks, self.residual = self.buffer.new_empty(0), None, None, None
+        self.slices, self.last_of, self.arrived = [], [], []
+        self.scattered = self.gathered = self.work = None
+
+
+def make_buckets(
+    plan: Plan,
+    parameters: Mapping[str, nn.Parameter],
+    ranks: int,
+    owner_of: Callable[[nn.Parameter], int] = lambda _: -1,
+) -> tuple[list[Slot], list[Bucket]]:
+    """Make the slots of these parameters and the buckets of a plan, in the plan's order.
+
+    A message with several dtypes, devices or owners becomes one bucket for each
+    of them. Raises `PlanError` if the plan is for another model, splits an
+    element, or has an all_gather of other slices than those of one
+    reduce_scatter before it.
+    """
+    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+    unplanned = set(sizes) - {piece.tensor for m in plan.messages for piece in m.slices}
+    if unplanned:
+        name = min(unplanned)
+        raise PlanError(f"the plan is for another model: it does not have parameter {name!r} ({len(unplanned)} in all)")
+    check_messages(plan, sizes)
+    sharded = plan.shard != "none"
+    slots = {
+        name: Slot(name, p, type(p), p.nbytes, _order_in_memory(p) if sharded else None)
+        for name, p in parameters.items()
+    }
+    parts = [(i, part) for i, m in enumerate(plan.messages) for part in _uniform(m, i, parameters, owner_of, sharded)]
+    own = [part for _, part in parts if part.kind != "all_gather"]
+    made = iter(_sharded(own, parameters, ranks, slots) if sharded else _placed(own, parameters, sizes, ranks, slots))
+    buckets: list[Bucket] = []
+    scattered: dict[frozenset[Slice], Bucket] = {}
+    for i, part in parts:
+        if part.kind == "all_gather":
+            bucket = _second_half(part, i, scattered)
+        else:
+            bucket = next(made)
+            if part.kind == "reduce_scatter":
+                scattered[frozenset(part.slices)] = bucket
+        bucket.index, bucket.owner = len(buckets), owner_of(parameters[part.slices[0].tensor])
+        buckets.append(bucket)
+    for bucket in buckets:
+        for slot in dict.fromkeys(piece.slot for piece in (bucket.scattered or bucket).slices):
+            slot.buckets.append(bucket)
+            bucket.slots += 1
+    for slot in slots.values():
+        slot.slices.sort(key=lambda piece: piece.start)
+        slot.whole = None if sharded else _whole(slot)
+        slot.buckets[-1].last_of.append(slot)
+        for piece in slot.slices:
+            slot.parts.setdefault(piece.bucket.index, []).append(piece)
+    return list(slots.values()), buckets
+
+
+def check_plan(plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int) -> None:
+    """Raise what `make_buckets` raises, without memory for buckets."""
+    without_memory = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
+    make_buckets(plan, without_memory, ranks)
+
+
+def _uniform(
+    message: Message,
+    i: int,
+    parameters: Mapping[str, nn.Parameter],
+    owner_of: Callable[[nn.Parameter], int],
+    sharded: bool,
+) -> list[Message]:
+    """Message i of the plan, split by dtype, device and owner; what is not float32 travels as it is.
+
+    In a sharded plan, tensors are cut only where updates of the parts compute what updates of the whole do.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, int], list[Slice]] = {}
+    for piece in message.slices:
+        p = parameters[piece.tensor]
+        if piece.start % p.element_size() or piece.stop % p.element_size():
+            raise PlanError(f"messages[{i}]: {piece.tensor!r} is split inside an element of {p.element_size()} bytes")
+        kept = realigned(piece, p.nbytes, p.element_size()) if sharded else piece
+        if kept is not None:
+            groups.setdefault((p.dtype, p.device, owner_of(p)), []).append(kept)
+    return [
+        msgspec.structs.replace(message, slices=tuple(group), wire=message.wire if dtype == torch.float32 else None)
+        for (dtype, _, _), group in groups.items()
+    ]
+
+
+def _second_half(message: Message, i: int, scattered: dict[frozenset[Slice], Bucket]) -> Bucket:
+    """The bucket of an all_gather, which belongs to a reduce_scatter before it."""
+    first = scattered.pop(frozenset(message.slices), None)
+    if first is None:
+        raise PlanError(f"messages[{i}]: an all_gather whose slices are not those of one reduce_scatter before it")
+    there, here = ((m.collective, m.depth, m.wire) for m in (first.message, message))
+    if there != here:
+        raise PlanError(
+            f"messages[{i}]: an all_gather by collective, depth and wire {here}, its reduce_scatter by {there}"
+        )
+    first.gathered = Bucket(message, first.buffer, scattered=first)
+    return first.gathered
+
+
+def _placed(
+    messages: list[Message],
+    parameters: Mapping[str, nn.Parameter],
+    sizes: Mapping[str, int],
+    ranks: int,
+    slots: dict[str, Slot],
+) -> list[Bucket]:
+    """The buckets of messages that have buffers; in a reduce_scatter every rank has the same number of elements."""
+    firsts = [parameters[message.slices[0].tensor] for message in messages]
+    layouts = [
+        buffer_layout(message, sizes, first.element_size(), ranks if message.kind == "reduce_scatter" else 1)
+        for message, first in zip(messages, firsts, strict=True)
+    ]
+    # What travels in another format is copied out of its buffer anyway.
+    layouts = [
+        layout if message.wire is None else layout._replace(joins=None, leaves=None)
+        for message, layout in zip(messages, layouts, strict=True)
+    ]
+    dtypes = [_WIRE[m.wire] if m.wire else p.dtype for m, p in zip(messages, firsts, strict=True)]
+    buffers = _allocated(layouts, [(dtype, p.device) for dtype, p in zip(dtypes, firsts, strict=True)])
+    buckets = []
+    for message, layout, buffer in zip(messages, layouts, buffers, strict=True):
+        bucket = _make_bucket(message, layout, buffer, slots)
+        if layout.flags:
+            bucket.flags = buffer[min(layout.flags.values()) : max(layout.flags.values()) + 1]
+        buckets.append(bucket)
+    return buckets
+
+
+def _sharded(
+    messages: list[Message], parameters: Mapping[str, nn.Parameter], ranks: int, slots: dict[str, Slot]
+) -> list[Bucket]:
+    """The buckets of the reduce_scatters of a sharded plan."""
+    buckets = []
+    for message in messages:
+        first = parameters[message.slices[0].tensor]
+        layout, share = sharded_layout(message, first.element_size(), ranks)
+        buffer = torch.zeros(layout.elements, dtype=first.dtype, device=first.device)
+        bucket = _make_bucket(message, layout, buffer, slots)
+        chunks = buffer.view(ranks, -1)
+        bucket.flags, bucket.marks = chunks[:, share:-1], chunks[:, -1]
+        buckets.append(bucket)
+    return buckets
+
+
+def _allocated(layouts: Sequence[BufferLayout], kinds: Sequence[tuple[torch.dtype, torch.device]]) -> list[Tensor]:
+    """A buffer of zeros for each layout, of these dtypes and devices."""
+    buffers: dict[int, Tensor] = {}
+    for chain in chains(layouts):
+        dtype, device = kinds[chain[0]]
+        sizes = [layouts[i].elements for i in chain]
+        memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        buffers.update(zip(chain, torch.split(memory, sizes), strict=True))
+    return [buffers[i] for i in range(len(layouts))]
+
+
+def _make_bucket(message: Message, layout: BufferLayout, buffer: Tensor, slots: dict[str, Slot]) -> Bucket:
+    """The bucket of a message that has its own buffer."""
+    bucket = Bucket(message, buffer)
+    for piece, at in zip(layout.slices, layout.starts, strict=True):
+        slot = slots[piece.tensor]
+        start, stop = (byte // slot.parameter.element_size() for byte in (piece.start, piece.stop))
+        view = buffer[at : at + stop - start]
+        whole = stop - start == slot.parameter.numel()
+        if whole and slot.parameter.is_contiguous():  # a dimension of size 1 may have any stride
+            view = view.as_strided(slot.parameter.shape, slot.parameter.stride())
+        elif whole:
+            view = view.view(slot.ordered(slot.parameter.detach()).shape)
+        at_flag = layout.flags.get(piece)
+        flag = None if at_flag is None else buffer[at_flag : at_flag + 1]
+        bucket.slices.append(BucketSlice(slot, bucket, start, stop, view, flag, whole))
+        slot.slices.append(bucket.slices[-1])
+    return bucket
+
+
+def _order_in_memory(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    """The dimensions of a parameter in the order of its memory, if it is dense there, and if this is another order.
+
+    A kernel that updates the whole parameter goes by its memory, and so does that which updates a part.
+    """
+    if parameter.is_contiguous():
+        return None
+    strides = parameter.stride()
+    order = tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+    return order if parameter.detach().permute(order).is_contiguous() else None
+
+
+def _whole(slot: Slot) -> Tensor | None:
+    """The whole gradient as one view with the parameter's strides, if its slices are adjacent; else None."""
+    views = [piece.view for piece in slot.slices]
+    for a, b in itertools.pairwise(views):
+        together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        if not together or b.storage_offset() != a.storage_offset() + a.numel():
+            return None
+    parameter = slot.parameter
+    if not parameter.is_contiguous() or any(view.dtype != parameter.dtype for view in views):
+        return None
+    return views[0].as_strided(parameter.shape, parameter.stride(), views[0].storage_offset())
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Tells whether a tensor is the same as before, without a reference, for which autograd would copy it."""
+    return tensor.data_ptr(), version_of(tensor)

@@ -1,0 +1,276 @@
+"""Gates: a parameter that is not up to date makes the first operation that reads it wait.
+
+[Note: gates] Hooks on modules miss functional use of a parameter
+(`nn.MultiheadAttention`, `F.linear(x, model.other.weight)`), so the gate is
+installed on the parameter itself: its class is swapped for `GatedParameter`,
+whose `__torch_function__` sees every operation on it from Python. The first
+operation that reads the parameter brings it up to date and swaps the class
+back; from then on reading costs nothing extra. While only the *gradient* is in
+flight (before `optimizer.step()`) the value is current, and only access to
+`.grad` waits. Questions about shape, dtype and the like never wait.
+
+[Note: constructors] Functions that make a tensor of any data (`torch.overrides.get_ignored_functions`
+has them), and the transforms of `torch.func`, read a parameter without asking its class. These
+functions are replaced by ones that bring their arguments up to date first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from legato.pytorch._private import (
+    PRIVATE_METADATA,
+    TRANSFORMS,
+    no_gradients,
+    scripted_as,
+    without_dispatch_modes,
+    without_overrides,
+)
+from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, UPDATING, Slot
+
+__all__ = ["GatedParameter", "functions", "hide", "install", "invisible", "methods", "remove", "resolve", "slot_of"]
+
+_GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
+_GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
+_METADATA: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "is_cuda", "is_cpu",
+        "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "output_nr", "names",
+        "itemsize", "nbytes", "retains_grad", "is_mkldnn", *PRIVATE_METADATA,
+    ) if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in (
+        "size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point",
+        "is_complex", "get_device", "type", "is_signed", "storage_offset", "ndimension", "__len__",
+        "register_hook", "register_post_accumulate_grad_hook", "is_pinned", "is_shared", "is_conj", "is_neg",
+        "is_inference",
+    )]
+    + list[Any]((torch.is_floating_point, torch.is_complex, torch.numel))
+)  # fmt: skip
+
+
+class _PlainToAsk(type(nn.Parameter)):  # type: ignore[misc]
+    """`type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers ask; `is` sees the truth."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is nn.Parameter
+
+    def __hash__(cls) -> int:
+        return hash(nn.Parameter)
+
+
+class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
+    """A parameter that the first operation that reads it brings up to date."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for parameter in _gated((args, kwargs)):
+                slot = slot_of(parameter)
+                if slot is None:  # another thread has brought it up to date
+                    continue
+                if func in _GRAD and _is_zeroed(parameter, slot, func, args):
+                    return None
+                copied = func == Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+                resolve(parameter, gradient=func in _GRAD or copied)
+                slot.was_read = slot.was_read or func not in _GRAD
+                if copied:  # its class is plain by now, and the new one's has to be the same
+                    with without_overrides():
+                        return Tensor._make_subclass(type(parameter), args[0])
+        with without_overrides():
+            return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what the plain parameter says."""
+        with _plain(self) as parameter:
+            return repr(parameter)
+
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        """Return the parameter, up to date, as a tensor of another class."""
+        resolve(self)
+        return Tensor.as_subclass(self, cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter that is up to date."""
+        with _plain(self) as parameter:
+            return copy.deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain parameter that is up to date."""
+        with _plain(self) as parameter:  # and its gate may come back before its attributes are written
+            plain = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(plain).update(vars(parameter))
+            return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
+    """The parameter, up to date, with its plain class; its gate comes back if its gradient is still to be waited for.
+
+    A copy of a parameter has no gradient.
+    """
+    slot = slot_of(parameter)
+    assert slot is not None
+    resolve(parameter)
+    gated = type(parameter)
+    slot.was_read = True
+    parameter.__class__ = slot.plain_class
+    waiting = vars(parameter).pop("_legato_gate", None)
+    try:
+        yield parameter
+    finally:
+        if waiting is not None:
+            parameter._legato_gate = waiting  # type: ignore[attr-defined]
+            parameter.__class__ = gated
+
+
+def slot_of(parameter: GatedParameter) -> Slot | None:
+    """The slot of a parameter with a gate; None if another thread has just removed it."""
+    return cast(Slot | None, vars(parameter).get("_legato_gate", (None,))[0])
+
+
+def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
+    """Bring a parameter up to date, or its gradient too."""
+    slot, resolve_slot, _ = vars(parameter).get("_legato_gate", (None, None, None))
+    if slot is not None and (slot.stage in (PENDING, UPDATING) or (slot.stage == SENT and gradient)):
+        resolve_slot(slot)
+
+
+def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
+    """Zero a gradient without waiting for it, if that is all that its reader wants: `p.grad = None`, or `zero_grad()`.
+
+    `nn.Module.zero_grad` asks for each gradient only to see whether there is one.
+    """
+    zero = vars(parameter)["_legato_gate"][2]
+    if zero is None or slot.stage not in (PENDING, SENT):
+        return False
+    if func == _SET_GRAD and args[1] is None:
+        zero(slot, True)
+        return True
+    caller = sys._getframe(2)
+    if func == _GET_GRAD and caller.f_code is nn.Module.zero_grad.__code__:
+        zero(slot, caller.f_locals["set_to_none"])
+        return True
+    return False
+
+
+def _gated(values: Any) -> Iterator[Any]:
+    if type(values) is GatedParameter:
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _gated(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _gated(value)
+
+
+def install(slot: Slot, resolve: Callable[[Slot], None], zero: Callable[[Slot, bool], None] | None = None) -> None:
+    """Make reads of the parameter (in stage SENT: of its gradient) call `resolve(slot)` first.
+
+    `zero(slot, set_to_none)` does what `zero_grad` does to a gradient that may be in flight.
+
+    A parameter whose class is a subclass of `nn.Parameter` gets no gate.
+    """
+    if slot.plain_class is nn.Parameter:
+        if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
+            slot.gate = (slot, resolve, zero)
+        slot.parameter._legato_gate = slot.gate  # type: ignore[attr-defined]
+        slot.parameter.__class__ = GatedParameter
+
+
+def remove(slot: Slot) -> None:
+    """Mark the slot as settled, and give the parameter its plain class back."""
+    slot.mark_settled()
+    hide(slot)
+
+
+def hide(slot: Slot) -> None:
+    """Give a parameter that waits its plain class back: only a compiled graph reads it, and brings it up to date."""
+    slot.parameter.__class__ = slot.plain_class
+    vars(slot.parameter).pop("_legato_gate", None)
+
+
+class Constructors:
+    """See [Note: constructors]; `begin()` and `end()` may come several times, for several models."""
+
+    def __init__(self, names: dict[Any, tuple[str, ...]]) -> None:
+        self._names = names
+        self._users = 0
+        self._before: list[tuple[Any, str, Any]] = []  # what was replaced; None where it was inherited
+
+    def begin(self) -> None:
+        """Replace the constructors."""
+        self._users += 1
+        if self._users > 1:
+            return
+        for owner, names in self._names.items():
+            for name in names:
+                self._before.append((owner, name, vars(owner).get(name)))
+                plain = _with_current_values(getattr(owner, name))
+                setattr(owner, name, staticmethod(plain) if name in ("__new__", "_make_subclass") else plain)
+
+    def end(self) -> None:
+        """Put the constructors back, unless another model needs them."""
+        self._users -= 1
+        if self._users:
+            return
+        for owner, name, before in self._before:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._before.clear()
+
+
+#: Replaced while parameters wait: compilers know the functions themselves.
+functions = Constructors(
+    {
+        torch: (
+            "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
+            "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+        ),
+        torch.nested: ("nested_tensor", "as_nested_tensor"),
+        **TRANSFORMS,
+    }
+)  # fmt: skip
+#: Replaced while legato's passes run: each change of the class costs Python what it knows of the class.
+methods = Constructors({Tensor: ("__new__", "_make_subclass", "new_tensor", "new")})
+
+
+@cache
+def _with_current_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        for parameter in _gated((args, kwargs)):
+            resolve(parameter)
+        return function(*args, **kwargs)
+
+    scripted_as(construct, function)
+    return construct
+
+
+class invisible:
+    """Compute without leaving a trace: not in the user's graph, and invisible to gates and dispatch modes."""
+
+    __slots__ = ("_gradients", "_modes", "_overrides")
+
+    def __enter__(self) -> None:
+        self._gradients, self._overrides, self._modes = no_gradients(), without_overrides(), without_dispatch_modes()
+        self._gradients.__enter__()
+        self._overrides.__enter__()
+        self._modes.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._modes.__exit__(*error)
+        self._overrides.__exit__(*error)
+        self._gradients.__exit__(*error)

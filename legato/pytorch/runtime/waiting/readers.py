@@ -1,0 +1,260 @@
+"""Finds the parameters and gradients that could be read past their gates: these may not wait.
+
+[Note: readers] After `optimizer.step()` an update may wait, and after
+`backward()` an average may, as long as the runtime would notice every read.
+Three things are checked; what fails one of them is up to date at once, as under
+DDP.
+
+- *Who holds it*, at every step: views, storages and arrays that share the
+  memory, and scripted modules that share the tensor, show in use counts.
+- *Who reads it in the forward pass*, in the first forward passes of training: a
+  parameter may wait only if the first operation on it was seen by its gate.
+  Readers below Python (C++ extensions, other tensor subclasses) call operators
+  that a dispatch mode sees and a gate does not, or no operator at all. If
+  anything is compiled there (a function, `torch.cond`), no parameter ever waits,
+  unless each pass is one compiled graph, from the first line to the last: then
+  its parameters wait for the graph, which brings them up to date.
+- *Who else runs*: until the next forward pass of the training begins, a call of
+  any `nn.Module` brings everything up to date first, and so does a fork.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from legato.core.errors import RankError
+from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
+from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
+
+__all__ = [
+    "ModuleCalls",
+    "Readers",
+    "gradient_is_held",
+    "parameter_is_held",
+    "settle_before_fork",
+    "state_is_held",
+]
+
+#: Forward passes in training that are watched before any update waits.
+WATCHED = 2
+_log = logging.getLogger("legato")
+
+
+def _references(parameter: Tensor, _: Tensor | None) -> int:
+    """The references to the Python object of the gradient; asked with or without one more of them."""
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+def _alone() -> tuple[tuple[int, int, bool], tuple[int, int, bool], int, int]:
+    """The counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
+
+    def asked(parameter: Tensor, lent: Tensor | None) -> int:  # as in `gradient_is_held`
+        grad = parameter.grad
+        return _references(parameter, lent) if grad is not None else 0
+
+    parameter = nn.Parameter(torch.zeros(1))
+    accumulator = get_gradient_edge(parameter).node
+    parameter.grad = torch.zeros(1)
+    counts = uses(parameter), uses(parameter.grad)
+    references = asked(parameter, None)
+    bucket = [torch.zeros(1)]
+    parameter.grad = bucket[0]
+    lent_references = asked(parameter, bucket[0])
+    del accumulator
+    return *counts, references, lent_references
+
+
+_PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _alone()
+
+
+def parameter_is_held(parameter: nn.Parameter) -> bool:
+    """Whether anything but the module and autograd has the parameter's tensor or memory; call it under `invisible`."""
+    return uses(parameter) != _PARAMETER_ALONE
+
+
+def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter) -> bool:
+    """Whether anything but the optimizer has the entries of a parameter's state, or a tensor among them."""
+    entries = states.get(parameter)
+    if entries is None:
+        return False
+    if sys.getrefcount(entries) > _STATE_REFERENCES:
+        return True
+    return any(sys.getrefcount(value) > _STATE_REFERENCES for value in entries.values() if isinstance(value, Tensor))
+
+
+#: Those of the state, of a variable here, and of the call that asks.
+_STATE_REFERENCES = 3
+
+
+def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
+    """Whether anything but the parameter has its gradient; call it under `invisible`.
+
+    `lent` is the runtime's own view of a bucket, whose memory has other uses.
+    """
+    grad = parameter.grad
+    if grad is None:
+        return False
+    if grad is lent:
+        return _references(parameter, lent) > _LENT_REFERENCES_ALONE
+    return _references(parameter, None) > _REFERENCES_ALONE or uses(grad) != _GRADIENT_ALONE
+
+
+class Readers:
+    """Decides which parameters may wait for their updates, by watching the first forward passes of the training.
+
+    `is_own(module)` says whether a module's forward pass is that of the training. Parameters whose names are or match
+    one of `current` never wait. `read_gradients` is False if nothing has the memory of gradients but the parameters.
+    With `strict` it goes on watching, and raises `RankError` if an operator
+    reads a parameter that waits.
+    """
+
+    def __init__(
+        self,
+        is_own: Callable[[nn.Module], bool],
+        current: Sequence[str] = (),
+        read_gradients: bool = True,
+        strict: bool = False,
+    ) -> None:
+        self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
+        self._forwards = 0
+        self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
+        self._seen: set[int] = set()
+        self._graphs = 0  # forward passes that were one compiled graph
+        self._of_graph: set[int] = set()  # by id(): its parameters
+
+    def is_gateable(self, slot: Slot) -> bool:
+        """Whether a gate can see all reads of a parameter: it is no subclass's, and torch owns its memory."""
+        current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
+        with gate.invisible():
+            return slot.plain_class is nn.Parameter and not current and slot.parameter.untyped_storage().resizable()
+
+    def may_wait(self, parameter: nn.Parameter) -> bool:
+        """Whether all watched reads of the parameter passed its gate."""
+        key = id(parameter)
+        if self._forwards >= WATCHED:
+            return key in self._seen and key not in self._unseen
+        return self._graphs >= WATCHED and key in self._of_graph
+
+    def note_graphs(self, ran: Sequence[set[int] | None]) -> None:
+        """Note which compiled graphs have run in a forward pass of the training (`GraphCompiler.ran`)."""
+        if len(ran) == 1 and ran[0] is not None:
+            self._graphs += 1
+            self._of_graph = ran[0]
+        else:
+            self.never()
+
+    def never(self) -> None:
+        """Let no parameter wait from now on: compiled code reads them without their gates."""
+        self._forwards = self._graphs = -(2**62)
+
+    @contextmanager
+    def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
+        """Watch the forward pass inside, if it is one of those to be watched; `install` gives a parameter its gate."""
+        if not 0 <= self._forwards < WATCHED and not self._strict:
+            yield
+            return
+        gated = [slot for slot in slots if slot.plain_class is nn.Parameter]
+
+        def compilation_begins() -> None:
+            self.never()
+            _remove_idle(gated)
+
+        for slot in gated:
+            slot.was_read = False
+            if slot.stage == IDLE:
+                install(slot)
+        try:
+            with on_compilation(compilation_begins), _Operators(self._note):
+                yield
+        finally:
+            for slot in gated:
+                if slot.was_read:
+                    self._seen.add(id(slot.parameter))
+            _remove_idle(gated)
+        self._forwards += 1
+        if self._forwards == WATCHED and self._unseen:
+            _log.info("updates of %d parameters never wait; %s", len(self._unseen), next(iter(self._unseen.values())))
+
+    def _note(self, parameters: list[gate.GatedParameter], func: Any) -> None:
+        """Note that an operator reads parameters; the gate of each has seen this if it is its first read."""
+        for slot in map(gate.slot_of, parameters):
+            if slot is None or slot.was_read:
+                continue
+            said = f"{slot.name} is read by {func}, which its gate cannot see"
+            if self._strict and slot.stage == PENDING:
+                raise RankError(f"{said}, while its update waits")
+            self._unseen.setdefault(id(slot.parameter), said)
+
+
+def _remove_idle(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        if slot.stage == IDLE:
+            gate.remove(slot)
+
+
+class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `note(parameters, operator)` for every operator that gets parameters with gates."""
+
+    def __init__(self, note: Callable[[list[gate.GatedParameter], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if found := [value for value in leaves((args, kwargs)) if type(value) is gate.GatedParameter]:
+            self._note(found, func)
+        return func(*args, **(kwargs or {}))
+
+
+class ModuleCalls:
+    """Calls `settle()` before any module runs, but for the one that `is_own` names and those that it calls."""
+
+    def __init__(self, settle: Callable[[], None], is_own: Callable[[nn.Module], bool]) -> None:
+        self._settle, self._is_own = settle, is_own
+        self._hook: Any = None
+
+    def _module_runs(self, module: nn.Module, _: Any) -> None:
+        if not self._is_own(module):
+            self._settle()
+
+    def begin(self) -> None:
+        """Watch from now on: updates wait."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._module_runs)
+
+    def end(self) -> None:
+        """Watch no longer: the training's own forward pass begins, or nothing waits."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+_forking: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def settle_before_fork(reducer: Any) -> None:
+    """Let `reducer.settle()` run before this process forks: a child cannot wait for messages."""
+    _forking.add(reducer)
+
+
+def _before_fork() -> None:
+    for reducer in list(_forking):
+        if not reducer.in_backward:
+            reducer.settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

@@ -1,0 +1,1 @@
+"""The arguments for bounds, as docs/bounds.md proves them: one file for each kind."""

@@ -1,0 +1,213 @@
+"""The bounds of one set of tensors, seen from one end of the period or from both: "one end" and "both ends".
+
+Gradients are sent in the order of their release, partitioned anywhere, in messages that pay something first and then
+take their work. Backwards in time, tails are release times. docs/bounds.md has the proofs ("Release", "Tail", "Both").
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from legato.core.cluster import LinearCost
+from legato.core.errors import InputError
+from legato.schedule.basics.jackson import jackson
+from legato.schedule.bound.problem import Argument, Problem, Proved
+from legato.schedule.published.merge_optimal import earliest_finishes, merge_neighbours
+
+__all__ = ["BothEnds", "Capacity", "HalvesCapacity", "OneEnd", "counts", "finish"]
+
+#: How many late deliveries of Jackson's schedule to examine.
+_TRIES = 6
+#: How many of the best sets to examine from both ends.
+_BOTH = 4
+#: How many moments to try from both ends, and how often to refine around the best one.
+_MOMENTS, _REFINEMENTS = 16, 3
+
+
+def finish(near: Sequence[float], tensors: Sequence[int], work: Sequence[float], first: float) -> float:
+    """f: the least time to send these tensors, in messages that pay `first`; `near` is by tensor, `work` is theirs."""
+    return merge_neighbours(*_inward(near, tensors, work), LinearCost(first, 1))[0]
+
+
+def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The moments and the work of these tensors, as they are ready."""
+    inward = sorted(range(len(tensors)), key=lambda k: near[tensors[k]])
+    return [near[tensors[k]] for k in inward], [work[k] for k in inward]
+
+
+class OneEnd(Argument, frozen=True, tag="one_end"):
+    """When these tensors can have been sent, and what follows; from the end of the period, the same backwards."""
+
+    end: Literal["release", "tail"]
+    tensors: tuple[int, ...]
+
+    @classmethod
+    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+        """What promising sets prove."""
+        for end, tensors in dict.fromkeys(_promising_sets(problem)):  # in order, each once
+            yield cls(end, tensors).proved(problem)
+
+    def proves(self, problem: Problem) -> float:
+        """f(release times) and the least tail, or f(tails) and the least release time."""
+        problem.check_tensors(self.tensors)
+        near, far = problem.release, problem.tail
+        if self.end == "tail":
+            near, far = far, near
+        first = problem.half if problem.sends == "halves" else 2 * problem.half
+        sent = finish(near, self.tensors, [2 * part for part in problem.half_work(self.tensors)], first)
+        return sent + 2 * problem.half - first + min(far[t] for t in self.tensors)
+
+
+class BothEnds(Argument, frozen=True, tag="both_ends"):
+    """What can have been sent by a moment, and the time that the rest needs from the end of the period on."""
+
+    tensors: tuple[int, ...]
+    moment_s: float
+
+    @classmethod
+    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+        """What the best sets of `OneEnd`, and all tensors, prove with the best of some moments."""
+        ordered = sorted(found, key=lambda one: one.seconds, reverse=True)
+        certificates = (one.certificate for one in ordered)
+        sets = [one.tensors for one in certificates if isinstance(one, OneEnd) and len(one.tensors) > 1]
+        for tensors in dict.fromkeys([tuple(range(len(problem.workload.tensors))), *sets[:_BOTH]]):
+            ends = _Ends.of(problem, tensors)
+            low = ends.released.release[0]
+            high = max(ends.released.finish[-1], low)
+            for _ in range(_REFINEMENTS):
+                moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
+                proved = [*map(ends.proves, moments)]
+                k = proved.index(max(proved))
+                low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
+            yield Proved(proved[k], cls(tensors, moments[k]))
+
+    def proves(self, problem: Problem) -> float:
+        """The moment without a startup time, and the time that V needs for what U cannot carry by then."""
+        problem.check_tensors(self.tensors)
+        if not (math.isfinite(self.moment_s) and self.moment_s >= 0):
+            raise InputError(f"certificate: moment_s {self.moment_s} (expected finite seconds, at least 0)")
+        return _Ends.of(problem, self.tensors).proves(problem.whole(problem.number(self.moment_s)))
+
+
+class _Ends(NamedTuple):
+    """U and V of some tensors, and the allowance for rounding errors."""
+
+    released: Capacity
+    needed: Capacity
+    rounding: float
+
+    @classmethod
+    def of(cls, problem: Problem, tensors: Sequence[int]) -> _Ends:
+        first = 2 * problem.half if problem.sends == "all_reduces" else problem.half
+        work = [2 * part for part in problem.half_work(tensors)]
+        released, needed = (_inward(near, tensors, work) for near in (problem.release, problem.tail))
+        return cls(Capacity.of(*released, first), Capacity.of(*needed, first), problem.rounding)
+
+    def proves(self, moment: float) -> float:
+        # Rounded down by more than the error of floats: a trace of one more tensor would count its whole delay.
+        work = self.released.work[-1]
+        left = work - self.released.carried(moment) - self.rounding * work
+        return moment - self.released.first + self.needed.needed(left)
+
+
+class Capacity(NamedTuple):
+    """What the network can carry from one end of the period: release times, f, and work of the first j tensors.
+
+    A message pays `first`.
+    """
+
+    release: Sequence[float]
+    finish: list[float]
+    work: list[float]
+    first: float
+
+    @classmethod
+    def of(cls, release: Sequence[float], work: Sequence[float], first: float) -> Capacity:
+        """The capacity for tensors whose `release` never decreases."""
+        finish, _ = earliest_finishes(release, work, LinearCost(first, 1))
+        return cls(release, finish, [*accumulate(work, initial=0)], first)
+
+    def _start(self, j: int) -> float:
+        """The least (start - work before it) of a message that ends with bytes of tensor j."""
+        ready = self.release[j]
+        i = bisect_right(self.finish, ready, hi=j + 1)  # as in `merge_optimal.py`, one of two is best
+        start = ready - self.work[i - 1] if i else math.inf
+        return start if i > j else min(start, self.finish[i] - self.work[i])
+
+    def carried(self, until: float) -> float:
+        """The most work that can be done by then."""
+        last = len(self.release)
+        j = bisect_right(self.finish, until, hi=last + 1) - 1
+        if j == last:
+            return self.work[j]
+        return max(self.work[j], min(until - self.first - self._start(j), self.work[j + 1]))
+
+    def needed(self, work: float) -> float:
+        """The earliest moment by which this much work can be done."""
+        if work <= 0:
+            return 0
+        j = min(bisect_left(self.work, work), len(self.release)) - 1
+        return self._start(j) + self.first + work
+
+
+class HalvesCapacity:
+    """The same where a message is a half of an all-reduce, or both halves."""
+
+    def __init__(self, release: Sequence[float], work: Sequence[float], half: float) -> None:
+        """`release` must not decrease; `half` and `work` are those of a half."""
+        self.begin, self.startup = release[0], 2 * half
+        self.any = Capacity.of(release, [2 * part for part in work], half)
+        self.one_kind = Capacity.of(release, work, half)
+
+    def carried(self, until: float) -> float:
+        """The same as `Capacity.carried`."""
+        both_kinds = until - self.begin - self.startup
+        return min(self.any.carried(until), max(self.one_kind.carried(until), both_kinds))
+
+
+def counts(most: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 11, 16 and so on, up to `most`."""
+    count = 1.0
+    while count < 2**0.5 * most:
+        yield min(int(count), most)
+        count *= 2**0.5
+
+
+def _promising_sets(problem: Problem) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
+    """Pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
+
+    The first family comes from the latest deliveries of Jackson's schedule. Take a
+    tensor delivered at C + q, after a stretch of time from `begin` to C in which the
+    network was never idle and sent nothing with a shorter tail. It is late because of
+    the tensors with release time >= begin and tail >= q. The second family is the
+    tensors with the longest tails, or the latest release times: 1, 2, 3, 4, 6, 8, 11,
+    16 and so on of them.
+    """
+    release, tail = problem.release, problem.tail
+    everything = range(len(release))
+    pieces = jackson(release, [2 * part for part in problem.half_work(everything)], tail)
+    last = {job: k for k, (job, _, _) in enumerate(pieces)}
+    for late in heapq.nlargest(_TRIES, everything, key=lambda t: pieces[last[t]][2] + tail[t]):
+        begin, least = _stretch(pieces, last[late], tail), tail[late]
+        both = tuple(t for t in everything if release[t] >= begin and tail[t] >= least)
+        yield "release", both
+        yield "release", tuple(t for t in everything if tail[t] >= least)
+        yield "tail", both
+        yield "tail", tuple(t for t in everything if release[t] >= begin)
+    by_tail, by_release = (sorted(everything, key=times.__getitem__, reverse=True) for times in (tail, release))
+    for count in counts(len(release)):
+        yield "release", tuple(sorted(by_tail[:count]))
+        yield "tail", tuple(sorted(by_release[:count]))
+
+
+def _stretch(pieces: Sequence[tuple[int, float, float]], k: int, tail: Sequence[float]) -> float:
+    """When the stretch that ends with piece k began."""
+    shortest = tail[pieces[k][0]]
+    while k > 0 and pieces[k - 1][2] == pieces[k][1] and tail[pieces[k - 1][0]] >= shortest:
+        k -= 1
+    return pieces[k][1]

@@ -1,0 +1,79 @@
+"""The bound "equal pairs": what is scattered beside the backward pass is gathered after it, in as many messages.
+
+docs/bounds.md has the proof ("Equal pairs"), for plans whose optimizer is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from legato.core.errors import InputError
+from legato.schedule.bound.arguments.nested import NestedSets, OfSets, Relaxation, halved, rounding
+from legato.schedule.bound.arguments.sharded import first_gather
+from legato.schedule.bound.problem import Problem, Proved
+
+__all__ = ["DividedPairs", "EqualPairs"]
+
+#: In how many intervals the maximum is followed.
+_INTERVALS = 1024
+
+
+class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
+    """Pairs of halves leave no time for what is scattered and gathered, if nothing is gathered before the step."""
+
+    most = quick = (1024,)
+    precision = (1e-3, 1e-5)
+
+    @classmethod
+    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+        """Looks at the sets of sharded plans whose worker computes on one stream."""
+        return super().find(problem, found, beat) if problem.sharded and problem.compute == "one" else iter(())
+
+    @classmethod
+    def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
+        """Pairs that are gathered after the backward pass."""
+        from_s = first_gather(problem, range(len(problem.workload.tensors)))
+        return DividedPairs(sets, problem.half, from_s)
+
+    def proves(self, problem: Problem) -> float:
+        """The time that is too short. Raises `InputError` if it may suffice, or without shards."""
+        if not problem.sharded or problem.compute != "one":
+            raise InputError("certificate: case 'equal_pairs' (expected a shard, and one stream)")
+        return super().proves(problem)
+
+
+class DividedPairs:
+    """Whether pairs of halves with these sets may take some time, if nothing is gathered before `from_s`.
+
+    A half pays `half_s` first. If they are `apart`, everything is scattered before anything is gathered.
+    """
+
+    def __init__(self, sets: NestedSets, half_s: float, from_s: float, *, apart: bool = False) -> None:
+        self.release_s, self.tail_s, self.work_s = sets.release_s, sets.tail_s, halved(sets.work_s)
+        self.half_s, self.from_s, self.apart = half_s, from_s, apart
+        self.moment_s = 0.0  # a maximum for which a time was long enough
+
+    def fits(self, seconds: float) -> bool:
+        """Whether the line can be divided among pairs."""
+        limit, total = seconds + rounding(self.work_s) * seconds, self.work_s[-1]
+        until_s = limit - self.tail_s[-1] - total - self.half_s
+        if until_s < self.from_s:
+            return False
+        edges = np.linspace(self.from_s, until_s, _INTERVALS + 1).astype(total.dtype).clip(self.from_s, until_s)
+        edges[0], edges[-1] = self.from_s, until_s
+        begin, end = (edges, edges) if self.apart else (edges[:-1], edges[1:])
+        at, work = np.zeros(len(begin), np.int64), np.full(len(begin), -1, total.dtype)
+        for pairs in range(1, len(self.work_s) + 1):
+            room = np.minimum(end - self.release_s[at], limit - begin - self.tail_s[at])
+            work = np.maximum(work, room - pairs * self.half_s)
+            if not self.apart:
+                work = np.maximum.accumulate(work)  # the maximum may grow later
+            if work.max() >= total:
+                self.moment_s = float(begin[work.argmax()])
+                return True
+            before, at = at, np.searchsorted(self.work_s, work, side="right")
+            if (at == before).all():
+                return False
+        return False

@@ -1,0 +1,196 @@
+"""How pairs of halves may be divided among both sides of a moment: goes through the states of `two_sided.py`.
+
+Compiled by numba. All times are whole numbers, and everything is rounded so that nothing possible is left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Sets", "follow", "places"]
+
+Ints = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int32]
+
+#: Where the halves of a pair are: one before and one after the moment, both before it, or both after it.
+BOTH, BEFORE, AFTER = 1, 2, 4
+#: The most halves that are counted.
+_HALVES = 64
+
+
+class State(NamedTuple):
+    """What matters of a beginning of the line."""
+
+    pair_class: int  # of the last pairs
+    kinds: int  # where their halves are
+    before: int  # how many halves are before the moment, of all pairs
+    after: int
+    least: int  # the work before the moment
+    most: int
+
+
+class Sets(NamedTuple):
+    """By set, the innermost first: the least release time, the least tail, and the work of a half of all its bytes."""
+
+    release: Ints
+    tail: Ints
+    work: Ints
+    half: int  # what a half pays first
+
+
+class Added(NamedTuple):
+    """A set, and what it has beyond the one inside it."""
+
+    pair_class: int
+    more: int  # the work of a half of the bytes that it has beyond
+    total: int  # and of both halves of all its bytes
+    before: int  # the time of pairs of its class on each side
+    after: int
+
+
+def places(count: int) -> Places:
+    """The memory that `follow` needs for this number of sets: 13 MB for 96."""
+    return np.full(count * 8 * (_HALVES + 1) ** 2, -1, np.int32)
+
+
+def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit: int) -> tuple[bool, bool, int]:
+    """Whether a schedule may take some time if its moment is between `begin` and `end`; whether that is given up.
+
+    It is if there are about `limit` states, or too many halves; then the time may suffice. The third value is how
+    many states there were. `place` is from `places`.
+    """
+    room = seconds - int(sets.release[-1]) - int(sets.tail[-1]) - 2 * int(sets.work[-1])
+    if room < 2 * sets.half or room >= (_HALVES + 1) * sets.half:
+        fits = room >= 2 * sets.half
+        return fits, fits, 0
+    cut, left, made = _follow(room // sets.half, (end, seconds - begin), sets, place, limit)
+    return bool(cut or left), bool(cut), int(made)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _most_before(kinds: int) -> int:
+    """In how many halves of a byte its work may be before the moment."""
+    return 2 if kinds & BEFORE else 1 if kinds & BOTH else 0
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _most_after(kinds: int) -> int:
+    return 2 if kinds & AFTER else 1 if kinds & BOTH else 0
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _divided(more: int, left: int, share: int, own: int) -> int:
+    """The most work on a side for bytes of which a half takes `more`: the pairs before get what there is room for.
+
+    `left` is this room, and `share` and `own` the halves on this side of the pairs before and of the new ones.
+    """
+    if share <= own:
+        return own * more
+    moved = min(max(left, 0), share * more)
+    return moved + own * more - (own * moved >> (share - 1))
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _longer(values: Ints, room: int) -> Ints:
+    """The same values, with room for more."""
+    longer = np.empty((room, *values.shape[1:]), values.dtype)
+    longer[: len(values)] = values
+    return longer
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
+    """A number for all states with the same class, kinds and halves."""
+    return ((pair_class * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
+    """Drop those of the states from `last` on that others with fewer halves make needless; returns their end."""
+    keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
+    for s in range(last, made):
+        pair_class, kinds, before, after = states[s, 0], states[s, 1], states[s, 2], states[s, 3]
+        least, most = states[s, 4], states[s, 5]
+        keys[s - last] = _key(pair_class, kinds, before, after)
+        for fewer_before, fewer_after in ((1, 1), (2, 0), (0, 2)):
+            if before >= fewer_before and after >= fewer_after:
+                at = place[_key(pair_class, kinds, before - fewer_before, after - fewer_after)]
+                if at >= 0 and states[at, 4] <= least and states[at, 5] >= most:
+                    useful[s - last] = False
+    kept = last
+    for s in range(last, made):
+        place[keys[s - last]] = -1
+        if useful[s - last]:
+            states[kept] = states[s]
+            kept += 1
+    return kept
+
+
+@numba.njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
+    """The state with one more set, and with new pairs of some kinds (or none); impossible if `least` is above `most`.
+
+    `limits` is the time that the pairs before have on each side.
+    """
+    pair_class, kinds, before, after, least, most = state
+    if new:  # as many bytes as move the limit still go to the pairs before, if these allow it
+        left = limits[0] - before * half - most
+        most += _divided(added.more, left, _most_before(kinds), _most_before(new))
+        left = limits[1] - after * half - (added.total - 2 * added.more - least)
+        least += 2 * added.more - _divided(added.more, left, _most_after(kinds), _most_after(new))
+        kinds = new | kinds if added.pair_class == 0 else new
+        pair_class, limits = added.pair_class, (added.before, added.after)
+        before += (new & BOTH) + (new & BEFORE)
+        after += (new & BOTH) + (new & AFTER) // 2
+    else:
+        most += _most_before(kinds) * added.more
+        least += (2 - _most_after(kinds)) * added.more
+    if kinds & (BOTH | BEFORE):
+        most = min(most, limits[0] - before * half)
+    if kinds & (BOTH | AFTER):
+        least = max(least, added.total - (limits[1] - after * half))
+    return State(pair_class, kinds, before, after, least, most)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
+    """Whether there were too many states, how many the last set has, and how many there were.
+
+    `room` is the time before the moment and after it, wherever the moment is.
+    """
+    release, tail, work, half = sets
+    states = np.empty((1024, 6), np.int64)
+    states[0] = np.array([0, BOTH, 1, 1, 0, 0])
+    cut, first, made = False, 0, 1  # whether there are too many; the states of the set before, and all
+    for t in range(len(work)):
+        last, more = made, work[t] - (work[t - 1] if t else 0)
+        added = Added(t, more, 2 * work[t], room[0] - release[t], room[1] - tail[t])
+        for s in range(first, last):
+            state = State(states[s, 0], states[s, 1], states[s, 2], states[s, 3], states[s, 4], states[s, 5])
+            limits = room[0] - release[state.pair_class], room[1] - tail[state.pair_class]
+            for new in range(7):
+                if t == 0 and new != 0 and new != AFTER:
+                    continue
+                now = _with_set(state, limits, added, new, half)
+                if now.least > now.most or now.before + now.after > halves:
+                    continue
+                key = _key(now.pair_class, now.kinds, now.before, now.after)
+                at = place[key]
+                if at >= 0:
+                    states[at, 4], states[at, 5] = min(states[at, 4], now.least), max(states[at, 5], now.most)
+                    continue
+                if made == len(states):
+                    states = _longer(states, 2 * made)
+                place[key] = made
+                states[made, 0], states[made, 1], states[made, 2] = now.pair_class, now.kinds, now.before
+                states[made, 3], states[made, 4], states[made, 5] = now.after, now.least, now.most
+                made += 1
+        made, first = _without_needless(states, place, last, made), last
+        cut = made > limit
+        if made == first or cut:
+            break
+    return cut, made - first, made

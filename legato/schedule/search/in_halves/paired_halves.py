@@ -1,0 +1,52 @@
+"""Plans whose messages are all sent in two halves, each when it is worth most.
+
+Where the startup time of a message is a considerable part of the iteration, few messages are sent,
+and everything waits for the last one. So each is tried in two halves, a reduce-scatter beside the backward
+pass and an all-gather when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from legato.core.workload import Workload
+from legato.schedule.bound.lower_bound import lower_bound
+from legato.schedule.bound.plan_kind import kind_of
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.candidates import Fastest
+from legato.schedule.search.in_halves.group_search import plans_in_groups
+from legato.schedule.search.in_halves.groups import groups_of
+from legato.schedule.search.in_halves.paired_period import PairedPeriod
+
+__all__ = ["pair_halves"]
+
+#: By how much such plans should be faster, since their messages are twice as many.
+_WORTH = 0.002
+
+
+def pair_halves(fastest: Fastest, budget: Budget) -> None:
+    """Search for such plans, from the messages of the fastest one."""
+    problem, plan = fastest.problem, fastest.plan
+    workload, cluster = problem.workload, problem.cluster
+    paired = Fastest(problem)
+    kind, captured = kind_of(plan, workload)._replace(sends="pairs"), workload.iteration_order()
+    enough_s = lower_bound(workload, cluster, **kind._asdict(), thorough=False).seconds * (1 + problem.gap)
+    updates = [op for op in captured if workload.ops[op].phase == "optimizer"]
+    messages = [message for message in plan.messages if message.kind != "all_gather"]
+    scattered = [msgspec.structs.replace(message, kind="reduce_scatter") for message in messages]
+    for order in dict.fromkeys(_without_updates(order, workload) for order in (plan.op_order or captured, captured)):
+        if min(fastest.seconds, paired.seconds) <= enough_s or budget.spent:
+            break
+        period = PairedPeriod(workload, problem.collectives.half_s, (*order, *updates), budget)
+        found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s)
+        paired.consider(
+            msgspec.structs.replace(plan, op_order=()) if plan.op_order == captured else plan for plan in found
+        )
+    if paired.seconds < fastest.seconds * (1 - _WORTH):
+        fastest.consider([paired.plan])
+
+
+def _without_updates(order: Sequence[int], workload: Workload) -> tuple[int, ...]:
+    return tuple(op for op in order if workload.ops[op].phase != "optimizer")
