@@ -14,22 +14,21 @@ from legato.core.units import Int64
 
 __all__ = [
     "DIMENSIONS",
-    "SCHEDULES",
     "Framework",
-    "Group",
     "Job",
     "LanguageModel",
     "Latent",
     "Machine",
     "Mesh",
     "Recompute",
+    "Schedule",
     "Shard",
+    "WorkerGroup",
 ]
 
 Dimension = Literal["tensor", "context", "pipeline", "data"]
 DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 Recompute = Literal["none", "core", "selective", "full"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Hidden = Literal["tensor", "context", "expert", "pipeline", "data"]
@@ -106,7 +105,7 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return range(self.dense_layers if self.experts > 1 else self.layers, self.layers)
 
 
-class Group(msgspec.Struct, frozen=True):
+class WorkerGroup(msgspec.Struct, frozen=True):
     """The workers of a collective: how many, on how many hosts, and at most how many of them on one host."""
 
     size: int
@@ -319,7 +318,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fo
         """Tokens of a step."""
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
-    def group(self, *names: str) -> Group:
+    def group(self, *names: str) -> WorkerGroup:
         """The workers that share a collective in these dimensions of the mesh."""
         hosts = self.mesh.hosts(names, self.machine.gpus_per_host)
-        return Group(len(hosts), len(set(hosts)), hosts.count(hosts[0]))
+        return WorkerGroup(len(hosts), len(set(hosts)), hosts.count(hosts[0]))

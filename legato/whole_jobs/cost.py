@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from legato.core.job import Group, Machine
+from legato.core.job import Machine, WorkerGroup
 
 __all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "send"]
 
@@ -51,7 +51,7 @@ def _sum(a: dict, b: dict) -> dict:  # type: ignore[type-arg]
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in a | b}
 
 
-def collective(kind: str, machine: Machine, group: Group, nbytes: float, halves: int = 1) -> Cost:
+def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
     """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce.
 
     latency + halves x bytes x (g-1)/g / bus: a ring through each host once, on all cards of the group's workers there
@@ -68,7 +68,7 @@ def collective(kind: str, machine: Machine, group: Group, nbytes: float, halves:
     return Cost({kind: latency_s + sent / bus}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})
 
 
-def all_to_all(kind: str, machine: Machine, group: Group, nbytes: float) -> Cost:
+def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
     """Each worker sends 1/g of its `nbytes` to each other one, over its own card to those on other hosts."""
     if group.size == 1:
         return Cost()
@@ -83,11 +83,13 @@ def all_to_all(kind: str, machine: Machine, group: Group, nbytes: float) -> Cost
 def send(kind: str, machine: Machine, nbytes: float, away: bool) -> Cost:
     """A transfer to one worker, on another host (`away`) or on the same."""
     if away:
-        seconds = _network_latency_s(machine, Group(2, 2, 1)) + nbytes / (machine.card_bytes_per_s * machine.card_share)
+        seconds = _network_latency_s(machine, WorkerGroup(2, 2, 1)) + nbytes / (
+            machine.card_bytes_per_s * machine.card_share
+        )
     else:
         seconds = machine.latency_s + nbytes / (machine.link_bytes_per_s * machine.link_share)
     return Cost({kind: seconds}, {(kind, "network" if away else "host"): nbytes})
 
 
-def _network_latency_s(machine: Machine, group: Group) -> float:
+def _network_latency_s(machine: Machine, group: WorkerGroup) -> float:
     return machine.network_latency_s + machine.hop_s * (group.hosts - 1)

@@ -23,14 +23,15 @@ FRAMEWORKS = {
         ),
     )
 }
-#: By data sheets, of the boards with the fastest links (SXM). `h100-500w` is the one of torchtitan's benchmarks.
+#: By data sheets, of the boards with the fastest links (SXM); memory is what drivers report, in whole GiB. `h100-500w`
+#: is the board of torchtitan's benchmarks.
 MACHINES = {
     one.name: one
     for one in (
-        Machine("a100", 312e12, 2039e9, 80 * 10**9, 300e9, 25e9, 0.675, 0.45),
-        Machine("h100", 989.4e12, 3350e9, 80 * 10**9, 450e9, 50e9, 0.597, 0.5),
-        Machine("h100-500w", 989.4e12, 2400e9, 96 * 10**9, 450e9, 50e9, 0.4455, 0.35),
-        Machine("b200", 2250e12, 8000e9, 180 * 10**9, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
+        Machine("a100", 312e12, 2039e9, 80 * 2**30, 300e9, 25e9, 0.675, 0.45),
+        Machine("h100", 989.4e12, 3350e9, 79 * 2**30, 450e9, 50e9, 0.597, 0.5),
+        Machine("h100-500w", 989.4e12, 2400e9, 95 * 2**30, 450e9, 50e9, 0.4455, 0.35),
+        Machine("b200", 2250e12, 8000e9, 179 * 2**30, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
     )
 }
 

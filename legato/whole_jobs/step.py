@@ -51,6 +51,12 @@ class Step:
         peak = self.job.mesh.workers * self.job.machine.flops_per_s
         return self.tokens_per_s * model_flops(self.job.model) / peak
 
+    @property
+    def layer_s(self) -> float:
+        """Seconds for which the smallest layer computes on a micro-batch, in both passes."""
+        kinds = {index in self.job.model.mixtures for index in range(self.job.model.layers)}
+        return min(sum(cost.of(COMPUTING) for cost in layer.layer(self.job, mixture)) for mixture in kinds)
+
 
 def predict(job: Job) -> Step:
     """Predict a step. Only workers of different stages differ, so one pipeline stands for all."""

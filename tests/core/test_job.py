@@ -6,7 +6,7 @@ from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job
 
 from legato.core.errors import FileError, InputError, TooLargeError
 from legato.core.files import decode, encode, read, write
-from legato.core.job import Framework, Group, Job, Mesh
+from legato.core.job import Framework, Job, Mesh, WorkerGroup
 
 PIPELINE = Mesh(pipeline=2)
 TOO_LARGE = "mesh: 2,097,152 workers", "stages x chunks x microbatches: more than 4,194,304"
@@ -83,13 +83,13 @@ def test_groups_of_a_mesh():
     """32 workers: pipeline 2 x data 4 (2 replicas of 2) x context 2 x tensor 2; strides 16, 4 (8 and 4), 2, 1."""
     one = job(MIXTURE, TWO_HOSTS, microbatches=2)
     assert one.mesh.workers == 32
-    assert one.group("tensor") == Group(2, 1, 2)
-    assert one.group("context") == Group(2, 1, 2)
-    assert one.group("expert") == Group(2, 1, 2)
-    assert one.group("data") == Group(4, 2, 2)
-    assert one.group("replica") == Group(2, 2, 1)
-    assert one.group("data", "context") == Group(8, 2, 4)
-    assert one.group("pipeline") == Group(2, 2, 1)
+    assert one.group("tensor") == WorkerGroup(2, 1, 2)
+    assert one.group("context") == WorkerGroup(2, 1, 2)
+    assert one.group("expert") == WorkerGroup(2, 1, 2)
+    assert one.group("data") == WorkerGroup(4, 2, 2)
+    assert one.group("replica") == WorkerGroup(2, 2, 1)
+    assert one.group("data", "context") == WorkerGroup(8, 2, 4)
+    assert one.group("pipeline") == WorkerGroup(2, 2, 1)
     assert one.mesh.hosts(["pipeline"], 8) == [0, 2]
     inside = replace(one.mesh, order=("data", "context", "tensor", "pipeline"))
     assert inside.hosts(["pipeline"], 8) == [0, 0]

@@ -8,7 +8,7 @@ from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
 
 from legato import zoo
 from legato.core.errors import InputError
-from legato.core.job import Framework, Group, Mesh
+from legato.core.job import Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
 from legato.whole_jobs.memory import activations
 from legato.whole_jobs.models import of_shape
@@ -179,8 +179,8 @@ def test_memory_of_states(data):
 def test_collectives_by_hand():
     """10^9 bytes; links of 10^11 bytes/s and cards of 10^10 at their peaks."""
     machine = replace(IDEAL, latency_s=0.1, network_latency_s=0.2, hop_s=0.3)
-    inside, across = Group(8, 1, 8), Group(16, 4, 4)
-    assert collective("data", machine, Group(1, 1, 1), 1e9).total_s == 0
+    inside, across = WorkerGroup(8, 1, 8), WorkerGroup(16, 4, 4)
+    assert collective("data", machine, WorkerGroup(1, 1, 1), 1e9).total_s == 0
     assert collective("data", machine, inside, 1e9).total_s == pytest.approx(0.1 + 7 / 8 * 0.01)
     assert collective("data", machine, inside, 1e9, halves=2).total_s == pytest.approx(0.1 + 14 / 8 * 0.01)
     away = collective("data", machine, across, 1e9)
