@@ -21,6 +21,7 @@ from legato.core.units import format_bytes, format_seconds, parse_bandwidth, par
 
 if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
+    from legato.zoo import Shape
 
 __all__ = ["Layout", "job_of", "refuse_others", "simulate_job", "write_job"]
 
@@ -133,14 +134,12 @@ def refuse_others(typed: typer.Context, used: set[str]) -> None:
             raise InputError(f"--{name.replace('_', '-')}: means nothing for a whole job")
 
 
-def write_job(typed: typer.Context, name: str, layout: Layout, shape: dict[str, Any], output: Path | None) -> None:
+def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, output: Path | None) -> None:
     """The verb `legato workload` for a whole job, with the other options as they were typed."""
-    from legato import zoo
-    from legato.cli.workload import LLM, language_shape
     from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.step import predict
 
-    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *zoo.Shape.__dataclass_fields__})
+    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *shape.__dataclass_fields__})
     values = typed.params
     machine = {
         "device": values["device"],
@@ -149,9 +148,7 @@ def write_job(typed: typer.Context, name: str, layout: Layout, shape: dict[str, 
         else quantity("device-flops", values["device_flops"], parse_flops),
         "efficiency": values["efficiency"],
     }
-    if name != LLM and name not in zoo.SHAPES:
-        raise InputError(f"{name}: no language model (expected one of {', '.join((LLM, *zoo.SHAPES))} for a whole job)")
-    job = layout.job(name, of_shape(language_shape(name, shape)), machine, recompute=values["recompute"])
+    job = layout.job(name, of_shape(shape), machine, recompute=values["recompute"])
     step = predict(job)
     if output is not None:
         files.write(output, job)

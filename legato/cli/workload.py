@@ -127,7 +127,7 @@ def workload(
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     if layout.given:
-        write_job(typed, name, layout, shape.given(), output)
+        write_job(typed, name, layout, language_shape(name, shape.given()), output)
         return
     model = _model(name, shape.given())
     job = _changed(_estimated(model, estimate, training), estimate)
@@ -204,8 +204,8 @@ def language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
             raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
         return zoo.Shape(**given)
     if name not in zoo.SHAPES:
-        known = ", ".join((LLM, *zoo.SHAPES))
-        raise InputError(f"{_option(next(iter(given)))}: {name} has no such option (expected one of {known})")
+        wrong = f"{_option(next(iter(given)))}: {name} has no such option" if given else f"{name}: no language model"
+        raise InputError(f"{wrong} (expected one of {', '.join((LLM, *zoo.SHAPES))})")
     return replace(zoo.SHAPES[name], **given)
 
 

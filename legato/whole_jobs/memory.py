@@ -45,13 +45,14 @@ def memory(job: Job, plan: Schedule, worker: int) -> Memory:
     for stage in stages:
         own = own.plus(held(job, stage))
     whole, part = sum(own), owned(job, own)
-    parameters = whole if job.shard != "parameters" else part
-    weights = _PARAMETER * parameters
-    if job.shard == "parameters":
+    each_pass = job.mesh.pipeline == 1  # the stages of a pipeline gather and reduce once a step
+    weights = _PARAMETER * (part if job.shard == "parameters" and each_pass else whole)
+    if job.shard == "parameters" and each_pass:
         tensor, expert = job.mesh.tensor, job.mesh.expert
         largest = max(sum(layer(job.model, mixture, tensor, expert)) for mixture in _kinds(job))
         weights += _PARAMETER * _GATHERED_LAYERS * largest
-    gradients = job.framework.gradient_nbytes * (part if job.shard in ("gradients", "parameters") else whole)
+    divided = job.shard in ("gradients", "parameters") and each_pass
+    gradients = job.framework.gradient_nbytes * (part if divided else whole)
     optimizer = _OPTIMIZER * (whole if job.shard == "none" else part)
     return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
 

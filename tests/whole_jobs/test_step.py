@@ -176,6 +176,15 @@ def test_memory_of_states(data):
         assert found == pytest.approx([times * size for times in states])
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_stages_of_a_pipeline_hold_whole_gradients(shard):
+    """They reduce once a step, and gather once a step, so only the optimizer's states stay divided."""
+    memory = [
+        predict(job(LLAMA, Mesh(data=4, pipeline=2), shard=one, microbatches=2)).memory for one in (shard, "optimizer")
+    ]
+    assert memory[0] == memory[1]
+
+
 def test_collectives_by_hand():
     """10^9 bytes; links of 10^11 bytes/s and cards of 10^10 at their peaks."""
     machine = replace(IDEAL, latency_s=0.1, network_latency_s=0.2, hop_s=0.3)
