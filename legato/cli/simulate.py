@@ -16,6 +16,7 @@ from legato.cli.axes import FabricOptions, Given, NetworkOptions
 from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, split
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
+from legato.cli.whole_jobs import job_of, simulate_job
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
 from legato.core.errors import InputError, PlanError, TooLargeError
@@ -36,6 +37,7 @@ _MOST_BASELINE = 1_000_000
 
 
 def simulate(
+    typed: typer.Context,
     workloads: Annotated[
         list[Path],
         typer.Argument(
@@ -66,6 +68,8 @@ def simulate(
     With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
     that alone on the same hosts.
 
+    A whole job, as legato workload --tensor writes it, is simulated at collective fidelity.
+
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
     if what.plan is not None and what.scheduler is not None:
@@ -77,7 +81,11 @@ def simulate(
     plans = [] if what.plan is None else [Path(path) for path in split(str(what.plan))] if jobs.share else [what.plan]
     for written in timeline_paths(output, len(workloads)) if output is not None and jobs.share else [output]:
         keep_apart([*workloads, *plans, *([] if network.file is None else [network.file])], output=written)
-    read = [files.read(path, Workload) for path in workloads]
+    data = [files.load(path) for path in workloads]
+    if (job := job_of(data, workloads)) is not None:
+        simulate_job(typed, job)
+        return
+    read = [files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)]
     if what.fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):
         raise InputError(f"{min(unseen)}: means nothing at collective fidelity (expected --fidelity flow)")
     if jobs.share:

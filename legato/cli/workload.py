@@ -11,6 +11,7 @@ import typer
 
 from legato.cli.options import Json, quantity, setting
 from legato.cli.output import describe_size, note, print_json, say
+from legato.cli.whole_jobs import Layout, write_job
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
 from legato.core.quantities import parse_flops, parse_seconds
@@ -95,6 +96,7 @@ class Training:
 
 
 def workload(
+    typed: typer.Context,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -108,10 +110,13 @@ def workload(
     estimate: Estimate,
     shape: Shape,
     training: Training,
+    layout: Layout,
     show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
     json: Json = False,
 ) -> None:
     """Write the workload of a model from the papers, or of a language model, without downloading or training anything.
+
+    With options of whole jobs, the file holds a job: the model, and how many GPUs share it.
 
     Example: [bold]legato workload resnet-v1-50 --device p100 -o resnet.json[/]
     """
@@ -122,6 +127,9 @@ def workload(
         return
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
+    if layout.given:
+        write_job(typed, name, layout, language_shape(name, shape.given()), output)
+        return
     model = _model(name, shape.given())
     job = _changed(_estimated(model, estimate, training), estimate)
     if output is not None:
@@ -178,21 +186,28 @@ def _model(name: str, given: dict[str, Any]) -> zoo.Model:
     """The model of a name, with what the options change in its shape."""
     from legato import zoo
 
+    if name != LLM and name not in zoo.MODELS:
+        raise unknown_name("model", name, [*zoo.MODELS, LLM])
+    if name != LLM and not given:
+        return zoo.model(name)
+    shape = language_shape(name, given)
+    return zoo.language_model(shape, name if name != LLM and given.keys() <= {"sequence"} else None)
+
+
+def language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
+    """The shape of a language model, with what the options change in it."""
+    from legato import zoo
+
     if name == LLM:
         needed = ("layers", "hidden", "heads", "vocabulary")
         missing = [_option(field) for field in needed if field not in given]
         if missing:
             raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
-        return zoo.language_model(zoo.Shape(**given))
-    if name not in zoo.MODELS:
-        raise unknown_name("model", name, [*zoo.MODELS, LLM])
-    if not given:
-        return zoo.model(name)
+        return zoo.Shape(**given)
     if name not in zoo.SHAPES:
-        known = ", ".join((LLM, *zoo.SHAPES))
-        raise InputError(f"{_option(next(iter(given)))}: {name} has no such option (expected one of {known})")
-    shape = replace(zoo.SHAPES[name], **given)
-    return zoo.language_model(shape, name if given.keys() <= {"sequence"} else None)
+        wrong = f"{_option(next(iter(given)))}: {name} has no such option" if given else f"{name}: no language model"
+        raise InputError(f"{wrong} (expected one of {', '.join((LLM, *zoo.SHAPES))})")
+    return replace(zoo.SHAPES[name], **given)
 
 
 def _option(field: str) -> str:

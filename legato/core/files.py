@@ -15,6 +15,7 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import FileError
+from legato.core.job import Job
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
 from legato.core.text import one_line
@@ -22,10 +23,10 @@ from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 from legato.core.wrapping import Wrapping
 
-__all__ = ["MOST_BYTES", "decode", "encode", "identity", "load", "read", "write", "write_bytes", "write_text"]
+__all__ = ["MOST_BYTES", "decode", "encode", "holds", "identity", "load", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
-AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement | Wrapping
+AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement | Wrapping | Job
 _NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in get_args(AnyNoun)}
 
 #: The largest file that is read. Real ones have a hundredth of this; `/dev/zero` has no end.
@@ -80,6 +81,14 @@ def read(path: str | os.PathLike[str], kind: type[msgspec.Struct] | None = None)
     """
     data = load(path)
     return decode(data, source=str(path)) if kind is None else decode(data, kind, str(path))
+
+
+def holds(data: bytes, kind: type[AnyNoun]) -> bool:
+    """Whether the data say that they are a noun of this kind."""
+    try:
+        return _checked_kind(data, None) is kind
+    except FileError:
+        return False
 
 
 def load(path: str | os.PathLike[str]) -> bytes:

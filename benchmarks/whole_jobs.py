@@ -1,0 +1,359 @@
+"""Measured steps of whole training jobs beside predicted ones, and what each term of the prediction buys.
+
+    python benchmarks/whole_jobs.py               # each row, its error, medians by family
+    python benchmarks/whole_jobs.py --ablation    # the same medians with a term left out, each refitted
+    python benchmarks/whole_jobs.py --speed       # seconds that a prediction of the largest job takes
+
+The nine rows marked `fit` were chosen before anything was fitted, and fit five constants: the efficiency of matrix
+products on four machines, and the fixed time of a mixture layer. The other 34 are predicted. Sources: SimuMax
+(MooreThreads/SimuMax@4dcaae5, docs/b200), arXiv 2104.04473 (Table 1), 2205.05198 (Table 5), torchtitan
+(pytorch/torchtitan@b5bcd76, benchmarks/), arXiv 2407.21783 (Table 4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+from msgspec.structs import replace
+
+from legato.core.job import Job, LanguageModel, Latent, Mesh
+from legato.whole_jobs import cost, layer, step
+from legato.whole_jobs.parameters import model_flops
+from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
+from legato.whole_jobs.step import predict
+
+CORE, TITAN, MEGATRON = FRAMEWORKS["megatron-core"], FRAMEWORKS["torchtitan"], FRAMEWORKS["megatron-2021"]
+ATTENTION_S = layer._attention_s
+FAMILIES = ("B200, dense", "B200, DeepSeek-V2", "2104.04473", "2205.05198", "torchtitan", "Llama 3 405B")
+
+
+class Row(NamedTuple):
+    """A step, its measured seconds, and whether it fits a constant."""
+
+    family: str
+    label: str
+    job: Job
+    measured_s: float
+    fit: bool = False
+
+    def error(self) -> float:
+        return predict(self.job).seconds / self.measured_s - 1
+
+
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, sequence: int) -> LanguageModel:
+    return LanguageModel(layers, hidden, heads, kv_heads, 128, intermediate, 128_256, sequence)
+
+
+def gpt(layers: int, hidden: int, heads: int) -> LanguageModel:
+    size = hidden // heads
+    return LanguageModel(layers, hidden, heads, heads, size, 4 * hidden, 51_200, 2048, family="gpt", tied=True)
+
+
+#: Of the B200 rows: model, tensor, pipeline, micro-batches.
+FITTING = {("70b", 2, 1, 8), ("70b", 4, 1, 4), ("405b", 2, 1, 8), ("v2", 1, 1, 8)}
+DEEPSEEK = LanguageModel(
+    4, 5120, 128, 128, 128, 12_288, 102_400, 4096, "llama", False, 160, 6, 1536, 3072, 1, Latent(1536, 512, 64)
+)
+
+
+def b200() -> Iterator[Row]:
+    """SimuMax's measurements: nothing overlapped, one sequence a micro-batch, the optimizer sharded."""
+    framework, machine = replace(CORE, hidden=()), MACHINES["b200"]
+    seventy = llama(12, 8192, 64, 8, 28_672, 4096)
+    # 16 key and value heads, not the released model's 8: that is what was run
+    four_hundred = llama(4, 16_384, 128, 16, 53_248, 4096)
+    for name, model, tensor, pipeline, data, expert, microbatches, milliseconds in [
+        ("70b", seventy, 1, 2, 4, 1, 4, 843.0),
+        ("70b", seventy, 2, 1, 4, 1, 4, 725.5),
+        ("70b", seventy, 4, 1, 2, 1, 4, 409.8),
+        ("70b", seventy, 1, 2, 4, 1, 8, 1476.8),
+        ("70b", seventy, 2, 1, 4, 1, 8, 1387.0),
+        ("70b", seventy, 4, 1, 2, 1, 8, 765.6),
+        ("405b", four_hundred, 1, 2, 4, 1, 4, 1074.6),
+        ("405b", four_hundred, 2, 1, 4, 1, 4, 907.3),
+        ("405b", four_hundred, 4, 1, 2, 1, 4, 476.0),
+        ("405b", four_hundred, 1, 2, 4, 1, 8, 1935.4),
+        ("405b", four_hundred, 2, 1, 4, 1, 8, 1716.8),
+        ("405b", four_hundred, 4, 1, 2, 1, 8, 899.6),
+        ("v2", DEEPSEEK, 1, 1, 8, 8, 4, 366.6),
+        ("v2", DEEPSEEK, 1, 2, 4, 4, 4, 282.1),
+        ("v2", DEEPSEEK, 1, 1, 8, 8, 8, 676.2),
+        ("v2", DEEPSEEK, 1, 2, 4, 4, 8, 492.6),
+    ]:
+        mesh = Mesh(tensor=tensor, pipeline=pipeline, data=data, expert=expert)
+        label = f"{name} TP{tensor} PP{pipeline} DP{data} EP{expert}, {microbatches} micro-batches"
+        job = Job(label, model, mesh, framework, machine, microbatches, shard="optimizer", sequence_parallel=tensor > 1)
+        fit = (name, tensor, pipeline, microbatches) in FITTING
+        yield Row(FAMILIES[name == "v2"], label, job, milliseconds / 1e3, fit)
+
+
+def megatron_2021() -> Iterator[Row]:
+    """Everything recomputed; 16-bit gradients, reduced beside the backward pass only where there is no pipeline."""
+    for billions, heads, hidden, layers, tensor, pipeline, workers, batch, microbatch, chunks, seconds in [
+        (1.7, 24, 2304, 24, 1, 1, 32, 512, 16, 1, 3.53),
+        (3.6, 32, 3072, 30, 2, 1, 64, 512, 16, 1, 3.70),
+        (7.5, 32, 4096, 36, 4, 1, 128, 512, 16, 1, 3.70),
+        (18.4, 48, 6144, 40, 8, 1, 256, 1024, 8, 1, 9.40),
+        (39.1, 64, 8192, 48, 8, 2, 512, 1536, 4, 1, 14.45),
+        (76.1, 80, 10_240, 60, 8, 4, 1024, 1792, 2, 3, 16.06),
+        (145.6, 96, 12_288, 80, 8, 8, 1536, 2304, 2, 2, 24.82),
+        (310.1, 128, 16_384, 96, 8, 16, 1920, 2160, 1, 2, 37.61),
+        (529.6, 128, 20_480, 105, 8, 35, 2520, 2520, 1, 3, 54.09),
+        (1008.0, 160, 25_600, 128, 8, 64, 3072, 3072, 1, 1, 102.6),
+    ]:
+        mesh = Mesh(tensor=tensor, pipeline=pipeline, data=workers // tensor // pipeline)
+        framework = replace(MEGATRON, hidden=("data",) if pipeline == 1 else ())
+        label = f"{billions}b TP{tensor} PP{pipeline} DP{mesh.data}"
+        job = Job(
+            label,
+            gpt(layers, hidden, heads),
+            mesh,
+            framework,
+            MACHINES["a100"],
+            batch // mesh.data // microbatch,
+            microbatch,
+            "interleaved" if chunks > 1 else "1f1b",
+            chunks,
+            recompute="full",
+        )
+        yield Row("2104.04473", label, job, seconds, billions in (7.5, 145.6))
+
+
+def megatron_2022() -> Iterator[Row]:
+    """Everything recomputed, or sequence parallelism and the core of attention alone."""
+    framework = replace(MEGATRON, hidden=("tensor",))
+    for name, model, pipeline, batch, microbatch, chunks, full_s, selective_s in [
+        ("22b", gpt(48, 6144, 64), 1, 4, 4, 1, 1.42, 1.10),
+        ("175b", gpt(96, 12_288, 96), 8, 64, 1, 3, 18.13, 13.75),
+        ("530b", gpt(105, 20_480, 128), 35, 280, 1, 3, 49.05, 37.83),
+        ("1t", gpt(128, 25_600, 160), 64, 512, 1, 1, 94.42, 71.49),
+    ]:
+        for recompute, seconds in (("full", full_s), ("core", selective_s)):
+            label = f"{name} TP8 PP{pipeline}, recompute {recompute}"
+            job = Job(
+                label,
+                model,
+                Mesh(tensor=8, pipeline=pipeline),
+                framework,
+                MACHINES["a100"],
+                batch // microbatch,
+                microbatch,
+                "interleaved" if chunks > 1 else "1f1b",
+                chunks,
+                recompute=recompute,
+                sequence_parallel=recompute == "core",
+            )
+            yield Row("2205.05198", label, job, seconds, (name, recompute) == ("22b", "core"))
+
+
+def torchtitan() -> Iterator[Row]:
+    eight, seventy = llama(32, 4096, 32, 8, 14_336, 8192), llama(80, 8192, 64, 8, 28_672, 8192)
+    for name, model, tensor, data, batch, recompute, compiled, rate in [
+        ("8b", eight, 1, 8, 2, "selective", False, 5762),
+        ("8b", eight, 1, 8, 2, "selective", True, 6667),
+        ("8b", eight, 1, 128, 2, "selective", False, 5605),
+        ("8b", eight, 1, 128, 2, "selective", True, 6514),
+        ("70b", seventy, 8, 32, 16, "full", True, 597.3),
+        ("8b", eight, 8, 8, 12, "selective", True, 4378),
+    ]:
+        label = f"{name} TP{tensor} FSDP{data}{', compiled' if compiled else ', eager'}"
+        job = Job(
+            label,
+            model,
+            Mesh(tensor=tensor, data=data),
+            replace(TITAN, fused=compiled),
+            MACHINES["h100-500w"],
+            microbatch=batch,
+            recompute=recompute,
+            shard="parameters",
+            sequence_parallel=tensor > 1,
+        )
+        yield Row("torchtitan", label, job, batch * model.sequence / (rate * tensor), rate == 6667)
+
+
+def llama_405b(context: int, data: int, microbatches: int) -> Job:
+    """Stages of eight chunks of a layer, of which the first has only the embeddings, and the last one the output."""
+    model = llama(126, 16_384, 128, 8, 53_248, 8192 * context)
+    mesh = Mesh(8, context, 16, data, order=("data", "pipeline", "context", "tensor"))
+    layers = (0, *[1] * 126, 0)
+    label = f"CP{context} DP{data}, {model.sequence:,} tokens"
+    schedule, framework = "interleaved", replace(CORE, hidden=("pipeline", "data"))
+    return Job(
+        label, model, mesh, framework, MACHINES["h100"], microbatches, 1, schedule, 8, layers, "none", "gradients", True
+    )
+
+
+def llama_3() -> Iterator[Row]:
+    """FLOPs are those of the model, with the causal half of attention."""
+    for context, data, microbatches, tera in [(1, 64, 32, 430), (1, 128, 16, 400), (16, 8, 16, 380)]:
+        job = llama_405b(context, data, microbatches)
+        seconds = model_flops(job.model) * job.tokens / (job.mesh.workers * tera * 1e12)
+        yield Row("Llama 3 405B", job.name, job, seconds, data == 64)
+
+
+def schedules_ratio() -> float:
+    """torchtitan's Llama 3 405B on 512 H100: tokens/s of two chunks a stage over those of one.
+
+    With float8 and asynchronous tensor parallelism, so of the two rates (100 and 128) only the ratio is compared. A
+    local batch of 32 is eight micro-batches, torchtitan's default, as many as stages.
+    """
+    framework, mesh = replace(TITAN, hidden=("tensor", "pipeline", "data")), Mesh(tensor=8, pipeline=8, data=8)
+    model = llama(126, 16_384, 128, 8, 53_248, 8192)
+    seconds = []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        job = Job(
+            schedule,
+            model,
+            mesh,
+            framework,
+            MACHINES["h100-500w"],
+            8,
+            4,
+            schedule,
+            chunks,
+            (),
+            "full",
+            "parameters",
+            True,
+        )
+        seconds.append(predict(job).seconds)
+    return seconds[0] / seconds[1]
+
+
+def rows() -> list[Row]:
+    return [*b200(), *megatron_2021(), *megatron_2022(), *torchtitan(), *llama_3()]
+
+
+def on(row: Row, **machine: float) -> Row:
+    return row._replace(job=replace(row.job, machine=replace(row.job.machine, **machine)))
+
+
+def mixed(row: Row, seconds: float) -> Row:
+    return row._replace(job=replace(row.job, framework=replace(row.job.framework, mixture_s=seconds)))
+
+
+def least(loss: Callable[[float], float], low: float, high: float) -> float:
+    """The argument of the least loss, by golden sections."""
+    ratio = (5**0.5 - 1) / 2
+    while high - low > 1e-5 * high:
+        one, other = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, other) if loss(one) < loss(other) else (one, high)
+    return (low + high) / 2
+
+
+def fitted(found: list[Row]) -> tuple[list[Row], dict[str, float]]:
+    """The rows with the constants that make the squared errors of those that fit least, and these constants."""
+    constants = {}
+    for machine in dict.fromkeys(row.job.machine.name for row in found):
+        chosen = [row for row in found if row.fit and row.job.machine.name == machine and row.job.model.experts == 1]
+        best = least(lambda e, rows=chosen: sum(on(row, efficiency=e).error() ** 2 for row in rows), 0.1, 1.0)
+        constants[machine] = best
+        found = [on(row, efficiency=best) if row.job.machine.name == machine else row for row in found]
+    chosen = [row for row in found if row.fit and row.job.model.experts > 1]
+    constants["mixture"] = least(lambda s: sum(mixed(row, s).error() ** 2 for row in chosen), 0.0, 0.05)
+    return [mixed(row, constants["mixture"]) if row.job.model.experts > 1 else row for row in found], constants
+
+
+def full_squares(job: Job) -> tuple[float, float]:
+    """Attention as if flash attention left nothing out."""
+    forward_s, backward_s = ATTENTION_S(job)
+    return (2 * forward_s, 2 * backward_s) if job.framework.flash else (forward_s, backward_s)
+
+
+def family_lines(found: list[Row]) -> Iterator[tuple[str, int, float, float, float]]:
+    """Of each family and of all: the number of predicted rows, the median and the worst error, and those within 5%."""
+    errors = {id(row): abs(row.error()) for row in found if not row.fit}
+    for family in (*FAMILIES, "all"):
+        chosen = [errors[id(row)] for row in found if id(row) in errors and family in (row.family, "all")]
+        yield family, len(chosen), statistics.median(chosen), max(chosen), sum(e <= 0.05 for e in chosen) / len(chosen)
+
+
+def ratios(found: list[Row]) -> list[float]:
+    """Errors of the ratio of any two rows of one model on one machine."""
+    keyed: dict[tuple[object, ...], list[float]] = {}
+    for row in found:
+        keyed.setdefault((row.family, row.job.model, row.job.machine), []).append(1 + row.error())
+    return [abs(a / b - 1) for errors in keyed.values() for k, a in enumerate(errors) for b in errors[:k]]
+
+
+#: Facts of the machine without a term.
+MACHINES_WITHOUT: dict[str, dict[str, float]] = {
+    "no memory traffic": {"memory_bytes_per_s": 1e25},
+    "ideal network": {
+        "latency_s": 0.0, "network_latency_s": 0.0, "hop_s": 0.0, "link_bytes_per_s": 1e25, "card_bytes_per_s": 1e25
+    },
+    "nominal bandwidth": {"link_share": 1.0, "card_share": 1.0},
+    "no latency of collectives": {"latency_s": 0.0, "network_latency_s": 0.0, "hop_s": 0.0},
+}  # fmt: skip
+#: Functions of terms, and what stands for them when they are left out.
+CODE_WITHOUT: dict[str, tuple[object, str, object]] = {
+    "no attention": (layer, "_attention_s", lambda *_: (0.0, 0.0)),
+    "attention as full squares": (layer, "_attention_s", full_squares),
+    "no grouped products": (layer, "_grouped_s", lambda *_: (0.0, 0.0, 0.0)),
+    "no output layer": (layer, "output", lambda *_: layer.Passes()),
+    "no data parallelism": (step, "_over_data", lambda *_, **__: cost.Cost()),
+    "no optimizer": (step, "_optimizer", lambda *_: cost.Cost()),
+}
+
+
+def show_rows(found: list[Row], constants: dict[str, float]) -> None:
+    print("fitted: " + ", ".join(f"{name} {value:.4f}" for name, value in constants.items()))
+    for row in found:
+        predicted_s = predict(row.job).seconds
+        error = predicted_s / row.measured_s - 1
+        print(
+            f"{row.family:<18} {row.label:<36} measured {row.measured_s:8.3f} s  predicted {predicted_s:8.3f} s "
+            f"{error:+7.1%}{'  fit' if row.fit else ''}"
+        )
+    for family, number, median, worst, near in family_lines(found):
+        print(f"{family:<18} {number:>3} predicted: median {median:.1%}, worst {worst:.1%}, {near:.0%} within 5%")
+    errors = ratios(found)
+    near = [sum(error <= limit for error in errors) / len(errors) for limit in (0.05, 0.08)]
+    print(
+        f"ratios of two rows of a model and machine: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
+        f"{near[0]:.0%} within 5%, {near[1]:.0%} within 8%"
+    )
+    print(f"Llama 3 405B on 512 GPUs: interleaved over 1F1B {schedules_ratio():.3f}, measured 1.28")
+
+
+def show_ablation(found: list[Row]) -> None:
+    print(f"{'median / worst':<26}" + "  ".join(f"{family:>17}" for family in (*FAMILIES, "all")))
+    for name in ("all terms", *MACHINES_WITHOUT, *CODE_WITHOUT):
+        changed = [on(row, **MACHINES_WITHOUT.get(name, {})) for row in found]
+        with mock.patch.object(*CODE_WITHOUT[name]) if name in CODE_WITHOUT else contextlib.nullcontext():
+            lines = list(family_lines(fitted(changed)[0]))
+        print(f"{name:<26}" + "  ".join(f"{f'{median:.1%} / {worst:.1%}':>17}" for _, _, median, worst, _ in lines))
+
+
+def show_speed() -> None:
+    job = llama_405b(1, 128, 16)
+    start = time.perf_counter()
+    seconds = predict(job).seconds
+    print(
+        f"Llama 3 405B on {job.mesh.workers:,} GPUs: a step of {seconds:.2f} s in {time.perf_counter() - start:.2f} s"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ablation", action="store_true")
+    parser.add_argument("--speed", action="store_true")
+    options = parser.parse_args()
+    if options.ablation:
+        show_ablation(rows())
+    elif options.speed:
+        show_speed()
+    else:
+        show_rows(*fitted(rows()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Whole jobs: `legato workload` writes one, `legato simulate --fidelity collective` predicts its step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import typer
+from msgspec.structs import replace
+from rich.table import Table
+
+from legato.cli.options import quantity, setting, split
+from legato.cli.output import note, print_json, print_table
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.job import DIMENSIONS, Job, LanguageModel, Mesh, Schedule, Shard
+from legato.core.text import count, percent
+from legato.core.units import format_bytes, format_seconds, parse_bandwidth, parse_flops
+
+if TYPE_CHECKING:
+    from legato.whole_jobs.step import Step
+    from legato.zoo import Shape
+
+__all__ = ["Layout", "job_of", "refuse_others", "simulate_job", "write_job"]
+
+#: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
+_OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
+_OF_SIMULATE = {"workloads", "fidelity", "bandwidth", "local_bandwidth", "gpus_per_host"}
+#: A layer's forward and backward pass in less time may be bound by the host.
+_SMALL_S = 5e-3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a whole job is divided among GPUs. Any of these options makes one."""
+
+    PANEL: ClassVar = "Whole jobs (language models): any of these makes the file one of a job"
+
+    tensor: int | None = setting(None, "Tensor-parallel GPUs.", show_default="1")
+    context: int | None = setting(None, "Context-parallel GPUs, which divide sequences.", show_default="1")
+    pipeline: int | None = setting(None, "Stages of the pipeline.", show_default="1")
+    data: int | None = setting(None, "Data-parallel replicas.", show_default="1, or what --gpus leaves")
+    expert: int | None = setting(None, "Data-parallel neighbours that divide the experts.", show_default="1")
+    gpus: int | None = setting(None, "Number of GPUs of the job.", show_default="the product")
+    order: str | None = setting(
+        None, "Order of the dimensions, outermost first.", show_default="pipeline,data,context,tensor"
+    )
+    microbatches: int | None = setting(None, "Micro-batches of a replica and step.", show_default="1")
+    microbatch_size: int | None = setting(None, "Sequences of a micro-batch.", show_default="1")
+    pipeline_schedule: Schedule | None = setting(None, "Schedule of the pipeline.", show_default="1f1b")
+    chunks: int | None = setting(None, "Chunks of layers of a stage.", show_default="1; 2 if interleaved")
+    split: str | None = setting(None, "Layers of each chunk, such as 7,8,8,7.", show_default="even")
+    shard: Shard | None = setting(None, "What data-parallel GPUs keep only their own part of.", show_default="none")
+    sequence_parallel: bool | None = setting(
+        None, "Divide sequences between tensor-parallel products.", "--sequence-parallel", show_default="no"
+    )
+    recompute_only: Literal["core", "selective"] | None = setting(
+        None, "Recompute only attention's core, or every second product.", show_default="nothing; --recompute: all"
+    )
+    preset: str | None = setting(
+        None, "Framework: megatron-core, torchtitan or megatron-2021.", show_default="megatron-core"
+    )
+    overlap: str | None = setting(
+        None,
+        "Kinds of communication that run beside computation, of tensor, context, expert, pipeline and data; or none.",
+        show_default="the preset's",
+    )
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in asdict(self).values())
+
+    def mesh(self) -> Mesh:
+        """The dimensions, which multiply to the number of GPUs. Raises `InputError` if they do not."""
+        sizes = {name: getattr(self, name) or 1 for name in DIMENSIONS}
+        for name in ("gpus", "expert", *DIMENSIONS):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"--{name}: {getattr(self, name)} (expected at least 1)")
+        if self.gpus is not None and self.data is None:
+            sizes["data"] = self.gpus // (math.prod(sizes.values())) or 1
+        if self.gpus is not None and math.prod(sizes.values()) != self.gpus:
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise InputError(f"--gpus: {self.gpus:,} (expected {math.prod(sizes.values()):,}: {product})")
+        order = {} if self.order is None else {"order": tuple(split(self.order))}
+        return Mesh(**sizes, expert=self.expert or 1, **order)  # type: ignore[arg-type]
+
+    def job(self, name: str, model: LanguageModel, machine: dict[str, Any], *, recompute: bool) -> Job:
+        from legato.whole_jobs.presets import framework_named, machine_named
+
+        framework = framework_named(self.preset or "megatron-core")
+        if self.overlap is not None:
+            hidden = () if self.overlap == "none" else tuple(split(self.overlap))
+            if unknown := set(hidden) - {"expert", *DIMENSIONS}:
+                raise InputError(f"--overlap: {min(unknown)!r} (expected {', '.join(DIMENSIONS)}, expert or none)")
+            framework = replace(framework, hidden=hidden)
+        if recompute and self.recompute_only:
+            raise InputError("--recompute and --recompute-only: give one or the other")
+        schedule = self.pipeline_schedule or "1f1b"
+        device = machine_named(machine.pop("device") or "h100")
+        return Job(
+            name,
+            model,
+            self.mesh(),
+            framework,
+            replace(device, **{field: value for field, value in machine.items() if value is not None}),
+            microbatches=_or_one(self.microbatches),
+            microbatch=_or_one(self.microbatch_size),
+            schedule=schedule,
+            chunks=(2 if schedule == "interleaved" else 1) if self.chunks is None else self.chunks,
+            layers=() if self.split is None else _layers(self.split),
+            recompute="full" if recompute else self.recompute_only or "none",
+            shard=self.shard or "none",
+            sequence_parallel=bool(self.sequence_parallel),
+        )
+
+
+def _or_one(value: int | None) -> int:
+    return 1 if value is None else value
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    if not all(one.isascii() and one.isdecimal() and len(one) <= 9 for one in split(text)):
+        raise InputError(f"--split {text!r} (expected whole numbers, like 7,8,8,7)")
+    return tuple(map(int, split(text)))
+
+
+def refuse_others(typed: typer.Context, used: set[str]) -> None:
+    """Raise `InputError` if an option was given that means nothing for a whole job."""
+    for name in typed.params:
+        source = typed.get_parameter_source(name)
+        if name not in used and source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--{name.replace('_', '-')}: means nothing for a whole job")
+
+
+def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, output: Path | None) -> None:
+    """The verb `legato workload` for a whole job, with the other options as they were typed."""
+    from legato.whole_jobs.models import of_shape
+    from legato.whole_jobs.step import predict
+
+    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *shape.__dataclass_fields__})
+    values = typed.params
+    machine = {
+        "device": values["device"],
+        "flops_per_s": None
+        if values["device_flops"] is None
+        else quantity("device-flops", values["device_flops"], parse_flops),
+        "efficiency": values["efficiency"],
+    }
+    job = layout.job(name, of_shape(shape), machine, recompute=values["recompute"])
+    step = predict(job)
+    if output is not None:
+        files.write(output, job)
+    if values["json"]:
+        print_json({"job": None if output is None else str(output), **_values(step)})
+        return
+    note(_describe(job) + (f" -> {output}" if output else ""))
+    _warn(step)
+    table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
+    tiers = {"host": "inside hosts", "network": "between hosts"}
+    for head in tiers.values():
+        table.add_column(head, justify="right")
+    for kind in dict.fromkeys(kind for kind, _ in step.sent):
+        table.add_row(kind, *(format_bytes(step.sent.get((kind, tier), 0)) for tier in tiers))
+    print_table(table)
+    note(f"bubble: {percent(step.bubble_s / step.seconds)} of a predicted step of {format_seconds(step.seconds)}")
+
+
+def job_of(data: list[bytes], paths: list[Path]) -> Job | None:
+    """The job in the only file, or None if it holds something else. Raises `InputError` if it is one of several."""
+    jobs = [path for one, path in zip(data, paths, strict=True) if files.holds(one, Job)]
+    if jobs and len(paths) > 1:
+        raise InputError(f"{jobs[0]}: a whole job beside other files (expected it alone)")
+    return files.decode(data[0], Job, str(paths[0])) if jobs else None
+
+
+def simulate_job(typed: typer.Context, job: Job) -> None:
+    """The verb `legato simulate` for a whole job, with the other options as they were typed."""
+    from legato.whole_jobs.step import predict
+
+    refuse_others(typed, _OF_SIMULATE | {"json"})
+    values = typed.params
+    if values["fidelity"] != "collective":
+        raise InputError("--fidelity: flow (expected collective: whole jobs are not simulated link by link)")
+    changes: dict[str, Any] = {}
+    for option, field in (("bandwidth", "card_bytes_per_s"), ("local_bandwidth", "link_bytes_per_s")):
+        if _is_given(typed, option):
+            changes[field] = quantity(option.replace("_", "-"), values[option], parse_bandwidth) / 8
+    if _is_given(typed, "gpus_per_host"):
+        changes["gpus_per_host"] = values["gpus_per_host"]
+    step = predict(replace(job, machine=replace(job.machine, **changes)))
+    if values["json"]:
+        print_json(_values(step))
+        return
+    _warn(step)
+    table = Table("of the step", title=f"{_describe(job)}, collective fidelity", header_style="dim")
+    table.add_column("predicted", justify="right")
+    table.add_column("share", justify="right")
+    for kind, seconds in {"computing": step.computing_s, "bubble": step.bubble_s, **step.exposed_s}.items():
+        if seconds:
+            table.add_row(kind, format_seconds(seconds), percent(seconds / step.seconds))
+    table.add_row("step", format_seconds(step.seconds), percent(1.0), style="bold green")
+    print_table(table)
+    note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
+
+
+def _is_given(typed: typer.Context, option: str) -> bool:
+    source = typed.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _values(step: Step) -> dict[str, Any]:
+    sent: dict[str, dict[str, float]] = {}
+    for (kind, tier), nbytes in step.sent.items():
+        sent.setdefault(kind, {})[tier] = nbytes
+    return {
+        "name": step.job.name,
+        "gpus": step.job.mesh.workers,
+        "step_s": step.seconds,
+        "computing_s": step.computing_s,
+        "bubble_s": step.bubble_s,
+        "exposed_s": step.exposed_s,
+        "tokens_per_s": step.tokens_per_s,
+        "utilization": step.utilization,
+        "sent_nbytes": sent,
+        "memory_nbytes": asdict(step.memory),
+    }
+
+
+def _describe(job: Job) -> str:
+    sizes = ", ".join(f"{name} {getattr(job.mesh, name)}" for name in job.mesh.order if getattr(job.mesh, name) > 1)
+    sizes += f", expert {job.mesh.expert}" if job.mesh.expert > 1 else ""
+    sizes = f" ({sizes})" if sizes else ""
+    chunks = f" with {job.chunks} chunks" if job.chunks > 1 else ""
+    return (
+        f"{job.name} on {job.mesh.workers:,} x {job.machine.name}{sizes}, {job.framework.name}, "
+        f"{job.microbatches:,} micro-batch{'es' if job.microbatches > 1 else ''} of "
+        f"{count(job.microbatch, 'sequence')}, {job.schedule}{chunks}"
+    )
+
+
+def _warn(step: Step) -> None:
+    """The memory, and what a prediction does not know."""
+    machine, memory = step.job.machine, step.memory
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
+    fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
+    note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
+    note(
+        f"efficiency {machine.efficiency:g} of {machine.name} (a default unless you fitted it: "
+        "another framework's steps may take 20 to 25% more or less)"
+    )
+    if step.layer_s < _SMALL_S:
+        note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")

@@ -1,0 +1,324 @@
+"""A whole training job: a language model, the mesh of GPUs that share it, the machine, and what a framework does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import product
+from typing import Literal
+
+import msgspec
+
+from legato.core.errors import InputError, TooLargeError
+from legato.core.units import Int64
+
+__all__ = [
+    "DIMENSIONS",
+    "Framework",
+    "Job",
+    "LanguageModel",
+    "Latent",
+    "Machine",
+    "Mesh",
+    "Recompute",
+    "Schedule",
+    "Shard",
+    "WorkerGroup",
+]
+
+Dimension = Literal["tensor", "context", "pipeline", "data"]
+DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "pipeline", "data")
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Recompute = Literal["none", "core", "selective", "full"]
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Hidden = Literal["tensor", "context", "expert", "pipeline", "data"]
+
+#: GPUs of a job, and passes of a micro-batch through a stage: a prediction takes minutes beyond them.
+_MOST_WORKERS, _MOST_PASSES = 2**20, 2**22
+#: Every number of a shape; the product of a few is within a float's exact range or far from its end.
+_MOST = 2**24
+
+
+def _within(value: msgspec.Struct, fields: Iterable[str], least: int = 1, most: int = _MOST) -> None:
+    for field in fields:
+        if not least <= getattr(value, field) <= most:
+            raise InputError(f"{field}: {getattr(value, field):,} (expected {least:,} to {most:,})")
+
+
+class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latent attention (arXiv 2405.04434, section 2.1): the widths of what queries, keys and values are made of.
+
+    Each head of queries and keys has `rope` elements more than `head_size`; those of the keys are shared by all heads.
+    """
+
+    query: Int64
+    key_value: Int64
+    rope: Int64
+
+    def __post_init__(self) -> None:
+        _within(self, self.__struct_fields__)
+
+
+class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of a decoder.
+
+    `gpt` has layer normalizations, biases, learned positions and an MLP of two matrices of `intermediate`; `llama` has
+    RMS normalizations, no biases, rotary positions and a gated MLP of three. With `experts`, all layers but the first
+    `dense_layers` send each token to `active_experts` of as many MLPs of `expert_intermediate`, beside one of
+    `shared_intermediate` for all tokens. `tied`: one table for the embeddings and the output layer.
+    """
+
+    layers: Int64
+    hidden: Int64
+    heads: Int64
+    kv_heads: Int64
+    head_size: Int64
+    intermediate: Int64
+    vocabulary: Int64
+    sequence: Int64
+    family: Literal["gpt", "llama"] = "llama"
+    tied: bool = False
+    experts: Int64 = 1
+    active_experts: Int64 = 1
+    expert_intermediate: Int64 = 0
+    shared_intermediate: Int64 = 0
+    dense_layers: Int64 = 0
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        numbers = [field for field in self.__struct_fields__ if isinstance(getattr(self, field), int)]
+        may_be_zero = {"expert_intermediate", "shared_intermediate", "dense_layers", "tied"}
+        _within(self, [field for field in numbers if field not in may_be_zero])
+        _within(self, may_be_zero - {"tied"}, 0)
+        if self.heads % self.kv_heads:
+            raise InputError(f"kv_heads: {self.kv_heads} (expected a divisor of the {self.heads} heads)")
+        if self.active_experts > self.experts:
+            raise InputError(f"active_experts: {self.active_experts} (expected at most the {self.experts} experts)")
+        if self.experts > 1 and not self.expert_intermediate:
+            raise InputError("expert_intermediate: 0 (expected the width of an expert)")
+        if self.dense_layers > self.layers:
+            raise InputError(f"dense_layers: {self.dense_layers} (expected at most the {self.layers} layers)")
+
+    @property
+    def mixtures(self) -> range:
+        """The layers that have experts."""
+        return range(self.dense_layers if self.experts > 1 else self.layers, self.layers)
+
+
+class WorkerGroup(msgspec.Struct, frozen=True):
+    """The workers of a collective: how many, on how many hosts, and at most how many of them on one host."""
+
+    size: int
+    hosts: int
+    per_host: int
+
+
+class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the workers of a job are divided, as in torch's `DeviceMesh`: `order` names the dimensions, outermost first.
+
+    Neighbours in the last dimension have neighbouring ranks. `expert` divides the dimension `data`: experts are
+    distributed over as many neighbours in it.
+    """
+
+    tensor: Int64 = 1
+    context: Int64 = 1
+    pipeline: Int64 = 1
+    data: Int64 = 1
+    expert: Int64 = 1
+    order: tuple[Dimension, ...] = ("pipeline", "data", "context", "tensor")
+
+    def __post_init__(self) -> None:
+        _within(self, (*DIMENSIONS, "expert"), most=_MOST_WORKERS)
+        if sorted(self.order) != sorted(DIMENSIONS):
+            raise InputError(f"order: {', '.join(self.order)} (expected each of {', '.join(DIMENSIONS)} once)")
+        if self.data % self.expert:
+            raise InputError(f"expert: {self.expert} (expected a divisor of the {self.data} workers of data)")
+        if self.workers > _MOST_WORKERS:
+            raise TooLargeError(f"mesh: {self.workers:,} workers (expected at most {_MOST_WORKERS:,})")
+
+    @property
+    def workers(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    def hosts(self, names: Iterable[str], gpus_per_host: int) -> list[int]:
+        """The hosts of the first worker's group in these dimensions, in the order of its workers.
+
+        Dimensions are `DIMENSIONS`, `expert`, and `replica` (what is left of `data`).
+        """
+        names = set(names) | ({"expert", "replica"} if "data" in names else set())
+        ranges: list[range] = []
+        stride = 1
+        for name in reversed(self.order):
+            inside = (("expert", self.expert), ("replica", self.data // self.expert))
+            for part, size in inside if name == "data" else ((str(name), getattr(self, name)),):
+                if part in names:
+                    ranges.insert(0, range(0, size * stride, stride))
+                stride *= size
+        return [sum(ranks) // gpus_per_host for ranks in product(*ranges)]
+
+
+class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a framework does, in so far as it changes a step.
+
+    - `flash`: attention keeps its scores in the kernel; otherwise they go through memory, and no product is left out.
+    - `dropout`: after attention's softmax and before each residual addition.
+    - `fused`: chains of elementwise operations are one kernel; otherwise each is one, and norms compute in 32 bits.
+    - `gradient_nbytes`: of a gradient where it is added up, and where it is sent.
+    - `hidden`: the collectives that run beside computation. Of `tensor` these are the backward pass's that belong to
+      matrices divided by columns.
+    - `gathers_inputs`: the backward pass under sequence parallelism gathers the inputs of layers again.
+    - `divides_sends`: tensor-parallel workers send 1/tensor of an activation each to the next stage of a pipeline.
+    - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
+    - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch.
+    - `host_s`: seconds that no GPU work hides, a layer and micro-batch.
+    """
+
+    name: str = "custom"
+    flash: bool = True
+    dropout: bool = False
+    fused: bool = True
+    gradient_nbytes: Literal[2, 4] = 4
+    hidden: tuple[Hidden, ...] = ()
+    gathers_inputs: bool = True
+    divides_sends: bool = False
+    vocabulary_multiple: Int64 = 1
+    mixture_s: float = 0.0
+    host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within(self, ["vocabulary_multiple"])
+        for field in ("mixture_s", "host_s"):
+            if not 0 <= getattr(self, field) <= 1e6:
+                raise InputError(f"{field}: {getattr(self, field)} (expected seconds, 0 to 1,000,000)")
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU, its links and its host, by their data sheets; and the shares of these that are reached.
+
+    `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
+    `efficiency`, of matrix products, is the one number to fit to a measured step. Latencies are those of a collective
+    within a job, with its skew: inside a host, between two hosts, and of each further host.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    memory_nbytes: Int64
+    link_bytes_per_s: float
+    card_bytes_per_s: float
+    efficiency: float
+    attention_efficiency: float
+    gpus_per_host: Int64 = 8
+    grouped_efficiency: float = 0.5
+    memory_share: float = 0.75
+    link_share: float = 0.78
+    card_share: float = 0.8
+    latency_s: float = 60e-6
+    network_latency_s: float = 70e-6
+    hop_s: float = 3e-6
+
+    def __post_init__(self) -> None:
+        _within(self, ["gpus_per_host"])
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            share = field.endswith(("efficiency", "share"))
+            if field.endswith("_s") and not field.endswith("per_s"):
+                if not 0 <= value <= 1:
+                    raise InputError(f"{field}: {value} (expected seconds, 0 to 1)")
+            elif field != "name" and not (math.isfinite(value) and 0 < value <= (1 if share else 1e30)):
+                raise InputError(
+                    f"{field}: {value} (expected {'a share, above 0 to 1' if share else 'a number above 0'})"
+                )
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.job/1"):
+    """A training job: the model, the mesh, and how one step of it runs.
+
+    Each pipeline computes `microbatches` of `microbatch` sequences a step. Every stage of the pipeline has `chunks`
+    chunks of layers, and `layers` has the number of layers of each chunk in the model's order: chunk c is on stage
+    c mod pipeline. The first chunk also has the embeddings, the last one the output layer. Without `layers`, these
+    count as a layer each unless the layers divide evenly without them.
+
+    `recompute` in the backward pass: attention's `core`; every second matrix product and all elementwise operations
+    (`selective`, as torchtitan's per-operator option); or the whole layer (`full`). `shard`: what each data-parallel
+    worker keeps only its own part of, as `Plan.shard`, or the parameters as well. Raises `InputError` on what does not
+    divide or is empty, and `TooLargeError` beyond four million passes.
+    """
+
+    name: str
+    model: LanguageModel
+    mesh: Mesh
+    framework: Framework
+    machine: Machine
+    microbatches: Int64 = 1
+    microbatch: Int64 = 1
+    schedule: Schedule = "1f1b"
+    chunks: Int64 = 1
+    layers: tuple[Int64, ...] = ()
+    recompute: Recompute = "none"
+    shard: Shard = "none"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _within(self, ["microbatches", "microbatch", "chunks"])
+        self._check_divides()
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise InputError(f"chunks: {self.chunks} (expected 1: only the schedule interleaved has more)")
+        if self.schedule == "interleaved" and self.microbatches % self.mesh.pipeline:
+            raise InputError(
+                f"microbatches: {self.microbatches} (expected a multiple of the {self.mesh.pipeline} stages)"
+            )
+        if self.sequence_parallel and self.mesh.tensor == 1:
+            raise InputError("sequence_parallel: true (expected a mesh with a tensor dimension above 1)")
+        if self.mesh.pipeline * self.chunks * self.microbatches > _MOST_PASSES:
+            raise TooLargeError(f"stages x chunks x microbatches: more than {_MOST_PASSES:,}")
+        self._check_layers()
+
+    def _check_divides(self) -> None:
+        model, mesh = self.model, self.mesh
+        widths = {"intermediate": model.intermediate}
+        if model.experts > 1:
+            widths |= {"expert_intermediate": model.expert_intermediate}
+            widths |= {"shared_intermediate": model.shared_intermediate}
+        for what, number in {"heads": model.heads, "kv_heads": model.kv_heads, **widths}.items():
+            if number % mesh.tensor:
+                raise InputError(f"model.{what}: {number} (expected a multiple of the {mesh.tensor} workers of tensor)")
+        if model.sequence % (2 * mesh.context if mesh.context > 1 else 1):
+            raise InputError(f"model.sequence: {model.sequence} (expected a multiple of 2 x {mesh.context} of context)")
+        if model.experts % mesh.expert:
+            raise InputError(f"mesh.expert: {mesh.expert} (expected a divisor of the {model.experts} experts)")
+
+    def _check_layers(self) -> None:
+        stages = self.mesh.pipeline * self.chunks
+        if self.layers and (len(self.layers) != stages or min(self.layers) < 0):
+            raise InputError(
+                f"layers: {len(self.layers)} numbers (expected one of at least 0 for each of {stages} chunks)"
+            )
+        if self.layers and sum(self.layers) != self.model.layers:
+            raise InputError(f"layers: {sum(self.layers)} together (expected the model's {self.model.layers})")
+        if (self.layers and 0 in self.layers[1:-1]) or stages > self.model.layers + 2:
+            raise InputError(f"layers: {self.model.layers} for {stages} chunks (expected one or more a chunk)")
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """The layers of each chunk, in the model's order."""
+        stages = self.mesh.pipeline * self.chunks
+        if self.layers:
+            return self.layers
+        if self.model.layers % stages == 0:
+            return (self.model.layers // stages,) * stages
+        each, more = divmod(self.model.layers + 2, stages)
+        counts = [each + (0 < chunk <= more) for chunk in range(stages)]
+        counts[0] -= 1
+        counts[-1] -= 1
+        return tuple(counts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
+
+    def group(self, *names: str) -> WorkerGroup:
+        """The workers that share a collective in these dimensions of the mesh."""
+        hosts = self.mesh.hosts(names, self.machine.gpus_per_host)
+        return WorkerGroup(len(hosts), len(set(hosts)), hosts.count(hosts[0]))

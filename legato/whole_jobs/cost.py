@@ -1,0 +1,95 @@
+"""What a piece of work costs a worker: seconds and sent bytes, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from legato.core.job import Machine, WorkerGroup
+
+__all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "send"]
+
+COMPUTING = "computing"
+#: The kinds of communication, and the step of the optimizer.
+KINDS = ("tensor", "context", "expert", "pipeline", "data", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`seconds` of `COMPUTING` and of each kind that is exposed; bytes `sent` by kind and tier: `host` or `network`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    sent: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @classmethod
+    def computing(cls, seconds: float) -> Cost:
+        return cls({COMPUTING: seconds})
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def of(self, kind: str) -> float:
+        """The seconds of a kind."""
+        return self.seconds.get(kind, 0.0)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(_sum(self.seconds, other.seconds), _sum(self.sent, other.sent))
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(
+            {kind: times * seconds for kind, seconds in self.seconds.items()},
+            {key: times * nbytes for key, nbytes in self.sent.items()},
+        )
+
+    def behind(self, seconds: float, hidden: bool = True) -> Cost:
+        """The same bytes, and, if `hidden`, of all seconds only those beyond these of other work."""
+        left = max(0.0, 1 - seconds / self.total_s) if hidden and self.total_s else 1.0
+        return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
+
+
+def _sum(a: dict, b: dict) -> dict:  # type: ignore[type-arg]
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in a | b}
+
+
+def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
+    """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce.
+
+    latency + halves x bytes x (g-1)/g / bus: a ring through each host once, on all cards of the group's workers there
+    (nccl-tests' bus bandwidth).
+    """
+    if group.size == 1:
+        return Cost()
+    sent = halves * nbytes * (group.size - 1) / group.size
+    bus = machine.link_bytes_per_s * machine.link_share
+    latency_s, away = machine.latency_s, 0.0
+    if group.hosts > 1:
+        bus = min(bus, machine.card_bytes_per_s * group.per_host * machine.card_share)
+        latency_s, away = _network_latency_s(machine, group), group.hosts / group.size
+    return Cost({kind: latency_s + sent / bus}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})
+
+
+def all_to_all(kind: str, machine: Machine, group: WorkerGroup, nbytes: float) -> Cost:
+    """Each worker sends 1/g of its `nbytes` to each other one, over its own card to those on other hosts."""
+    if group.size == 1:
+        return Cost()
+    near, away = nbytes * (group.per_host - 1) / group.size, nbytes * (group.size - group.per_host) / group.size
+    seconds = near / (machine.link_bytes_per_s * machine.link_share)
+    if away:
+        seconds = max(seconds, away / (machine.card_bytes_per_s * machine.card_share))
+    latency_s = _network_latency_s(machine, group) if away else machine.latency_s
+    return Cost({kind: latency_s + seconds}, {(kind, "host"): near, (kind, "network"): away})
+
+
+def send(kind: str, machine: Machine, nbytes: float, away: bool) -> Cost:
+    """A transfer to one worker, on another host (`away`) or on the same."""
+    if away:
+        seconds = _network_latency_s(machine, WorkerGroup(2, 2, 1)) + nbytes / (
+            machine.card_bytes_per_s * machine.card_share
+        )
+    else:
+        seconds = machine.latency_s + nbytes / (machine.link_bytes_per_s * machine.link_share)
+    return Cost({kind: seconds}, {(kind, "network" if away else "host"): nbytes})
+
+
+def _network_latency_s(machine: Machine, group: WorkerGroup) -> float:
+    return machine.network_latency_s + machine.hop_s * (group.hosts - 1)

@@ -1,0 +1,123 @@
+"""Memory of a GPU: parameters, gradients, the optimizer's states, and activations between the passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato.core.job import Job
+from legato.whole_jobs.layer import tokens, width
+from legato.whole_jobs.parameters import Parameters, held, layer, vocabulary_part
+from legato.whole_jobs.schedules import Schedule
+
+__all__ = ["Memory", "activations", "memory", "owned"]
+
+#: Adam with 32-bit parameters and two moments (arXiv 1910.02054, section 3.1); parameters have 2 bytes.
+_OPTIMIZER, _PARAMETER = 12, 2
+#: Under sharded parameters, the layer that runs and the one that is gathered for it beforehand.
+_GATHERED_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a worker."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def owned(job: Job, parameters: Parameters) -> float:
+    """Parameters whose part of what data-parallel workers divide is a worker's own."""
+    mesh = job.mesh
+    ranks = mesh.data * mesh.context
+    return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
+
+
+def memory(job: Job, plan: Schedule, worker: int) -> Memory:
+    """Of a worker of the pipeline, at the moment when it holds the most activations."""
+    stages = {action.stage for action in plan[worker]}
+    own = Parameters(0)
+    for stage in stages:
+        own = own.plus(held(job, stage))
+    whole, part = sum(own), owned(job, own)
+    each_pass = job.mesh.pipeline == 1  # the stages of a pipeline gather and reduce once a step
+    weights = _PARAMETER * (part if job.shard == "parameters" and each_pass else whole)
+    if job.shard == "parameters" and each_pass:
+        tensor, expert = job.mesh.tensor, job.mesh.expert
+        largest = max(sum(layer(job.model, mixture, tensor, expert)) for mixture in _kinds(job))
+        weights += _PARAMETER * _GATHERED_LAYERS * largest
+    divided = job.shard in ("gradients", "parameters") and each_pass
+    gradients = job.framework.gradient_nbytes * (part if divided else whole)
+    optimizer = _OPTIMIZER * (whole if job.shard == "none" else part)
+    return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
+
+
+def _kinds(job: Job) -> list[bool]:
+    """Whether the job has dense layers, and mixtures."""
+    mixtures = len(job.model.mixtures)
+    return [False] * (mixtures < job.model.layers) + [True] * (mixtures > 0)
+
+
+def _most_activations(job: Job, plan: Schedule, worker: int) -> float:
+    """A stage's activations are there from its forward pass to the last action of that micro-batch."""
+    stages = {action.stage for action in plan[worker]}
+    nbytes = {stage: _stage_activations(job, stage) for stage in stages}
+    last = {(action.stage, action.microbatch): index for index, action in enumerate(plan[worker])}
+    held_now = most = 0.0
+    for index, action in enumerate(plan[worker]):
+        if action.kind == "forward":
+            held_now += nbytes[action.stage]
+            most = max(most, held_now)
+        if last[action.stage, action.microbatch] == index:
+            held_now -= nbytes[action.stage]
+    return most + (_again(job) if job.recompute == "full" else 0.0)
+
+
+def _stage_activations(job: Job, stage: int) -> float:
+    counts, model = job.split, job.model
+    first = sum(counts[:stage])
+    mixtures = sum(index in model.mixtures for index in range(first, first + counts[stage]))
+    total = (counts[stage] - mixtures) * activations(job, False) + mixtures * (
+        activations(job, True) if mixtures else 0
+    )
+    if stage == len(counts) - 1:  # the inputs of the norm and of the output layer, and logits in 32 bits
+        total += 4 * width(job) + 4 * tokens(job) * vocabulary_part(job)
+    return total
+
+
+def _again(job: Job) -> float:
+    """Activations of the one layer that is recomputed."""
+    return max(_kept(job, mixture, job.framework.flash) for mixture in _kinds(job))
+
+
+def activations(job: Job, mixture: bool) -> float:
+    """Bytes that a layer keeps of a micro-batch for its backward pass (arXiv 2205.05198, sections 4.1 to 5).
+
+    Of GPT, without recomputation: s b h (34 + 5 a s / h) / tensor under sequence parallelism, where 10 of the 34 are
+    not divided without it. A layer that is recomputed in full keeps its input.
+    """
+    if job.recompute == "full":
+        return 2 * width(job)
+    return _kept(job, mixture, job.framework.flash or job.recompute == "core")
+
+
+def _kept(job: Job, mixture: bool, without_scores: bool) -> float:
+    model, tensor, dropout = job.model, job.mesh.tensor, job.framework.dropout
+    between = width(job) * (8 + 2 * dropout)  # inputs of two norms and of both halves, and two masks
+    if model.latent is None:
+        heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
+    else:
+        heads = model.heads * (4 * model.head_size + 2 * model.latent.rope)
+    attention = 2 * tokens(job) * heads / tensor  # queries, keys, values and results
+    scores = 0 if without_scores else tokens(job) * model.sequence * model.heads / tensor * (5 if dropout else 2)
+    inner = tokens(job) * (model.shared_intermediate if mixture else model.intermediate)
+    rows = tokens(job) * model.active_experts if mixture else 0
+    inner += rows * model.expert_intermediate
+    mlp = 2 * (3 if model.family == "llama" else 2) * inner / tensor + 2 * rows * model.hidden / tensor
+    selective = 0.5 if job.recompute == "selective" else 1.0  # every second product's result is kept, and attention's
+    return between * selective + attention * selective + scores + mlp * selective

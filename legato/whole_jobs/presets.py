@@ -1,0 +1,50 @@
+"""Frameworks and machines by name: facts of releases and data sheets, and efficiencies fitted to published steps.
+
+The efficiency of a machine is that of steps of one framework on it (docs/whole_jobs.md); another framework may be off
+by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
+"""
+
+from __future__ import annotations
+
+from legato.core.errors import unknown_name
+from legato.core.job import Framework, Machine
+
+__all__ = ["FRAMEWORKS", "MACHINES", "framework_named", "machine_named"]
+
+#: `megatron-core` with its usual options for overlap; `megatron-2021` is that of arXiv 2104.04473, whose attention
+#: stores its scores and whose tensor-parallel workers send parts of activations between stages.
+FRAMEWORKS = {
+    one.name: one
+    for one in (
+        Framework("megatron-core", hidden=("tensor", "pipeline", "data"), vocabulary_multiple=128, mixture_s=4.0e-3),
+        Framework("torchtitan", hidden=("pipeline", "data"), gathers_inputs=False),
+        Framework(
+            "megatron-2021", flash=False, dropout=True, gradient_nbytes=2, divides_sends=True, vocabulary_multiple=128
+        ),
+    )
+}
+#: By data sheets, of the boards with the fastest links (SXM); memory is what drivers report, in whole GiB. `h100-500w`
+#: is the board of torchtitan's benchmarks.
+MACHINES = {
+    one.name: one
+    for one in (
+        Machine("a100", 312e12, 2039e9, 80 * 2**30, 300e9, 25e9, 0.675, 0.45),
+        Machine("h100", 989.4e12, 3350e9, 79 * 2**30, 450e9, 50e9, 0.597, 0.5),
+        Machine("h100-500w", 989.4e12, 2400e9, 95 * 2**30, 450e9, 50e9, 0.4455, 0.35),
+        Machine("b200", 2250e12, 8000e9, 179 * 2**30, 900e9, 50e9, 0.4435, 0.42, link_share=0.67),
+    )
+}
+
+
+def framework_named(name: str) -> Framework:
+    """Return one of `FRAMEWORKS`. Raises `InputError`, with the nearest names, on an unknown one."""
+    if name not in FRAMEWORKS:
+        raise unknown_name("preset", name, FRAMEWORKS)
+    return FRAMEWORKS[name]
+
+
+def machine_named(name: str) -> Machine:
+    """Return one of `MACHINES`. Raises `InputError`, with the nearest names, on an unknown one."""
+    if name not in MACHINES:
+        raise unknown_name("machine", name, MACHINES)
+    return MACHINES[name]

@@ -1,0 +1,130 @@
+"""Schedules of a pipeline as data: what each worker of it does, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from legato.core.errors import InputError, unknown_name
+
+__all__ = ["SCHEDULES", "Action", "Schedule", "check", "schedule"]
+
+
+class Action(NamedTuple):
+    """A pass of a micro-batch through a stage.
+
+    `backward` makes the gradients of activations, and also those of the weights where the stage has no action
+    `weights` of that micro-batch.
+    """
+
+    stage: int
+    microbatch: int
+    kind: Literal["forward", "backward", "weights"]
+
+
+#: The actions of each worker, in their order.
+Schedule: TypeAlias = list[list[Action]]
+
+
+def gpipe(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """All forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)."""
+    return _in_turns(workers, microbatches, lambda worker: microbatches)
+
+
+def one_forward_one_backward(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """1F1B: as many forward passes as stages behind, then in turns (PipeDream-flush, arXiv 2006.09503)."""
+    return _in_turns(workers, microbatches, lambda worker: workers - 1 - worker)
+
+
+def _in_turns(workers: int, microbatches: int, ahead: Callable[[int], int], chunks: int = 1) -> Schedule:
+    """Each worker's first `ahead` forward passes, then a forward and a backward pass in turns.
+
+    With chunks, forward passes take `workers` micro-batches through a chunk, then through the next one, and backward
+    passes likewise from the last chunk on (arXiv 2104.04473, section 2.2).
+    """
+    passes = []
+    for index in range(microbatches * chunks):
+        block, inside = divmod(index, workers * chunks)
+        passes.append((inside // workers, block * workers + inside % workers) if chunks > 1 else (0, index))
+    result: Schedule = []
+    for worker in range(workers):
+        forward = [Action(chunk * workers + worker, one, "forward") for chunk, one in passes]
+        backward = [Action((chunks - 1 - chunk) * workers + worker, one, "backward") for chunk, one in passes]
+        first = min(ahead(worker), len(passes))
+        actions = forward[:first]
+        for one, back in zip(forward[first:], backward, strict=False):
+            actions += [one, back]
+        result.append(actions + backward[len(passes) - first :])
+    return result
+
+
+def interleaved(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """1F1B on stages of several chunks (arXiv 2104.04473, section 2.2). Micro-batches are a multiple of the workers."""
+    if chunks == 1:
+        return one_forward_one_backward(workers, microbatches)
+    if microbatches % workers:
+        raise InputError(f"microbatches: {microbatches} (expected a multiple of the {workers} stages)")
+    return _in_turns(workers, microbatches, lambda worker: 2 * (workers - 1 - worker) + (chunks - 1) * workers, chunks)
+
+
+def zero_bubble(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """ZB-H1: 1F1B, whose gradients of weights wait while others need those of activations (arXiv 2401.10241).
+
+    Worker r delays those of r micro-batches, so that all workers hold as many activations as the first one does.
+    """
+    result: Schedule = []
+    for worker, actions in enumerate(one_forward_one_backward(workers, microbatches)):
+        own, weights = [], 0
+        for action in actions:
+            own.append(action)
+            if action.kind == "backward" and action.microbatch >= worker:
+                own.append(Action(worker, weights, "weights"))
+                weights += 1
+        result.append(own + [Action(worker, one, "weights") for one in range(weights, microbatches)])
+    return result
+
+
+#: Schedules by name: functions of the workers, the micro-batches and the chunks of a worker.
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
+
+
+def schedule(name: str, workers: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of a name. Raises `InputError` on an unknown one, and on numbers that it cannot have."""
+    if name not in SCHEDULES:
+        raise unknown_name("schedule", name, SCHEDULES)
+    return SCHEDULES[name](workers, microbatches, chunks)
+
+
+def check(plan: Sequence[Sequence[Action]], stages: int, microbatches: int) -> None:
+    """Raise `InputError` unless each stage is on one worker and does each pass of each micro-batch once, in order.
+
+    A stage has an action `weights` of all micro-batches or of none. That workers do not wait for each other in a
+    circle is found when the schedule runs.
+    """
+    seen: dict[Action, int] = {}
+    homes: dict[int, int] = {}
+    for worker, actions in enumerate(plan):
+        for action in actions:
+            where = f"worker {worker}: {action.kind} of micro-batch {action.microbatch} on stage {action.stage}"
+            if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
+                raise InputError(f"{where} (expected {stages} stages and {microbatches} micro-batches)")
+            if homes.setdefault(action.stage, worker) != worker:
+                raise InputError(f"{where} (expected on worker {homes[action.stage]}, as its other actions)")
+            if action in seen:
+                raise InputError(f"{where}: twice")
+            before = {"backward": "forward", "weights": "backward"}.get(action.kind)
+            if before is not None and action._replace(kind=before) not in seen:  # type: ignore[arg-type]
+                raise InputError(f"{where} (expected behind its {before})")
+            seen[action] = worker
+    for stage in range(stages):
+        counts = [sum(Action(stage, one, kind) in seen for one in range(microbatches)) for kind in _KINDS]
+        if counts[:2] != [microbatches] * 2 or counts[2] not in (0, microbatches):
+            raise InputError(f"stage {stage}: not all passes of {microbatches} micro-batches (expected each once)")
+
+
+_KINDS: tuple[Literal["forward", "backward", "weights"], ...] = ("forward", "backward", "weights")

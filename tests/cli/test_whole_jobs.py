@@ -1,0 +1,115 @@
+"""`legato workload` and `legato simulate` of whole jobs, as a user meets them."""
+
+import json
+
+import pytest
+from support.command import run
+
+import legato
+from legato.core.job import Job
+from legato.whole_jobs.step import predict
+
+LAYOUT = ["--tensor", 8, "--pipeline", 16, "--data", 128, "--microbatches", 16, "--sequence-parallel"]
+
+
+@pytest.fixture
+def job(tmp_path, capsys):
+    path = tmp_path / "job.json"
+    layout = [*LAYOUT, "--pipeline-schedule", "interleaved", "--shard", "optimizer"]
+    status, out, err = run(capsys, "workload", "llama-3-405b", *layout, "-o", path)
+    assert status == 0, err
+    assert "16,384 x h100 (pipeline 16, data 128, tensor 8), megatron-core, 16 micro-batches" in err
+    assert "does not fit in 79 GiB" in err and "bubble: " in err and "20 to 25%" in err
+    assert "between hosts" in out and "pipeline" in out
+    return path
+
+
+def test_a_job_is_written_and_simulated(job, capsys):
+    written = legato.read(job)
+    assert isinstance(written, Job) and written.split[:3] == (3, 4, 4) and written.model.layers == 126
+    status, out, err = run(capsys, "simulate", job, "--fidelity", "collective")
+    assert status == 0, err
+    assert all(kind in out for kind in ("computing", "bubble", "tensor", "pipeline", "data", "optimizer"))
+    assert "tokens/s, model FLOPs utilization" in err
+    status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json")
+    found, step = json.loads(out), predict(written)
+    assert found["step_s"] == step.seconds and found["gpus"] == 16_384
+    assert found["sent_nbytes"]["data"]["network"] == step.sent["data", "network"]
+    assert sum(found["memory_nbytes"].values()) == step.memory.total
+
+
+def test_links_of_the_machine_are_options_of_simulate(job, capsys):
+    def step_s(*options):
+        status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *options)
+        assert status == 0, err
+        return json.loads(out)["step_s"]
+
+    assert step_s("--bandwidth", "400Gbit") == step_s()
+    assert step_s("--bandwidth", "800Gbit") < step_s() < step_s("--bandwidth", "100Gbit")
+    assert step_s("--local-bandwidth", "7200Gbit") < step_s() < step_s("--gpus-per-host", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--fidelity: flow (expected collective"),
+        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing for a whole job"),
+        (["--fidelity", "collective", "--workers", 8], "--workers: means nothing for a whole job"),
+        (["--fidelity", "collective", "-o", "t.json"], "--output: means nothing for a whole job"),
+        (["--fidelity", "collective", "--share"], "--share: means nothing for a whole job"),
+    ],
+)
+def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
+    status, _, err = run(capsys, "simulate", job, *options)
+    assert status == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
+    status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "collective")
+    assert status == 2 and "job.json: a whole job beside other files (expected it alone)" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama-3-70b", ["--gpus", 100, "--tensor", 8], "--gpus: 100 (expected 96: tensor 8 x context 1"),
+        ("llama-3-70b", ["--gpus", 64, "--tensor", 8, "--data", 4], "--gpus: 64 (expected 32"),
+        ("llama-3-70b", ["--tensor", 0], "--tensor: 0 (expected at least 1)"),
+        ("llama-3-70b", ["--tensor", 3], "model.heads: 64 (expected a multiple of the 3 workers of tensor)"),
+        ("llama-3-70b", ["--pipeline", 2, "--split", "40,41"], "layers: 81 together (expected the model's 80)"),
+        ("llama-3-70b", ["--pipeline", 2, "--split", "40,x"], "--split '40,x' (expected whole numbers"),
+        ("llama-3-70b", ["--pipeline", 2, "--split", "40"], "layers: 1 numbers"),
+        ("llama-3-70b", ["--preset", "megatron"], "unknown preset 'megatron'; did you mean 'megatron-core'"),
+        ("llama-3-70b", ["--data", 2, "--device", "v100"], "unknown machine 'v100'"),
+        ("llama-3-70b", ["--data", 2, "--overlap", "tensr"], "--overlap: 'tensr' (expected tensor, context"),
+        ("llama-3-70b", ["--data", 2, "--order", "data,tensor"], "order: data, tensor (expected each of"),
+        ("llama-3-70b", ["--data", 2, "--batch", 3], "--batch-size: means nothing for a whole job"),
+        ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: means nothing for a whole job"),
+        ("llama-3-70b", ["--data", 2, "--recompute", "--recompute-only", "core"], "--recompute and --recompute-only"),
+        ("resnet-v1-50", ["--data", 2], "resnet-v1-50: no language model (expected one of llm, gpt3"),
+        ("llm", ["--data", 2], "--layers, --hidden, --heads, --vocab: missing"),
+    ],
+)
+def test_what_workload_refuses_for_a_job(capsys, tmp_path, name, options, message):
+    status, _, err = run(capsys, "workload", name, *options, "-o", tmp_path / "job.json")
+    assert status == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "job.json").exists()
+
+
+def test_facts_of_a_job_are_options(capsys, tmp_path):
+    options = ["--gpus", 64, "--tensor", 8, "--context", 2, "--order", "data,pipeline,context,tensor", "--recompute"]
+    options += ["--device", "a100", "--efficiency", 0.5, "--overlap", "none", "--preset", "torchtitan"]
+    path = tmp_path / "job.json"
+    status, out, err = run(capsys, "workload", "llama-3-8b", *options, "--sequence", 4096, "-o", path, "--json")
+    assert status == 0 and err == "", err
+    job = legato.read(path)
+    assert json.loads(out)["gpus"] == 64 == job.mesh.workers
+    assert (job.mesh.data, job.mesh.order[0], job.recompute, job.model.sequence) == (4, "data", "full", 4096)
+    assert (job.machine.name, job.machine.efficiency) == ("a100", 0.5)
+    assert (job.framework.name, job.framework.hidden) == ("torchtitan", ())
+
+
+def test_a_small_layer_is_said_to_be_bound_by_the_host(capsys):
+    shape = ["--layers", 4, "--hidden", 512, "--heads", 8, "--vocab", 32_000, "--sequence", 512]
+    status, _, err = run(capsys, "workload", "llm", *shape, "--data", 2)
+    assert status == 0 and "the host may take longer, which is not modelled" in err

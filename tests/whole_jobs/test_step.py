@@ -1,0 +1,258 @@
+"""Steps of whole jobs: FLOPs, bytes, memory and times against the formulas of papers, and what always holds."""
+
+import itertools
+import random
+
+import pytest
+from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
+
+from legato import zoo
+from legato.core.errors import InputError
+from legato.core.job import Framework, Mesh, WorkerGroup
+from legato.whole_jobs.cost import all_to_all, collective, send
+from legato.whole_jobs.memory import activations
+from legato.whole_jobs.models import of_shape
+from legato.whole_jobs.parameters import held, model_flops, parameters
+from legato.whole_jobs.presets import FRAMEWORKS, MACHINES, framework_named, machine_named
+from legato.whole_jobs.step import predict
+
+STORED = Framework(flash=False, gradient_nbytes=2)
+#: No memory traffic and no communication to speak of.
+PRODUCTS = replace(IDEAL, memory_bytes_per_s=1e25, link_bytes_per_s=1e25, card_bytes_per_s=1e25)
+
+
+def sent(step, kind):
+    return sum(nbytes for (own, _), nbytes in step.sent.items() if own == kind)
+
+
+@pytest.mark.parametrize("name", zoo.SHAPES)
+def test_parameters_are_the_published_ones(name):
+    assert parameters(of_shape(zoo.SHAPES[name])) == zoo.model(name).parameters
+
+
+def test_deepseek_v2_has_its_published_parameters():
+    """236 billion, of which a token uses 21 (arXiv 2405.04434, abstract)."""
+    model = replace(
+        MIXTURE, layers=60, hidden=5120, heads=128, kv_heads=128, head_size=128, intermediate=12_288,
+        vocabulary=102_400, experts=160, active_experts=6, expert_intermediate=1536, shared_intermediate=3072,
+        latent=type(MIXTURE.latent)(1536, 512, 64),
+    )  # fmt: skip
+    assert round(parameters(model) / 1e9, 1) == 235.7
+    idle = 59 * 154 * 3 * 5120 * 1536
+    assert round((parameters(model) - idle) / 1e9, 1) == 21.4
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE])
+@pytest.mark.parametrize("pipeline", [1, 2, 3])
+def test_what_workers_hold_adds_up_to_the_model(model, pipeline):
+    if model.layers % pipeline:
+        return
+    one = job(model, Mesh(pipeline=pipeline))
+    tied_again = model.hidden * model.vocabulary if model.tied and pipeline > 1 else 0
+    assert sum(sum(held(one, stage)) for stage in range(pipeline)) == parameters(model) + tied_again
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_flops_of_a_step_that_recomputes_all(tensor, pipeline):
+    """96 B s l h^2 (1 + s/6h + V/16lh) with all activations recomputed (arXiv 2104.04473, section 5.1)."""
+    one = job(
+        GPT, Mesh(tensor=tensor, pipeline=pipeline, data=2), STORED, PRODUCTS, microbatches=3, microbatch=2,
+        recompute="full",
+    )  # fmt: skip
+    batch, hidden, layers, sequence, vocabulary = 12, 64, 4, 128, 1024
+    more = sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    flops = 96 * batch * sequence * layers * hidden**2 * (1 + more)
+    if pipeline == 2:  # the first stage is done last, and has no output layer
+        flops = (flops - 6 * batch * sequence * hidden * vocabulary) / 2
+    assert predict(one).computing_s == pytest.approx(flops / (2 * tensor) / 1e12, rel=1e-9)
+
+
+def test_flash_attention_computes_the_causal_half_and_scores_again():
+    """Of 2 T s h FLOPs a product: one and two halves forward and backward, which computes scores again."""
+    pairs = 128 * 128 * 64
+    more = [
+        predict(job(LLAMA, framework=Framework(flash=flash), machine=PRODUCTS)).computing_s for flash in (True, False)
+    ]
+    assert more[1] - more[0] == pytest.approx(6 * (12 * pairs - (2 + 5) * pairs) / 1e12, rel=1e-9)
+    assert predict(job(LLAMA, machine=PRODUCTS)).utilization == pytest.approx(
+        model_flops(LLAMA) * 128 / 1e12 / more[0], rel=1e-9
+    )
+
+
+def test_model_flops_of_llama_405b():
+    """Six a parameter and token, but for the embeddings, and half of the 12 l h s of arXiv 2204.02311, appendix B."""
+    model = of_shape(zoo.SHAPES["llama-3-405b"])
+    matrices = 405_853_388_800 - 128_256 * 16_384 - 16_384
+    assert model_flops(model) == 6 * matrices + 6 * 126 * 16_384 * 8192
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_bytes_of_tensor_parallelism(tensor):
+    """Four all-reduces of 2 s b h bytes a layer, two each way (arXiv 1909.08053, section 3); under sequence
+    parallelism as many bytes in gathers and reduce-scatters, and Megatron's two gathers of inputs again."""
+    share, layers, microbatches = (tensor - 1) / tensor, 4, 3
+    activation = 2 * 128 * 64 * microbatches
+    mesh = Mesh(tensor=tensor)
+    plain = predict(job(GPT, mesh, STORED, microbatches=microbatches))
+    # and one of the embeddings forward, one of the output layer backward
+    assert sent(plain, "tensor") == pytest.approx((4 * layers + 2) * 2 * share * activation)
+    for again in (True, False):
+        framework = replace(STORED, gathers_inputs=again)
+        step = predict(job(GPT, mesh, framework, microbatches=microbatches, sequence_parallel=True))
+        halves = (10 if again else 8) * layers + 2 + (3 if again else 2)
+        assert sent(step, "tensor") == pytest.approx(halves * share * activation)
+    full = predict(job(GPT, mesh, STORED, microbatches=microbatches, recompute="full"))
+    assert sent(full, "tensor") - sent(plain, "tensor") == pytest.approx(2 * layers * 2 * share * activation)
+
+
+@pytest.mark.parametrize("data", [2, 4, 16])
+def test_volumes_of_zero(data):
+    """Two times the parameters for stages 0 to 2 and three times for stage 3 (arXiv 1910.02054, section 7)."""
+    size = parameters(LLAMA) * (data - 1) / data
+    framework = Framework(gradient_nbytes=2)
+    for shard, times in (("none", 2), ("optimizer", 2), ("gradients", 2), ("parameters", 3)):
+        step = predict(job(LLAMA, Mesh(data=data), framework, shard=shard))
+        assert sent(step, "data") == pytest.approx(2 * times * size)
+    # sharded gradients are reduced, and sharded parameters gathered, in each micro-batch
+    for shard, times in (("none", 2), ("optimizer", 2), ("gradients", 5), ("parameters", 12)):
+        step = predict(job(LLAMA, Mesh(data=data), framework, shard=shard, microbatches=4))
+        assert sent(step, "data") == pytest.approx(2 * times * size)
+
+
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_bytes_of_experts(expert):
+    """Dispatch and combine, T h x active experts each, forward and backward; experts are reduced among replicas."""
+    step = predict(job(MIXTURE, Mesh(data=8, expert=expert), Framework(gradient_nbytes=2), microbatches=3))
+    share = (expert - 1) / expert
+    assert sent(step, "expert") == pytest.approx(3 * 5 * 4 * share * 2 * 128 * 64 * 2)
+    experts = 5 * 8 * 3 * 64 * 32
+    shared = parameters(MIXTURE) - experts
+    replicas = 8 // expert
+    assert sent(step, "data") == pytest.approx(2 * 2 * (shared * 7 / 8 + experts / expert * (replicas - 1) / replicas))
+
+
+def test_bytes_of_contexts_and_pipelines():
+    """Keys and values of all tokens, gathered, gathered again and reduced; an activation each way between stages."""
+    step = predict(job(LLAMA, Mesh(context=4), Framework(gradient_nbytes=2), microbatches=2))
+    assert sent(step, "context") == pytest.approx(2 * 6 * 3 * 3 / 4 * 2 * 128 * 2 * 4 * 8)
+    step = predict(job(LLAMA, Mesh(pipeline=3), microbatches=5))
+    assert sent(step, "pipeline") == pytest.approx(2 / 3 * 5 * 2 * 2 * 128 * 64)
+    divided = predict(job(GPT, Mesh(tensor=8, pipeline=2), replace(STORED, divides_sends=True), microbatches=5))
+    table = 2 * 64 * 128
+    assert sent(divided, "pipeline") == pytest.approx(1 / 2 * 5 * 2 * 2 * 128 * 64 / 8 + table)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_activations_of_a_layer(tensor):
+    """s b h (34 + 5 a s / h) / t, without sequence parallelism 10 of the 34 undivided, s b h 34 / t without scores,
+    and 2 s b h / t (arXiv 2205.05198, Table 2)."""
+    tokens, hidden, scores = 2 * 128, 64, 5 * 8 * 128 / 64
+    framework = replace(STORED, dropout=True)
+    parallel = tensor > 1
+    for sequence_parallel in {False, parallel}:
+        one = job(GPT, Mesh(tensor=tensor), framework, microbatch=2, sequence_parallel=sequence_parallel)
+        ends = 10 if not sequence_parallel else 10 / tensor
+        assert activations(one, False) == tokens * hidden * (ends + (24 + scores) / tensor)
+        core = replace(one, recompute="core")
+        assert activations(core, False) == tokens * hidden * (ends + 24 / tensor)
+        full = replace(one, recompute="full")
+        assert activations(full, False) == 2 * tokens * hidden / (tensor if sequence_parallel else 1)
+
+
+@pytest.mark.parametrize("data", [1, 4])
+def test_memory_of_states(data):
+    """16 bytes a parameter, of which each stage of ZeRO divides a part more (arXiv 1910.02054, Figure 1)."""
+    size = parameters(LLAMA)
+    for shard, states in (
+        ("none", (2, 2, 12)),
+        ("optimizer", (2, 2, 12 / data)),
+        ("gradients", (2, 2 / data, 12 / data)),
+        ("parameters", (2 / data, 2 / data, 12 / data)),
+    ):
+        memory = predict(job(LLAMA, Mesh(data=data), Framework(gradient_nbytes=2), shard=shard)).memory
+        layer = held(job(LLAMA, Mesh(pipeline=6)), 1).shared if shard == "parameters" else 0
+        found = (memory.parameters - 2 * 2 * layer, memory.gradients, memory.optimizer)
+        assert found == pytest.approx([times * size for times in states])
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_stages_of_a_pipeline_hold_whole_gradients(shard):
+    """They reduce once a step, and gather once a step, so only the optimizer's states stay divided."""
+    memory = [
+        predict(job(LLAMA, Mesh(data=4, pipeline=2), shard=one, microbatches=2)).memory for one in (shard, "optimizer")
+    ]
+    assert memory[0] == memory[1]
+
+
+def test_collectives_by_hand():
+    """10^9 bytes; links of 10^11 bytes/s and cards of 10^10 at their peaks."""
+    machine = replace(IDEAL, latency_s=0.1, network_latency_s=0.2, hop_s=0.3)
+    inside, across = WorkerGroup(8, 1, 8), WorkerGroup(16, 4, 4)
+    assert collective("data", machine, WorkerGroup(1, 1, 1), 1e9).total_s == 0
+    assert collective("data", machine, inside, 1e9).total_s == pytest.approx(0.1 + 7 / 8 * 0.01)
+    assert collective("data", machine, inside, 1e9, halves=2).total_s == pytest.approx(0.1 + 14 / 8 * 0.01)
+    away = collective("data", machine, across, 1e9)
+    assert away.total_s == pytest.approx(0.2 + 0.9 + 15 / 16 * 0.025)  # four cards of a host together
+    assert away.sent == pytest.approx({("data", "host"): 15 / 16 * 0.75e9, ("data", "network"): 15 / 16 * 0.25e9})
+    exchange = all_to_all("expert", machine, across, 1e9)
+    assert exchange.total_s == pytest.approx(0.2 + 0.9 + 12 / 16 * 0.1)  # each its own card
+    assert exchange.sent == pytest.approx({("expert", "host"): 3 / 16 * 1e9, ("expert", "network"): 12 / 16 * 1e9})
+    assert send("pipeline", machine, 1e9, True).total_s == pytest.approx(0.2 + 0.3 + 0.1)
+    assert send("pipeline", machine, 1e9, False).total_s == pytest.approx(0.1 + 0.01)
+
+
+def random_job(draw):
+    model = draw.choice([GPT, LLAMA, MIXTURE])
+    tensor, pipeline = draw.choice([1, 2, 4]), draw.choice([1, 2])
+    data = draw.choice([1, 2, 4])
+    schedule = draw.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
+    order = draw.choice(list(itertools.permutations(("tensor", "context", "pipeline", "data"))))
+    hidden = tuple(kind for kind in ("tensor", "context", "expert", "pipeline", "data") if draw.random() < 0.5)
+    framework = Framework(
+        "x", draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.5, draw.choice([2, 4]), hidden,
+        draw.random() < 0.5, draw.random() < 0.5, 1, draw.choice([0, 1e-3]), draw.choice([0, 1e-3]),
+    )  # fmt: skip
+    expert = draw.choice([one for one in (1, 2, 4) if data % one == 0 and model.experts % one == 0])
+    machine = replace(IDEAL, latency_s=1e-5, network_latency_s=2e-5, gpus_per_host=draw.choice([1, 2, 8]))
+    return job(
+        model, Mesh(tensor, draw.choice([1, 2]), pipeline, data, expert, order), framework, machine,
+        microbatches=2 * pipeline, microbatch=draw.choice([1, 2]), schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1, recompute=draw.choice(["none", "core", "selective", "full"]),
+        shard=draw.choice(["none", "optimizer", "gradients", "parameters"]),
+        sequence_parallel=tensor > 1 and draw.random() < 0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_holds_for_every_job(seed):
+    one = random_job(random.Random(seed))
+    step = predict(one)
+    parts = [step.computing_s, step.bubble_s, *step.exposed_s.values()]
+    assert sum(parts) == pytest.approx(step.seconds, rel=1e-9)
+    assert min(parts) >= -1e-9 * step.seconds
+    # what is hidden makes no step longer, and sends as much
+    everything = ("tensor", "context", "expert", "pipeline", "data")
+    hidden = predict(replace(one, framework=replace(one.framework, hidden=everything)))
+    exposed = predict(replace(one, framework=replace(one.framework, hidden=())))
+    assert hidden.seconds <= step.seconds * (1 + 1e-9) <= exposed.seconds * (1 + 2e-9)
+    assert sum(hidden.sent.values()) == pytest.approx(sum(exposed.sent.values()))
+    # on one host nothing crosses the network, and each kind sends the same bytes
+    inside = predict(replace(one, machine=replace(one.machine, gpus_per_host=one.mesh.workers)))
+    assert not any(nbytes for (_, tier), nbytes in inside.sent.items() if tier == "network")
+    for kind in ("tensor", "context", "expert", "data"):
+        if not (one.framework.divides_sends and kind == "tensor"):
+            assert sent(inside, kind) == pytest.approx(sent(step, kind))
+    # a network without cost exposes nothing
+    free = replace(one.machine, latency_s=0, network_latency_s=0, hop_s=0, link_bytes_per_s=1e25, card_bytes_per_s=1e25)
+    exposed_s = predict(replace(one, machine=free)).exposed_s
+    assert sum(seconds for kind, seconds in exposed_s.items() if kind != "optimizer") < 1e-12
+
+
+def test_named_frameworks_and_machines():
+    assert framework_named("torchtitan") is FRAMEWORKS["torchtitan"]
+    assert machine_named("b200") is MACHINES["b200"]
+    with pytest.raises(InputError, match="did you mean 'megatron-core'"):
+        framework_named("megatron")
+    with pytest.raises(InputError, match="unknown machine 'h1000'"):
+        machine_named("h1000")
