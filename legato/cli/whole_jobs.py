@@ -16,8 +16,9 @@ from legato.cli.output import note, print_json, print_table
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Mesh, Schedule, Shard
+from legato.core.quantities import parse_bandwidth, parse_flops
 from legato.core.text import count, percent
-from legato.core.units import format_bytes, format_seconds, parse_bandwidth, parse_flops
+from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
