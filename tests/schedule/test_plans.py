@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.strategies import clusters, workloads
 
 from legato.core.cluster import Cluster, LinearCost
@@ -94,6 +95,18 @@ def test_p3_lets_the_urgent_overtake():
     assert len(schedule("p3", THREE, NETWORK).messages) == 5  # 4 MiB a slice
     with pytest.raises(InputError, match="slice_bytes: 0"):
         schedule("p3", THREE, NETWORK, slice_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["fifo", "single", "mg-wfbp", "merge-optimal", "dear", "p3", "bytescheduler"])
+@given(workload=workloads(max_tensors=8), cluster=clusters(max_collectives=1))
+def test_plans_do_not_depend_on_the_unit_of_time(name, workload, cluster):
+    """A thousandth of all times, to the last bit."""
+    ops = tuple(replace(op, duration_s=op.duration_s / 1024) for op in workload.ops)
+    (cost,) = cluster.collectives.values()
+    quick = replace(cluster, collectives={"c0": LinearCost(cost.alpha_s / 1024, cost.beta_s_per_byte / 1024)})
+    options = {"p3": {"slice_bytes": 4}, "bytescheduler": {"partition_bytes": 4, "credit_bytes": 4}}.get(name, {})
+    plan = schedule(name, workload, cluster, **options)
+    assert schedule(name, replace(workload, ops=ops), quick, **options).messages == plan.messages
 
 
 @given(workloads(max_tensors=8), clusters(max_collectives=1))

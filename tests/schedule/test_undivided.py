@@ -4,11 +4,12 @@ import pytest
 from msgspec.structs import replace
 from support.flows import job
 
-from legato.core.cluster import UNDIVIDED, Cluster
+from legato.core.cluster import UNDIVIDED, Cluster, LinearCost
 from legato.core.errors import PlanError
 from legato.core.files import identity
 from legato.schedule import SCHEDULERS, schedule
 from legato.schedule.compare import compare
+from legato.schedule.search.collectives import Collectives
 from legato.simulator.collective import simulate
 from legato.simulator.flow import Network, fabric
 from legato.simulator.flow.pricing import cluster_for
@@ -36,6 +37,13 @@ def test_halves_take_another_collective_where_there_is_one():
         assert {(m.kind != "all_reduce", m.collective) for m in plan.messages} == {(True, "ring")}
         assert plan.cluster_id == identity(both)
     assert schedule("fifo", TWO, both).messages[0].collective == "tree"
+
+
+def test_halves_too_large_for_a_message_take_as_long_as_their_parts():
+    """On the ring, since the tree, which takes less time, has no halves."""
+    cluster = Cluster(8, {"tree": LinearCost(1.0, 0.5), "ring": LinearCost(1.0, 1.0)})
+    half_s = Collectives(cluster, ["tree", "ring"], 100).half_s
+    assert [half_s(nbytes) for nbytes in (50, 100, 250)] == [51 / 2, 101 / 2, (101 + 101 + 51) / 2]
 
 
 def test_a_scheduler_that_needs_halves_is_left_out():

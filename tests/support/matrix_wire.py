@@ -104,6 +104,19 @@ def lost(error_feedback, steps=50):
     return (missing[:400].max() / 2**-8).item(), (missing[400:].max() / 2**-8).item()
 
 
+def after_overflows(wire):
+    """How far averaged gradients of 1 are off with feedback, each after one that the format cannot hold."""
+    model, found = Constant(), []
+    plan = Plan("rounded", (Message((Slice("weight", 0, model.weight.nbytes),), wire=wire),))
+    wrapped, _ = attach(model, None, plan, error_feedback=True)
+    for value in (torch.inf, -torch.inf, torch.nan, *((1e6, -1e6) if wire == "fp16" else ())):
+        for x in (torch.full((1000,), value), torch.ones(1000)):
+            model.weight.grad = None
+            wrapped(x).backward()
+        found.append((model.weight.grad - 1).abs().max().item())
+    return found
+
+
 #: The largest error of rounding: of a number of ordinary size, relative to it, and of a tiny one.
 ROUNDING = {"bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25)}
 

@@ -348,6 +348,7 @@ def tracing():
         len(attachment(wrapped).plan.messages),
         sorted(kinds),
         [t.iteration_s for t in timelines],
+        min(s.end_s - s.start_s for t in timelines for s in t.spans),
     )
 
 

@@ -128,8 +128,9 @@ def test_a_plan_without_overlap_leaves_nothing_pending(two_ranks):
 
 
 def test_measured_timelines(two_ranks):
-    for count, messages, planned, kinds, seconds in two_ranks.run(runtime_cases.tracing):
+    for count, messages, planned, kinds, seconds, shortest in two_ranks.run(runtime_cases.tracing):
         assert count == 4 and all(s > 0 for s in seconds)
+        assert shortest > 0  # what ends as an iteration begins is not in it
         assert all(m >= planned for m in messages)
         assert kinds == ["backward", "forward", "message", "optimizer"]
 

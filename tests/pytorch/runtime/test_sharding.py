@@ -145,6 +145,7 @@ def test_few_gradients_have_memory_beside_the_messages_into_which_they_are_packe
         ("not cleared", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
         ("another plan", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
         ("a plan without shards", "step() has used its gradient up, and nothing can be added to it: call zero_grad()"),
+        ("a layer less without shards", "second.weight: step() has used its gradient up, and nothing can be added to"),
         ("added before the step", "step() of a sharded optimizer that got other parameters since the backward pass"),
         ("norm of order 0", "norm_type: 0 with a sharded plan (expected a positive number)"),
         ("two optimizers", "optimizer: SGD has a parameter of another optimizer, and is sharded (expected one"),

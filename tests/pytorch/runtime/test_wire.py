@@ -35,6 +35,12 @@ def test_error_feedback_loses_no_more_than_one_rounding(two_ranks):
 
 
 @pytest.mark.parametrize("wire", sorted(matrix_wire.ROUNDING))
+def test_error_feedback_does_not_make_up_for_overflows(two_ranks, wire):
+    for found in two_ranks.run(matrix_wire.after_overflows, wire):
+        assert not any(found)
+
+
+@pytest.mark.parametrize("wire", sorted(matrix_wire.ROUNDING))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_with_error_feedback_sums_lack_no_more_than_a_bound(two_ranks, three_ranks, four_ranks, ranks, wire):
     found = {2: two_ranks, 3: three_ranks, 4: four_ranks}[ranks].run(matrix_wire.missing, wire)

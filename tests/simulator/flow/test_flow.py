@@ -234,6 +234,13 @@ def test_jitter_comes_from_the_seed():
     assert one == again != other
 
 
+def test_a_seed_has_63_bits():
+    assert simulate_flow(chain(), None, "ring", Network(workers=2, bandwidth_bps=1e6, jitter=0.2, seed=2**63 - 1))
+    for seed in (-1, 2**63):
+        with pytest.raises(InputError, match=f"seed: {seed}"):
+            Network(workers=2, bandwidth_bps=1e6, seed=seed)
+
+
 def test_the_order_of_pulls_is_the_plans():
     """TicTac: parameters in the order in which the forward pass reads them, or the worst one."""
     job, net = chain(), Network(workers=1, bandwidth_bps=KILOBYTE_A_SECOND)
@@ -309,6 +316,16 @@ def test_the_timeline_has_the_results_metrics():
         assert timeline.utilization == pytest.approx(found.utilization)
         bare = simulate_flow(chain(), None, name, net, symmetry=False, keep_transfers=False)
         assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ring", "tree", "halving-doubling"])
+def test_sums_go_out_when_they_are_complete(name):
+    """In a timeline, too, where the two halves of a message are a span each."""
+    found = simulate_flow(chain(), None, name, Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND), iterations=1)
+    spans = [span for span in found.timeline([0]).spans if span.kind == "message"]
+    assert [span.name for span in spans] == [f"w{i // 2}" for i in reversed(range(12))]
+    for reduced, distributed in zip(spans[::2], spans[1::2], strict=True):
+        assert distributed.start_s == pytest.approx(reduced.end_s)
 
 
 def test_jitter_lets_no_worker_compute_for_more_than_its_time():

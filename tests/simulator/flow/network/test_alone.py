@@ -131,6 +131,17 @@ def test_a_million_workers_that_differ_are_too_many(name, monkeypatch):
         simulate_flow(job([BYTES] * 50), None, name, slow, keep_transfers=False)
 
 
+def test_every_worker_launches_every_message_also_where_workers_share_transfers(monkeypatch):
+    """Eight GPUs on a network card: switches that add up and multicast carry one transfer for all of them."""
+    net = network(MILLION, gpus_per_host=8, gpus_per_card=8)
+    one = Workload("one", (Op("f", "forward", 0.5), Op("b", "backward", 0.5, (0,))), (Tensor("w", 100, 1, (0,)),))
+    plan = Plan("many", tuple(Message((Slice("w", i, i + 1),)) for i in range(100)))
+    case = Case([one], plan, fabric("multicast+aggregation"), net, 1, alike=False)
+    assert case.services(MILLION) < 50_000_000
+    with nothing_is_done(monkeypatch), pytest.raises(TooLargeError, match="more than 100,000,000"):
+        case.topology(symmetry=False, keep_transfers=False)
+
+
 def test_a_result_says_for_whom_its_workers_stand():
     ring = simulate_flow(MANY, None, "ring", network(12), keep_transfers=False)
     assert ring.timeline().members == ((0, 12),)

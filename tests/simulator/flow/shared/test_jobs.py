@@ -352,6 +352,13 @@ def test_a_job_can_starve():
     assert found.slowdown == math.inf and len(found.timelines()) == 1
 
 
+def test_all_jobs_run_until_the_slowest_one_has_its_iterations():
+    """Also if it begins a period after the others."""
+    jobs = [on_off("slow", 10, 6), Job(name="quick", workload=on_off("b", 1, 1).workload, hosts=(2, 3))]
+    found = SharedNetwork(jobs, network(4), iterations=5).run(shift_s=[16.0, 0.0])
+    assert found.end_s >= 16 + 5 * 16 and all(job.slowdown == pytest.approx(1.0) for job in found.jobs)
+
+
 def test_intensity_is_computation_of_all_workers_over_communication():
     """Crux's measure: 3 s and 8 s of two workers, over 6 s and 2 s of a link."""
     shared = SharedNetwork([on_off("a", 3, 6), on_off("b", 8, 2)], QUICK)
