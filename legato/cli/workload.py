@@ -95,7 +95,7 @@ class Training:
     )
 
 
-def workload(
+def workload(  # noqa: PLR0913 (its options)
     typed: typer.Context,
     name: Annotated[
         str | None,
