@@ -105,6 +105,8 @@ def plan_fully_sharded(
     else:
         _print(f"{job.name} on {where}, parameters sharded", found)
         say(found.verdict)
+    if (how.code or output is not None) and not job.modules:
+        note("the modules have the names of the workload; capture your model to have its own")
     for path in (output, timeline, how.report):
         if path is not None:
             note(f"{chosen.name} -> {path}")

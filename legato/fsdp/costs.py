@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from legato.core.cluster import Cluster, LinearCost
+from legato.core.cluster import PARAMETER_SERVER, Cluster, LinearCost
 from legato.core.errors import InputError
 
 __all__ = ["Costs", "Hosts"]
@@ -54,6 +54,8 @@ class Costs(msgspec.Struct, frozen=True):
         divide the workers, or if nothing is left to be sharded.
         """
         workers = cluster.workers
+        if cluster.default_collective == PARAMETER_SERVER:
+            raise InputError(f"collective: {PARAMETER_SERVER} (expected one of workers: FSDP2 has no servers)")
         for name, count in (("replicas", replicas), ("gpus per host", hosts.gpus)):
             if count < 1 or workers % count:
                 raise InputError(f"{name}: {count} (expected a divisor of the {workers} workers)")

@@ -128,6 +128,7 @@ def test_the_command_prints_a_table_writes_the_answer_and_prints_its_code(tmp_pa
         (["--memory", "1GiB"], "--memory: with --shard none"),
         (["--shard", "parameters", "--memory", "1MiB"], "memory: 1 MiB"),
         (["--shard", "parameters", "--gpus-per-host", "5"], "gpus per host: 5"),
+        (["--shard", "parameters", "--servers", "2"], "FSDP2 has no servers"),
     ],
 )
 def test_options_that_do_not_fit_get_one_line(tmp_path, capsys, options, said):
