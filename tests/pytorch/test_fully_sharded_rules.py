@@ -21,7 +21,7 @@ def test_the_order_of_collectives_is_torchs_own(two_ranks):
 def test_the_memory_of_a_step_is_what_torch_allocates(two_ranks, mixed):
     exact = 0.01 if mixed else 0.005  # on a CPU, products in bf16 are slow, and take memory of their own
     for seed in range(WRAPPINGS // (12 if mixed else 4)):
-        for _ in range(3):  # the profiler loses events now and then
+        for _ in range(8):  # the profiler loses events now and then, often several times in a row
             found, said = two_ranks.run(wrapped.peaks, seed, mixed)[0]
             if found and abs(said / found - 1) <= exact:
                 break
