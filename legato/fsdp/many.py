@@ -76,14 +76,15 @@ class Chain:
         return [k for k, begins in enumerate(may) if begins]
 
     def wrapping(self, layout: Layout, name: str) -> Wrapping:
-        """The wrapping that a layout stands for."""
+        """The wrapping that a layout stands for. A group that the backward pass does not read is not kept for it."""
         states: dict[int, bool | int] = {RESHARD: True, KEEP: False, NODE: self.node or True}
         ends = [*layout.begins[1:], len(self.held)]
         groups = []
         for begin, end, state in zip(layout.begins, ends, layout.states, strict=True):
             members = [self.units[u] for u in self.held[begin:end]]
             in_backward = any(unit.read_in_backward for unit in members)
-            groups.append(Group(tuple(unit.path for unit in members), states[state], in_backward))
+            reshard = states[state] if in_backward else True
+            groups.append(Group(tuple(unit.path for unit in members), reshard, in_backward))
         return Wrapping(name, tuple(groups), layout.forward, layout.backward, layout.buffers)
 
 
