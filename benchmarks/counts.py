@@ -89,7 +89,7 @@ def counts() -> Iterator[tuple[str, int, int | None]]:
     for folder, count in high:
         yield f"  import floors of {folder}", count, MOST_FLOORS
     arguments = getattr(lower_bound, "ARGUMENTS", None) or get_args(lower_bound.Case)
-    yield "arguments for bounds", len(arguments), None
+    yield "arguments for bounds", len(arguments), 6
     yield "second implementations that check bounds", len(list((HOUSE / "legato").rglob("check_*.py"))), 0
 
 

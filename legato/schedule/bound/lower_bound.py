@@ -20,11 +20,11 @@ from legato.core.plan import Shard
 from legato.core.units import format_seconds
 from legato.core.workload import Workload
 from legato.schedule.basics.heads_tails import Order
-from legato.schedule.bound.arguments.compute import Computation, Processor
-from legato.schedule.bound.arguments.ends import BothEnds, OneEnd
+from legato.schedule.bound.arguments.compute import Computation
+from legato.schedule.bound.arguments.ends import Ends
 from legato.schedule.bound.arguments.equal_pairs import EqualPairs
 from legato.schedule.bound.arguments.nested import Nested
-from legato.schedule.bound.arguments.sharded import Step, Update
+from legato.schedule.bound.arguments.sharded import Sharded
 from legato.schedule.bound.arguments.two_sided import TwoSided
 from legato.schedule.bound.plan_kind import PlanKind, Sends, check_sends, wider_kinds
 from legato.schedule.bound.problem import ROUNDING, Argument, Problem, Proved, cheapest_line
@@ -36,7 +36,7 @@ __all__ = ["ARGUMENTS", "Bound", "Certificate", "cheapest_line", "lower_bound", 
 _FEW_TENSORS, _MOST_TENSORS = 64, 4096
 
 #: Certificates say which argument gives the bound, and for what.
-Certificate = Computation | Processor | OneEnd | BothEnds | Nested | TwoSided | Update | Step | EqualPairs
+Certificate = Computation | Ends | Nested | TwoSided | Sharded | EqualPairs
 
 #: All arguments, in the order in which they are tried: the next ones need only look for what proves more.
 ARGUMENTS: tuple[type[Argument], ...] = Certificate.__args__
@@ -110,7 +110,7 @@ def _best(problem: Problem, beat: float = 0.0) -> Bound:
     """The most that an argument proves; if that is not above `beat`, any of them."""
     found: list[Proved] = []
     for argument in ARGUMENTS:
-        found += argument.find(problem, found, max([beat, *(proved.seconds for proved in found)]))
+        found += argument.find(problem, max([beat, *(proved.seconds for proved in found)]))
     seconds, certificate = max(found, key=lambda proved: proved.seconds)
     return Bound(seconds, cast("Certificate", certificate))
 

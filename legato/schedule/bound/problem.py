@@ -125,8 +125,8 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return str(self.__struct_config__.tag)
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterable[Proved]:
-        """Certificates, perhaps none, that prove more than `beat`, or nearly; `found` has those of other arguments."""
+    def find(cls, problem: Problem, beat: float) -> Iterable[Proved]:
+        """Certificates, perhaps none, that prove more than `beat`, or nearly."""
         raise NotImplementedError
 
     def proves(self, problem: Problem) -> float:

@@ -1,4 +1,4 @@
-"""The bounds of one set of tensors, seen from one end of the period or from both: "one end" and "both ends".
+"""The bounds of one set of tensors, seen from one end of the period or from both: "ends".
 
 Gradients are sent in the order of their release, partitioned anywhere, in messages that pay something first and then
 take their work. Backwards in time, tails are release times. docs/bounds.md has the proofs ("Release", "Tail", "Both").
@@ -19,7 +19,10 @@ from legato.schedule.basics.jackson import jackson
 from legato.schedule.bound.problem import Argument, Problem, Proved
 from legato.schedule.published.merge_optimal import earliest_finishes, merge_neighbours
 
-__all__ = ["BothEnds", "Capacity", "HalvesCapacity", "OneEnd", "counts", "finish"]
+__all__ = ["Capacity", "Ends", "HalvesCapacity", "counts", "finish"]
+
+#: From which end of the period time runs.
+End = Literal["release", "tail"]
 
 #: How many late deliveries of Jackson's schedule to examine.
 _TRIES = 6
@@ -40,61 +43,50 @@ def _inward(near: Sequence[float], tensors: Sequence[int], work: Sequence[float]
     return [near[tensors[k]] for k in inward], [work[k] for k in inward]
 
 
-class OneEnd(Argument, frozen=True, tag="one_end"):
-    """When these tensors can have been sent, and what follows; from the end of the period, the same backwards."""
+class Ends(Argument, frozen=True, tag="ends"):
+    """When these tensors can have been sent, and what follows; from the end of the period, the same backwards; or both.
 
-    end: Literal["release", "tail"]
+    For both, `at` is a moment in seconds: what can have been sent by then, and the time that the rest needs.
+    """
+
     tensors: tuple[int, ...]
+    at: End | float
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
-        """What promising sets prove."""
-        for end, tensors in dict.fromkeys(_promising_sets(problem)):  # in order, each once
-            yield cls(end, tensors).proved(problem)
+    def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
+        """What promising sets prove from one end; the best of these, and all tensors, at the best of some moments."""
+        certificates = [cls(tensors, end) for end, tensors in dict.fromkeys(_promising_sets(problem))]
+        found = [certificate.proves(problem) for certificate in certificates]
+        yield from map(Proved, found, certificates)
+        best = sorted(range(len(found)), key=found.__getitem__, reverse=True)
+        sets = [certificates[k].tensors for k in best if len(certificates[k].tensors) > 1]
+        for tensors in dict.fromkeys([tuple(range(len(problem.workload.tensors))), *sets[:_BOTH]]):
+            both = _Both.of(problem, tensors)
+            low = both.released.release[0]
+            high = max(both.released.finish[-1], low)
+            for _ in range(_REFINEMENTS):
+                moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
+                proved = [*map(both.proves, moments)]
+                k = proved.index(max(proved))
+                low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
+            yield Proved(proved[k], cls(tensors, moments[k]))
 
     def proves(self, problem: Problem) -> float:
-        """f(release times) and the least tail, or f(tails) and the least release time."""
+        """f(release times) and the least tail, f(tails) and the least release time, or the moment and what V needs."""
         problem.check_tensors(self.tensors)
+        if not isinstance(self.at, str):
+            if not (math.isfinite(self.at) and self.at >= 0):
+                raise InputError(f"certificate: at {self.at} (expected finite seconds, at least 0)")
+            return _Both.of(problem, self.tensors).proves(problem.whole(problem.number(self.at)))
         near, far = problem.release, problem.tail
-        if self.end == "tail":
+        if self.at == "tail":
             near, far = far, near
         first = problem.half if problem.sends == "halves" else 2 * problem.half
         sent = finish(near, self.tensors, [2 * part for part in problem.half_work(self.tensors)], first)
         return sent + 2 * problem.half - first + min(far[t] for t in self.tensors)
 
 
-class BothEnds(Argument, frozen=True, tag="both_ends"):
-    """What can have been sent by a moment, and the time that the rest needs from the end of the period on."""
-
-    tensors: tuple[int, ...]
-    moment_s: float
-
-    @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
-        """What the best sets of `OneEnd`, and all tensors, prove with the best of some moments."""
-        ordered = sorted(found, key=lambda one: one.seconds, reverse=True)
-        certificates = (one.certificate for one in ordered)
-        sets = [one.tensors for one in certificates if isinstance(one, OneEnd) and len(one.tensors) > 1]
-        for tensors in dict.fromkeys([tuple(range(len(problem.workload.tensors))), *sets[:_BOTH]]):
-            ends = _Ends.of(problem, tensors)
-            low = ends.released.release[0]
-            high = max(ends.released.finish[-1], low)
-            for _ in range(_REFINEMENTS):
-                moments = [low + (high - low) * k / _MOMENTS for k in range(_MOMENTS + 1)]
-                proved = [*map(ends.proves, moments)]
-                k = proved.index(max(proved))
-                low, high = moments[max(k - 1, 0)], moments[min(k + 1, _MOMENTS)]
-            yield Proved(proved[k], cls(tensors, moments[k]))
-
-    def proves(self, problem: Problem) -> float:
-        """The moment without a startup time, and the time that V needs for what U cannot carry by then."""
-        problem.check_tensors(self.tensors)
-        if not (math.isfinite(self.moment_s) and self.moment_s >= 0):
-            raise InputError(f"certificate: moment_s {self.moment_s} (expected finite seconds, at least 0)")
-        return _Ends.of(problem, self.tensors).proves(problem.whole(problem.number(self.moment_s)))
-
-
-class _Ends(NamedTuple):
+class _Both(NamedTuple):
     """U and V of some tensors, and the allowance for rounding errors."""
 
     released: Capacity
@@ -102,7 +94,7 @@ class _Ends(NamedTuple):
     rounding: float
 
     @classmethod
-    def of(cls, problem: Problem, tensors: Sequence[int]) -> _Ends:
+    def of(cls, problem: Problem, tensors: Sequence[int]) -> _Both:
         first = 2 * problem.half if problem.sends == "all_reduces" else problem.half
         work = [2 * part for part in problem.half_work(tensors)]
         released, needed = (_inward(near, tensors, work) for near in (problem.release, problem.tail))
@@ -178,7 +170,7 @@ def counts(most: int) -> Iterator[int]:
         count *= 2**0.5
 
 
-def _promising_sets(problem: Problem) -> Iterator[tuple[Literal["release", "tail"], tuple[int, ...]]]:
+def _promising_sets(problem: Problem) -> Iterator[tuple[End, tuple[int, ...]]]:
     """Pairs (end, S) worth trying: one family for expensive bytes, one for expensive startup times.
 
     The first family comes from the latest deliveries of Jackson's schedule. Take a

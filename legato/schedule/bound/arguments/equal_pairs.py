@@ -5,7 +5,7 @@ docs/bounds.md has the proof ("Equal pairs"), for plans whose optimizer is shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,9 +27,9 @@ class EqualPairs(OfSets, frozen=True, tag="equal_pairs"):
     precision = (1e-3, 1e-5)
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+    def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
         """Looks at the sets of sharded plans whose worker computes on one stream."""
-        return super().find(problem, found, beat) if problem.sharded and problem.compute == "one" else iter(())
+        return super().find(problem, beat) if problem.sharded and problem.compute == "one" else iter(())
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:

@@ -255,7 +255,7 @@ class OfSets(Argument, frozen=True, forbid_unknown_fields=True):
         return Chain(problem.release, problem.tail, work, problem.half, sends="pairs")
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+    def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
         """The longest times that are too short for sets by falling release times, and by falling tails."""
         chain = cls.chain(problem)
         for most in cls.most if problem.thorough else cls.quick:

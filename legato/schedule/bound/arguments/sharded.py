@@ -1,15 +1,15 @@
-"""What holds where workers update their shards only: "update" and "step". docs/bounds.md has the proofs."""
+"""What holds where workers update their shards only: "sharded". docs/bounds.md has the proofs ("Update", "Step")."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from legato.core.errors import InputError
 from legato.schedule.bound.arguments.ends import counts, finish
 from legato.schedule.bound.problem import Argument, Problem, Proved
 from legato.simulator.period import Period
 
-__all__ = ["Step", "Update", "first_gather"]
+__all__ = ["Sharded", "first_gather"]
 
 
 def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
@@ -20,53 +20,42 @@ def first_gather(problem: Problem, tensors: Iterable[int]) -> float:
     return backward + min(sum(ops[op].duration_s for op in updates[t]) for t in tensors)
 
 
-class Update(Argument, frozen=True, tag="update"):
-    """An optimizer op stands between all reduce-scatters and all all-gathers of the tensors that it reads."""
-
-    op: int
-
-    @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
-        """What each op proves, but for those that cannot prove more than `beat`."""
-        for op in problem.every.phase_ops("optimizer") if problem.sharded else ():
-            if not (tensors := Period.of(problem.every).reads[op]):
-                continue
-            alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
-            latest = sum(max(times[t] for t in tensors) for times in (problem.release, problem.tail))
-            if alone + latest > beat:  # all of them in one message take as long
-                yield cls(op).proved(problem)
-
-    def proves(self, problem: Problem) -> float:
-        """f(release times) + d + f(tails), with f for halves."""
-        if not problem.sharded:
-            raise InputError("certificate: case 'update' without a shard")
-        tensors = Period.of(problem.every).reads[self.op] if self.op in problem.every.phase_ops("optimizer") else []
-        if not tensors:
-            raise InputError(f"certificate: op {self.op} (expected an optimizer op that reads a tensor)")
-        work, ends = problem.half_work(tensors), (problem.release, problem.tail)
-        return problem.every.ops[self.op].duration_s + sum(finish(near, tensors, work, problem.half) for near in ends)
-
-
-class Step(Argument, frozen=True, tag="step"):
-    """Parameters are gathered after the backward pass, or after the step."""
+class Sharded(Argument, frozen=True, tag="sharded"):
+    """Tensors are scattered, and gathered after the backward pass or the step; or after `op`, which updates them."""
 
     tensors: tuple[int, ...]
+    op: int | None = None
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
-        """What sets of the tensors with the longest tails prove."""
-        if problem.sharded and problem.compute == "one":
+    def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
+        """What each optimizer op proves if it may be more than `beat`, and sets of the tensors with longest tails."""
+        if not problem.sharded:
+            return
+        for op in problem.every.phase_ops("optimizer"):
+            if tensors := tuple(Period.of(problem.every).reads[op]):
+                alone = 2 * (problem.half + sum(problem.half_work(tensors))) + problem.every.ops[op].duration_s
+                latest = sum(max(times[t] for t in tensors) for times in (problem.release, problem.tail))
+                if alone + latest > beat:  # all of them in one message take as long
+                    yield cls(tensors, op).proved(problem)
+        if problem.compute == "one":
             by_tail = sorted(range(len(problem.tail)), key=problem.tail.__getitem__, reverse=True)
             for count in counts(len(by_tail)):
                 yield cls(tuple(sorted(by_tail[:count]))).proved(problem)
 
     def proves(self, problem: Problem) -> float:
-        """b + d + f(tails), or max(b, f(release times)) + alpha/2 + beta/2 * B + min q, with f for halves."""
-        if not problem.sharded or problem.compute != "one":
-            raise InputError("certificate: case 'step' (expected a shard, and one stream)")
+        """f(release times) + d + f(tails) for an op; else b + d + f(tails), or max(b, f(release times)) + alpha/2 +
+        beta/2 * B + min q. All with f for halves.
+        """
+        if not problem.sharded or (self.op is None and problem.compute != "one"):
+            raise InputError("certificate: case 'sharded' (expected a shard, and one stream or an op)")
         problem.check_tensors(self.tensors)
         work, ends = problem.half_work(self.tensors), (problem.release, problem.tail)
         scattered, gathered = (finish(near, self.tensors, work, problem.half) for near in ends)
+        if self.op is not None:
+            updates = problem.every.phase_ops("optimizer")
+            if self.op not in updates or not set(self.tensors) <= set(Period.of(problem.every).reads[self.op]):
+                raise InputError(f"certificate: op {self.op} (expected an optimizer op that reads the tensors)")
+            return scattered + problem.every.ops[self.op].duration_s + gathered
         busy = max(problem.duration("backward"), scattered) + problem.half + sum(work)
         last = min(problem.tail[t] for t in self.tensors)
         return max(first_gather(problem, self.tensors) + gathered, busy + last)

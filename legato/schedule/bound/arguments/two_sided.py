@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
 from legato.core.errors import InputError
@@ -36,10 +36,10 @@ class TwoSided(OfSets, frozen=True, tag="two_sided"):
     precision = (1e-3, 5e-4)
 
     @classmethod
-    def find(cls, problem: Problem, found: Sequence[Proved], beat: float) -> Iterator[Proved]:
+    def find(cls, problem: Problem, beat: float) -> Iterator[Proved]:
         """For plans in pairs, where messages are dear; without numba, nothing."""
         dear = problem.sends == "pairs" and 2 * problem.half > _DEAR * beat
-        return super().find(problem, found, beat) if dear and _can_compile() else iter(())
+        return super().find(problem, beat) if dear and _can_compile() else iter(())
 
     @classmethod
     def relaxation(cls, problem: Problem, sets: NestedSets) -> Relaxation:
