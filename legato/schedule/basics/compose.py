@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
 import msgspec
@@ -30,6 +30,7 @@ __all__ = [
     "ready_order",
     "release_times",
     "resolve_collective",
+    "tails",
     "with_node_order",
 ]
 
@@ -39,11 +40,18 @@ def ready_order(workload: Workload) -> list[int]:
     return sorted(range(len(workload.tensors)), key=lambda t: workload.tensors[t].ready_after)
 
 
-def release_times(workload: Workload) -> list[float]:
-    """For each tensor, when its gradient is ready (seconds); ops run on one stream in the captured order."""
-    backward = workload.phase_ops("backward")
-    end = dict(zip(backward, accumulate(workload.ops[i].duration_s for i in backward), strict=True))
+def release_times(workload: Workload, order: Sequence[int] = ()) -> list[float]:
+    """For each tensor, when its gradient is ready (seconds); ops run on one stream in this order, or as captured."""
+    order = order or workload.phase_ops("backward")
+    end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
     return [end[tensor.ready_after] for tensor in workload.tensors]
+
+
+def tails(workload: Workload, order: Sequence[int]) -> list[float]:
+    """For each tensor, the computation from its first reader in this order to the end (seconds); 0 if none reads it."""
+    backwards = order[::-1]
+    rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
+    return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
 
 
 def priorities(workload: Workload) -> list[int]:

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from legato.core.workload import Workload
 from legato.simulator.period import Period
 
-__all__ = ["control_dependencies", "parts", "serialized_order", "update_order"]
+__all__ = ["parts", "serialized_order", "update_order"]
 
 
 def update_order(workload: Workload) -> list[int]:
@@ -146,29 +146,11 @@ def _whole_durations(workload: Workload) -> list[int]:
     return [numerator * (unit // denominator) for numerator, denominator in exact]
 
 
-def control_dependencies(workload: Workload, updates: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage 2: the dependencies (op, op that must wait for it) to add to the graph, without those it has already.
-
-    `updates` are the ops that produce gradients, each once and none before one
-    that it depends on, as `update_order` returns them.
-    """
-    waits = Period.of(workload).waits
-    executed: set[int] = set()
-    edges: list[tuple[int, int]] = []
-    for k, block in enumerate(_blocks(workload, updates)):
-        if k:
-            end = updates[k - 1]
-            free = [op for op in block if executed.issuperset(waits[op])]
-            edges += [(end, op) for op in free if end not in waits[op]]
-        executed.update(block)
-    return edges
-
-
 def serialized_order(workload: Workload, updates: Sequence[int]) -> tuple[int, ...]:
     """An order of all ops of a period in which the backward pass makes the updates in this order.
 
-    Of the orders that `control_dependencies` allows, this is the one closest to the
-    captured order. Optimizer and forward ops stand as in `Workload.iteration_order`.
+    Of the orders that the control dependencies of stage 2 allow, this is the one closest to
+    the captured order. Optimizer and forward ops stand as in `Workload.iteration_order`.
     """
     rest = workload.iteration_order()[len(workload.phase_ops("backward")) :]
     return (*(op for block in _blocks(workload, updates) for op in block), *rest)

@@ -53,7 +53,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import accumulate
 from operator import itemgetter, sub
 from typing import NamedTuple
 
@@ -63,7 +62,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Plan
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import compose, message_limit, message_of, resolve_collective
+from legato.schedule.basics.compose import compose, message_limit, message_of, release_times, resolve_collective, tails
 from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.simulator.pipelining import message_s
 
@@ -104,7 +103,7 @@ def caramel(  # noqa: PLR0913
         raise InputError(f"threshold: {limit} bytes (expected at least 0)")
     captured = workload.iteration_order()
     order = serialized_order(workload, update_order(workload)) if serialization else captured
-    ready = _release_times(workload, order)
+    ready = release_times(workload, order)
     tensors = _ready_order(workload, order)
     groups = [[t] for t in tensors]
     if batching:
@@ -124,19 +123,6 @@ def _ready_order(workload: Workload, order: tuple[int, ...]) -> list[int]:
     """The tensors in the order in which their gradients become ready; those of one op in the workload's order."""
     place = {op: k for k, op in enumerate(order)}
     return sorted(range(len(workload.tensors)), key=lambda t: place[workload.tensors[t].ready_after])
-
-
-def _release_times(workload: Workload, order: tuple[int, ...]) -> list[float]:
-    """For each tensor, when its gradient is ready if nothing waits."""
-    end = dict(zip(order, accumulate(workload.ops[i].duration_s for i in order), strict=True))
-    return [end[tensor.ready_after] for tensor in workload.tensors]
-
-
-def _tails(workload: Workload, order: tuple[int, ...]) -> list[float]:
-    """For each tensor, the computation from its first reader to the end if nothing waits; 0 if nothing reads it."""
-    backwards = order[::-1]
-    rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
-    return [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
 
 
 def threshold_bytes(cost: LinearCost) -> float:
@@ -217,7 +203,7 @@ def _scheduled(
     ready: list[float],
 ) -> list[Message]:
     """The messages in the order that the packing finds."""
-    after = _tails(workload, order)
+    after = tails(workload, order)
     backward = math.fsum(workload.ops[i].duration_s for i in workload.phase_ops("backward"))
     packing = pack(
         [max(ready[t] for t in group) for group in groups],

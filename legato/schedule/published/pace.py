@@ -57,8 +57,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +68,14 @@ from numpy.typing import NDArray
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Workload
-from legato.schedule.basics.compose import check_partitions, compose, message_limit, release_times, resolve_collective
+from legato.schedule.basics.compose import (
+    check_partitions,
+    compose,
+    message_limit,
+    release_times,
+    resolve_collective,
+    tails,
+)
 from legato.schedule.basics.heads_tails import HeadsTails, heads_tails
 from legato.schedule.basics.jackson import jackson
 from legato.schedule.basics.joined import Joined, divided
@@ -119,38 +128,32 @@ def _heads_tails(workload: Workload, compute: Compute) -> HeadsTails:
     """Release times and tails; on one stream, a tail includes the optimizer ops where the plan will have them."""
     if compute != "one":
         return heads_tails(workload, compute, "captured")
-    backwards = workload.iteration_order()[::-1]
-    rest = dict(zip(backwards, accumulate(workload.ops[i].duration_s for i in backwards), strict=True))
-    tails = [max((rest[r] for r in tensor.readers), default=0.0) for tensor in workload.tensors]
-    return HeadsTails(release_times(workload), tails, workload.compute_s)
+    return HeadsTails(release_times(workload), tails(workload, workload.iteration_order()), workload.compute_s)
 
 
-class Chain(NamedTuple):
+@dataclass(frozen=True)
+class Chain:
     """All-reduce operators in ready order: release time, size, and the computation after (PACE's z, S and L)."""
 
     release_s: list[float]
     nbytes: list[int]
     tail_s: list[float]
 
+    @cached_property
+    def _upto(self) -> list[int]:
+        return [*accumulate(self.nbytes, initial=0)]
+
+    @cached_property
+    def _tails(self) -> NDArray[np.float64]:
+        return np.array(self.tail_s)
+
     def fused(self, ends: Sequence[int]) -> Chain:
         """The chain of groups with these ends: ready with the last tensor, as urgent as the most urgent one."""
-        return _Ranges(self).fused(ends)
-
-
-class _Ranges:
-    """Sums and maxima over neighbours of a chain."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.release_s, self.tail_s = chain.release_s, np.array(chain.tail_s)
-        self.upto = list(accumulate(chain.nbytes, initial=0))
-
-    def fused(self, ends: Sequence[int]) -> Chain:
-        """See `Chain.fused`."""
         begins = [0, *ends[:-1]]
         return Chain(
             [self.release_s[end - 1] for end in ends],
-            [self.upto[b] - self.upto[a] for a, b in zip(begins, ends, strict=True)],
-            np.maximum.reduceat(self.tail_s, begins).tolist(),
+            [self._upto[b] - self._upto[a] for a, b in zip(begins, ends, strict=True)],
+            np.maximum.reduceat(self._tails, begins).tolist(),
         )
 
 
@@ -166,7 +169,7 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
     `compute_s` is the time of an iteration when communication is free. Of equal
     iteration times, the one with the fewest groups is taken.
     """
-    best_s, best, ranges = math.inf, [len(chain.nbytes)], _Ranges(chain)
+    best_s, best = math.inf, [len(chain.nbytes)]
     unavoidable = chain.release_s[0] + cost.beta_s_per_byte * sum(chain.nbytes) + min(chain.tail_s)
     untried = 1
     for groups, ends in enumerate(balanced(chain.nbytes), start=1):
@@ -177,7 +180,7 @@ def fuse(chain: Chain, cost: LinearCost, compute_s: float) -> list[int]:
         if groups < untried and groups < len(chain.nbytes):
             continue
         untried = groups + max(1, groups // _DENSE)
-        seconds = max(compute_s, preemptive(ranges.fused(ends), cost)[0])
+        seconds = max(compute_s, preemptive(chain.fused(ends), cost)[0])
         if seconds < best_s:
             best_s, best = seconds, ends
     return best

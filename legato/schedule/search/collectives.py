@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Kind, Message
@@ -23,28 +23,13 @@ class CheapestCollective(NamedTuple):
 
     choices: tuple[tuple[str, int], ...]
     costs: tuple[LinearCost, ...]
-    most: float = np.inf
-
-    def cost(self, nbytes: Any) -> Any:
-        """Seconds of messages by their bytes (a number or an array), each with the cheapest choice.
-
-        A message of too many bytes is sent as several, and all but the last are full.
-        """
-        if self.most < np.inf:
-            full, rest = np.divmod(nbytes, self.most)
-            return full * self._cost(self.most) + np.where(rest > 0, self._cost(rest), 0.0)
-        return self._cost(nbytes)
-
-    def _cost(self, nbytes: Any) -> Any:
-        best: Any = np.inf
-        for cost in self.costs:
-            seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
-            best = np.minimum(best, np.maximum(cost.floor_s, seconds) if cost.floor_s else seconds)
-        return best
+    most: float = math.inf
 
     def seconds(self, nbytes: int) -> float:
-        """The same of one message, which takes less time than with arrays."""
-        if self.most < np.inf:
+        """The seconds of a message with the cheapest choice; one of too many bytes is sent as several full ones and a
+        rest.
+        """
+        if self.most < math.inf:
             full, rest = divmod(nbytes, self.most)
             return full * self._least(self.most) + (self._least(rest) if rest > 0 else 0.0)
         return self._least(nbytes)
@@ -99,7 +84,7 @@ class Collectives:
         """The seconds of a half of a message: the mean of both."""
         lines = (self.halved or self).lines
         if nbytes > self.most:
-            return float(lines.cost(nbytes)) / 2
+            return lines.seconds(nbytes) / 2
         return message_s(self.cluster, *self.way(nbytes, "reduce_scatter"), nbytes) / 2
 
     def fit(self, messages: Iterable[Message]) -> Iterator[Message]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import msgspec
 
-from legato.core.cluster import Cluster
 from legato.core.files import identity
 from legato.core.plan import Message, Plan, Slice
 from legato.schedule.basics.compose import is_runnable
@@ -37,13 +36,13 @@ _SLACKS, _REGROUPED = (0.0, 0.01, 0.03), 0.1
 def plan_in_wire_format(problem: Problem, solve: Solve) -> Plan:
     """The best plan whose messages may be rounded, from plans for what exact and what rounded messages cost."""
     workload, cluster = problem.workload, problem.cluster
-    costs, exact = cluster.while_computing(), replace(problem, wire="none")
+    beside, exact = cluster.while_computing(), replace(problem, wire="none")
     plans = []
-    for changed in (_unchanged, Cluster.in_wire_format):
-        plans.append(solve(replace(exact, cluster=changed(cluster))))
+    for costs, slowed in ((cluster, beside), (cluster.in_wire_format(), beside.in_wire_format())):
+        plans.append(solve(replace(exact, cluster=costs)))
         if not problem.large:
             name = problem.collective or cluster.default_collective
-            found = published(replace(exact, cluster=changed(costs)), name)
+            found = published(replace(exact, cluster=slowed), name)
             plans += [plan for plan in found if is_runnable(plan, workload)]
 
     def fit(message: Message) -> Message:
@@ -105,7 +104,3 @@ def _by_format(messages: Iterable[Message], rounded: set[str]) -> Iterator[Messa
             yield msgspec.structs.replace(message, slices=tuple(light), wire="bf16")
         if exact:
             yield msgspec.structs.replace(message, slices=tuple(exact))
-
-
-def _unchanged(cluster: Cluster) -> Cluster:
-    return cluster

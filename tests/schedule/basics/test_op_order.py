@@ -10,7 +10,7 @@ from support.strategies import examples, workloads
 
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.workload import Op, Tensor, Workload
-from legato.schedule.basics.op_order import control_dependencies, serialized_order, update_order
+from legato.schedule.basics.op_order import serialized_order, update_order
 from legato.simulator.period import Period
 
 # Backward: after op 2, two branches: 3 (3 s), 5 (1 s) and 4 (2 s), 6 (1 s); 7 joins them; nothing needs 8.
@@ -31,6 +31,22 @@ FORK = Workload(
     ),
     (Tensor("c", 4, 5), Tensor("d", 4, 6), Tensor("a", 8, 7, (0, 9)), Tensor("b", 2, 7, (1,))),
 )
+
+
+def ancestors(waits, op):
+    return {op}.union(*(ancestors(waits, dep) for dep in waits[op]))
+
+
+def control_dependencies(workload, updates):
+    """Stage 2 of the paper: from the end set of each update to the free set of the next, if not in the graph."""
+    waits, executed, edges = Period.of(workload).waits, set(), []
+    for k, update in enumerate([*updates, None]):
+        needs = workload.phase_ops("backward") if update is None else ancestors(waits, update)
+        block = sorted(set(needs) - executed)
+        free = [op for op in block if executed.issuperset(waits[op])]
+        edges += [(updates[k - 1], op) for op in free if k and updates[k - 1] not in waits[op]]
+        executed.update(block)
+    return edges
 
 
 def test_the_stages_by_hand():
@@ -54,10 +70,6 @@ def test_the_time_left_is_exact():
     ops = [Op(f"b{i}", "backward", 0.1) for i in range(10)]
     ops += [Op("many", "backward", 0.0, tuple(range(10))), Op("one", "backward", 1.0)]
     assert update_order(Workload("sum", tuple(ops), (Tensor("x", 1, 10), Tensor("y", 1, 11)))) == [11, 10]
-
-
-def ancestors(waits, op):
-    return {op}.union(*(ancestors(waits, dep) for dep in waits[op]))
 
 
 @examples(150)

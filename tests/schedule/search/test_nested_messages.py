@@ -41,7 +41,7 @@ def test_they_attain_the_bound_of_a_chain(seed):
     alpha = workload.compute_s * 10 ** draw.uniform(-3, -0.3)
     line = LinearCost(alpha, workload.compute_s * 10 ** draw.uniform(-1, 0.3) / workload.nbytes)
     problem = Problem(workload, Cluster(2, {"0": line}), "one", PlanKind("captured", "all_reduces"))
-    bound = max(Nested.find(problem, [], 1e-6))
+    bound = max(Nested.find(problem, 1e-6))
     found = nested_messages(instance_of(workload, [line]))
     assert bound.seconds <= found.seconds * (1 + 1e-9)
     assert found.seconds <= bound.seconds * (1 + 1e-3)
