@@ -399,6 +399,18 @@ def test_computation_alone_is_a_bound():
     assert lower_bound(DIAMOND, Cluster(1, {"c": LinearCost(0.0, 0.0)})) == Bound(22.5, Computation())
 
 
+def test_messages_take_time_of_the_processor():
+    """8 s of computation, 1 s to pack 8 bytes, 0.5 + 0.5 s of work for the message, which travels for 3 s. On unlimited
+    streams, the backward pass takes 7 s, and nothing else counts."""
+    ops = (Op("f", "forward", 1.0), Op("b", "backward", 2.0, (0,)), Op("c", "backward", 5.0, (1,)))
+    workload = Workload("w", ops, (Tensor("t", 8, 1),))
+    contention = Contention(LinearCost(0.0, 0.0), LinearCost(0.5, 0.0625), 0.125)
+    cluster = Cluster(2, {"c": LinearCost(1.0, 0.25)}, contention=contention)
+    bound = lower_bound(workload, cluster)
+    assert bound == Bound(10.0, Computation()) and verify_bound(bound, workload, cluster) == 10
+    assert lower_bound(workload, cluster, compute="unlimited") == Bound(7.0, Computation())
+
+
 def test_startup_times_that_cannot_be_shared_count():
     """Gradients far apart: one message waits for the last of them, two cost a second half of alpha at least."""
     ops = (Op("f", "forward", 1.0), Op("b0", "backward", 1.0), Op("b1", "backward", 10.0, (1,)))
