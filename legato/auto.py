@@ -1,18 +1,8 @@
 """`legato.distribute`: trains by a given plan, or makes the plan from the first steps of training.
 
-[Note: auto] With `plan="auto"` two steps warm up, which are DDP's. The next ones run
-under torch's default buckets, without forward overlap: steps in which only the
-phases are timed alternate with steps that are recorded op by op. No step is lost
-or run twice. After the last one all ranks calibrate together, on the CPU also beside
-products with the model's weights (docs/contention.md), and rank 0 plans from
-its recorded steps and the measured costs, in a process of its own. Then DDP's own passes
-and the best plans by prediction take turns for some steps each, and the one that is measured
-fastest stays (`legato.pytorch.runtime.attached.tournament`). If rank 0 could not record
-(for instance, because no two steps agree), all ranks stay with DDP's passes, and rank 0 says why.
-
-[Note: replan] The runtime compares the pace of training with that of the first
-steps under the plan (`legato.pytorch.runtime.attached.drift`). With `replan="auto"` a
-lasting change makes all ranks start again as above, before the same step.
+docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run
+twice. If rank 0 could not record (for instance, because no two steps agree), all ranks stay with DDP's
+passes, and rank 0 says why.
 """
 
 from __future__ import annotations

@@ -1,29 +1,17 @@
 """The channel: carries messages out one after another, in the order in which they are launched.
 
-[Note: one at a time] The order of a plan is effective only if each message has
-the network to itself. gloo runs two collectives at once by default, so a less
-urgent message would slow down the one before it. Messages therefore go through
-a separate gloo backend with one thread, which starts the next message as soon as
-the previous one has ended, without Python in between. Other backends (NCCL)
-keep the order anyway.
+docs/runtime.md ("The same order on every rank") says why one at a time. Over gloo, messages go through
+a separate backend with one thread; other backends (NCCL) keep the order anyway.
 
-[Note: steps] A collective that is made of sends and receives needs a thread that
-starts its next step when bytes arrive. This is one Python thread, started by the
-first such message; it carries messages out in the order of their launch. While
-it has work, every message goes to it, including the backend's own all-reduces,
-and before its first message it waits for what the backend still has to do. So
-there is one order for all messages, and a plan with only the backend's own
-all-reduces never starts the thread. The thread ends with the channel. A process
-that ends waits for it, unless a message has failed: a send to a rank that is
-gone can take the whole timeout to fail.
+[Note: steps] A collective that is made of sends and receives (docs/collectives.md) needs a thread that
+starts its next step when bytes arrive. While it has work, every message goes to it, including the
+backend's own all-reduces, and before its first message it waits for what the backend still has to do.
+The thread ends with the channel. A process that ends waits for it, unless a message has failed: a send
+to a rank that is gone can take the whole timeout to fail.
 
 [Note: residuals] Error feedback has to know what the additions of a collective round
 off. gloo's own all-reduce does not tell, and so a ring of sends and receives takes its
 place. Other backends do not tell either, and there the roundings of the sum are lost.
-
-[Note: halves] gloo's own reduce-scatter is an all-reduce that discards most of
-its result. A reduce_scatter or all_gather over gloo is therefore made of sends
-and receives, by default those of a ring.
 """
 
 from __future__ import annotations

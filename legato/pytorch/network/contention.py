@@ -1,15 +1,9 @@
-"""Measures how messages and computation slow each other down on the machine of each rank.
+"""Measures how messages and computation slow each other down on the machine of each rank (docs/contention.md).
 
-[Note: beside] A number of messages of one size is launched at once. While they go
-out one after another, the worker computes. The same computation is also timed alone,
-by the clock and by the processor time of the process. How many messages have
-arrived by the end of the computation tells how much each was delayed; messages
-alone have been measured by `calibrate`. The processor time that a message costs is
-what the process needs above that of computation alone, which other work on the
-machine hardly changes. How much of it was lost to computation, and not spent by a
-processor that had nothing else to do, is one number for all sizes: the median of
-(seconds longer / processor seconds for messages). Small messages show the costs
-per message, large ones those per byte.
+A number of messages of one size is launched at once. While they go out one after another, the worker
+computes. How many have arrived by the end of the computation tells how much each was delayed. How much
+of the messages' processor time was lost to computation is one number for all sizes: the median of
+(seconds longer / processor seconds for messages).
 """
 
 from __future__ import annotations

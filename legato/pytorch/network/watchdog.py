@@ -1,17 +1,8 @@
 """The watchdog: when a message fails, it finds out which ranks are missing and what the others are doing.
 
-[Note: status exchange] A rank whose message fails knows only that it failed. So
-each rank has a thread that polls the job's store. A rank that fails reports it
-there, and the thread of every rank that is alive answers with what its rank is
-doing, including the current line of its main thread. A rank that does not answer
-was killed, is stopped, or is cut off. A rank that ends with an exception reports
-it as it exits, and a waiting rank sees the report within two seconds instead of
-after the process group's timeout. Only the thread accesses the store: if the
-store hangs too (rank 0 hosts it, unless torchrun does), the rank still ends in
-time.
-
-The flight recorder keeps the last events of a rank in memory, and writes them to
-a file when something fails.
+docs/runtime.md ("When something fails") says what a user sees. Each rank has a thread that polls the
+job's store, reports there, and answers. Only the thread accesses the store: if the store hangs too
+(rank 0 hosts it, unless torchrun does), the rank still ends in time.
 """
 
 from __future__ import annotations

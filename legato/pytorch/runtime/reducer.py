@@ -1,13 +1,7 @@
 """The reducer: hears of gradients, and sends the buckets into which they are packed in one fixed order.
 
-[Note: issue order] Ranks that launch the same collectives in different orders
-add the wrong numbers or abort. Here the order cannot differ: the messages are a
-list, identical on all ranks (compared by hash before the first step); message k
-is launched when message k-1 has been launched and its own gradients have
-arrived; and at the end of every backward pass the gradients that did not arrive
-are declared absent, so every message of the list is sent in every backward pass,
-on every rank. What happens on one rank alone (which gradient is ready first,
-which forward op waits) changes the *time* of a message, never its place.
+The order cannot differ between ranks, whatever happens on one of them alone: docs/runtime.md
+("The same order on every rank") has the proof.
 """
 
 from __future__ import annotations

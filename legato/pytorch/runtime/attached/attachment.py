@@ -1,16 +1,4 @@
-"""legato on a `DistributedDataParallel`: each pass is DDP's or legato's.
-
-[Note: passes] The user's model stays a stock `DistributedDataParallel`. legato is
-attached to it by two forward hooks. Where a forward pass begins whose gradients DDP
-would send, and nothing of a pass before it is still to be sent, it is decided whose
-passes the next ones are:
-
-- *DDP's*: nothing is done; its reducer sends. So are the first passes, in which legato
-  looks at the model (`ddp_passes`), the turns of DDP in a tournament, and all passes
-  from the first one on that uses what only DDP does (`own_feature`, `ModuleFingerprint`).
-- *legato's*: DDP's forward pass is told to send nothing (`SilentForward`), and the
-  gradients go to a `Reducer`, which carries out the plan. DDP's own reducer is put
-  away, with its buckets, and comes back as soon as anything asks for it (`IdleReducer`).
+"""legato on a `DistributedDataParallel`: each pass is DDP's or legato's (docs/runtime.md, "Whose pass it is").
 
 Everything that the decision follows from is known to all ranks: the plan, what the
 program does with the model, and what the ranks tell each other after the first passes.

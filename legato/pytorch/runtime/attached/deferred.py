@@ -1,16 +1,9 @@
-"""Deferred steps: the user's own optimizer updates each parameter when it is read.
+"""Deferred steps: the user's own optimizer updates each parameter when it is read (docs/runtime.md).
 
-[Note: deferred steps] `optimizer.step()` records the hyper-parameters of its
-groups and returns. The optimizer's own `step` updates the parameters later, on
-a stand-in object that shares the state and holds only the parameters that are
-to be updated now (`legato.pytorch.runtime.waiting.gate` decides when). Only optimizers
-of `torch.optim` whose step treats each parameter separately are split in this
-way. LBFGS, an optimizer with hooks on its step, or a fused one driven by GradScaler
-steps all parameters at once, when all gradients have arrived: slower, but never wrong.
-An optimizer that is not torch's is left alone (`is_known`).
-
-Under a sharded plan, `step()` itself updates this rank's shards, and the parameters
-wait for the others' (`legato.pytorch.runtime.sharding.shards`).
+`optimizer.step()` records the hyper-parameters of its groups and returns. The optimizer's own
+`step` updates the parameters later, on a stand-in object that shares the state and holds only the
+parameters that are to be updated now. Where that could compute something else, the step updates
+all parameters at once, when all gradients have arrived.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Detects when training slows down or speeds up under a plan; all ranks measure and compare together.
 
-[Note: drift] A plan is made for certain times of the ops and of the network. Of
-every `SAMPLE` backward passes that send, the last two are traced, which gives
-two numbers for each rank: seconds of computation per pass, and seconds per pass
-in which messages were on the wire. After `WINDOW` passes all ranks exchange
-their medians, so all of them see the same numbers and draw the same conclusion.
-The first window is the reference. A message waits for the last rank that
-launches it, so it is on the wire longest on a rank that is early: the pace of
-the network itself is that of the rank that measured the least. A change counts
-if two windows in a row show it. It then becomes the reference, so that it is
+docs/runtime.md says when, and what counts. A message waits for the last rank that launches it, so it
+is on the wire longest on a rank that is early: the pace of the network itself is that of the rank
+that measured the least. A change that two windows in a row show becomes the reference, so that it is
 reported once.
 """
 

@@ -1,20 +1,8 @@
 """A tournament of plans: they take turns in training, and the one that is measured fastest stays.
 
-[Note: tournament] Predictions can be wrong, so the training itself decides. In
-each round every plan has one turn: an untimed step, since the first step after
-a switch is not typical, and then timed ones, each from the beginning of one
-step to that of the next, with everything that the user's loop does in between.
-A short turn before the first round tells how many steps make `TURN_S` seconds.
-Every second round runs backwards. A turn is worth its median, on the slowest
-rank. After each round all ranks exchange their medians, so all of them draw the
-same conclusions from the same numbers.
-
-Plans are compared round by round, so what slows the machine down for a while
-slows all of them. From round `FEWEST_ROUNDS` on, a plan is out if it was slower
-than the leader in every round. The tournament ends when one plan is left, when
-the simplest one was in no round clearly slower than the leader, or after
-`MOST_ROUNDS`. Then the simplest plan stays that is as fast as the leader, as
-far as the scatter of the rounds allows to tell.
+docs/runtime.md has the rules. All ranks exchange their medians after each round, so all of them
+draw the same conclusions from the same numbers. Plans are compared round by round, so what slows
+the machine down for a while slows all of them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Debug mode: checks of the runtime's guarantees during training (`LEGATO_DEBUG=1`, or `debug=` of `distribute`).
 
-[Note: checks] The k-th message that a rank launches must be the k-th message of
-every rank, in the same iteration. The proof is in docs/runtime.md; it assumes
-that all ranks run the same sending backward passes, which a script can violate
-(for instance by skipping a batch on one rank). With `order`, each rank writes
-the message that it is about to launch into the job's store and compares it with
-those of the other ranks before anything is sent: a message that differs is
-reported instead of sent. For this, all ranks must run the same number of
-forward passes in training. With `finite`, a gradient that is not finite is
-reported in the same way, with rank and parameter. With `reads`, an operator that
-reads a parameter before its update, and that no gate has seen, is reported by
-the rank itself (`legato.pytorch.runtime.waiting.readers`). `order` and `finite`
-cost some round trips to the store for every message, and keep the ranks in step.
+`order` checks what the proof in docs/runtime.md assumes: each rank compares the message that it is
+about to launch with those of the other ranks, through the job's store, so one that differs is
+reported instead of sent. For this, all ranks must run the same number of forward passes in training.
+`finite` reports a gradient that is not finite in the same way. With `reads`, the rank itself reports
+an operator that reads a parameter before its update, and that no gate has seen (`waiting.readers`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sharded optimizers: each rank updates only its own chunk of every message, and sends the new values (ZeRO).
 
-ZeRO (Rajbhandari et al., SC 2020), stages 1 and 2; the volume is that of an all-reduce,
-and both halves overlap with computation, as in DeAR (Zhang et al., ICDCS 2023).
+docs/sharding.md has the papers, and what users see.
 
 [Note: shards] A reduce_scatter leaves a rank with the averaged gradients of one chunk
 of the buffer: its *shards*, parts of parameters. `optimizer.step()` waits for the
@@ -15,18 +14,9 @@ out in the backward pass. The rest, in the plan's order, goes out when the step 
 optimizer is called, and optimizers have buckets of their own. Clipping sends all
 reduce_scatters first. If a step is not called, the all_gathers go out before the next
 backward pass, with the old values. So the order on all ranks is that of their calls.
-A rank says in its chunk whether it has updated it: if ranks differ (a GradScaler of one
-rank that has skipped a step), all of them raise an error.
 
-[Note: gradients] The average of a gradient is on no rank as a whole. To read it between
-backward and step is an error, which names what to use instead. After the step, `.grad`
-is a NaN without memory of its own, so that neither a reader nor another backward pass
-takes it for a gradient; `zero_grad()` clears it.
-
-[Note: memory] A gradient leaves the parameter when it is packed, unless the user holds it.
-If gradients are sharded too, the buffer of a message has memory from then until the
-averages have arrived, of which the rank keeps its shards, and from the step until the
-new values have been taken.
+[Note: gradients] After the step, `.grad` is a NaN without memory of its own, so that neither
+a reader nor another backward pass takes it for a gradient.
 """
 
 from __future__ import annotations

@@ -1,21 +1,11 @@
 """Finds the parameters and gradients that could be read past their gates: these may not wait.
 
-[Note: readers] After `optimizer.step()` an update may wait, and after
-`backward()` an average may, as long as the runtime would notice every read.
-Three things are checked; what fails one of them is up to date at once, as under
-DDP.
-
-- *Who holds it*, at every step: views, storages and arrays that share the
-  memory, and scripted modules that share the tensor, show in use counts.
-- *Who reads it in the forward pass*, in the first forward passes of training: a
-  parameter may wait only if the first operation on it was seen by its gate.
-  Readers below Python (C++ extensions, other tensor subclasses) call operators
-  that a dispatch mode sees and a gate does not, or no operator at all. If
-  anything is compiled there (a function, `torch.cond`), no parameter ever waits,
-  unless each pass is one compiled graph, from the first line to the last: then
-  its parameters wait for the graph, which brings them up to date.
-- *Who else runs*: until the next forward pass of the training begins, a call of
-  any `nn.Module` brings everything up to date first, and so does a fork.
+docs/runtime.md ("What may wait") has the ways to reach a parameter, and what notices each. In the
+first forward passes of training, a parameter may wait only if the first operation on it was seen by
+its gate: readers below Python call operators that a dispatch mode sees and a gate does not, or no
+operator at all. If anything is compiled there (a function, `torch.cond`), no parameter ever waits,
+unless each pass is one compiled graph, from the first line to the last: then its parameters wait for
+the graph, which brings them up to date.
 """
 
 from __future__ import annotations
