@@ -19,12 +19,15 @@ from legato.testbed.hosts import why_unavailable
 
 pytestmark = pytest.mark.processes
 
+#: Fast enough that the test computes for most of its time, and slow enough for a busy machine to keep up.
+BANDWIDTH, BITS_PER_SECOND = "2Gbit", 2e9
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     command = [str(Path(sys.executable).with_name("legato")), "demo", "--model", "gpt2-small", "--steps", "4"]
-    shaped = [] if why_unavailable() else ["--bandwidth", "1Gbit"]
+    shaped = [] if why_unavailable() else ["--bandwidth", BANDWIDTH]
     done = subprocess.run(
         [*command, *shaped, "-o", folder, "--json"],
         capture_output=True,
@@ -68,7 +71,8 @@ def test_the_links_are_no_faster_than_was_asked_for(job):
     """
     folder, _ = job
     cluster = legato.read(folder / "gpt2-small" / "cluster.json", legato.Cluster)
-    assert 0.8 * 8 / 1e9 < cluster.cost().beta_s_per_byte < 4 * 8 / 1e9
+    ideal = 8 / BITS_PER_SECOND
+    assert 0.8 * ideal < cluster.cost().beta_s_per_byte < 6 * ideal
 
 
 def test_what_was_captured(job):

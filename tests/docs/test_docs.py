@@ -156,8 +156,8 @@ def test_commands_run_and_print_what_is_shown(page, tmp_path, at_hand):
         if block.language == "sh" and block.runs:
             run(["bash", "-ec", block.text], tmp_path, first)
         elif block.language == "console" and block.runs:
-            first, *commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
-            assert commands and not first, f"{page.name}:{block.line}: the first line does not begin with '$ '"
+            before, *commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
+            assert commands and not before, f"{page.name}:{block.line}: the first line does not begin with '$ '"
             for command, shown in (text.split("\n", 1) for text in commands):
                 printed = run(["bash", "-ec", command], tmp_path, first)
                 if "measured" not in block.words:

@@ -1,4 +1,4 @@
-"""`legato` for the shells of tests, each command a fork of one process that has imported everything and simulated once.
+"""`legato` for the shells of tests, each command a fork of one process that has imported, planned and simulated before.
 
 `python -m support.at_hand FOLDER` serves the command that it writes into FOLDER, which belongs in front of `PATH`.
 """
@@ -52,7 +52,8 @@ def serve(folder):
     address, command, job = str(folder / "socket"), folder / "legato", str(folder / "job.json")
     link = ["--workers", "2", "--bandwidth", "1Gbit"]
     # What is compiled or loaded once is there for all.
-    for arguments in (["workload", "resnet-v1-50", "-o", job], ["simulate", job, *link], ["plan", job, *link]):
+    shared = ["simulate", job, job, "--share", "--fabric", "ring", "--scheduler", "single", *link]
+    for arguments in (["workload", "resnet-v1-50", "-o", job], ["simulate", job, *link], ["plan", job, *link], shared):
         try:
             main(arguments)
         except SystemExit as end:
