@@ -25,7 +25,7 @@ from typing import Any
 
 from legato.core import files
 from legato.core.workload import Workload
-from legato.simulator.flow import FABRICS, Job, Network, SharedNetwork, fabric, simulate_flow
+from legato.simulator.flow import FABRICS, Network, SharedJob, SharedNetwork, fabric, simulate_flow
 from legato.simulator.flow.engine.loop import run_services
 from legato.simulator.flow.iterations.run import compile_flow
 from legato.zoo import workload as model
@@ -63,7 +63,7 @@ def shared(jobs: int, workers: int) -> dict[str, Any]:
     """Jobs on the same hosts, alone and beside each other."""
     job, hosts = model(MODEL), tuple(range(workers))
     start = time.perf_counter()
-    sharing = SharedNetwork([Job(name=str(j), workload=job, hosts=hosts) for j in range(jobs)], network(workers))
+    sharing = SharedNetwork([SharedJob(name=str(j), workload=job, hosts=hosts) for j in range(jobs)], network(workers))
     sharing.run()
     return {"seconds": time.perf_counter() - start, "events": sharing.num_services}
 

@@ -22,7 +22,7 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Disturbance, Job, Network, Phases, SharedNetwork
+    from legato.simulator.flow import Disturbance, Network, Phases, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
 __all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole"]
@@ -164,8 +164,8 @@ def _jobs(
     what: Simulated,
     how: JobOptions,
     options: dict[str, Any],
-) -> list[Job]:
-    from legato.simulator.flow import Job, place
+) -> list[SharedJob]:
+    from legato.simulator.flow import SharedJob, place
     from legato.simulator.flow.fabrics import check_options, fitting
     from legato.simulator.flow.iterations.run import check_flow_plan
     from legato.sweep.cell import plan_for
@@ -187,7 +187,7 @@ def _jobs(
         plan = files.read(path, Plan) if (path := plans[j]) else None
         if plan is not None:
             check_flow_plan(plan)
-        job = Job(
+        job = SharedJob(
             name=name,
             workload=workload,
             hosts=hosts[j],
@@ -203,7 +203,7 @@ def _jobs(
     return jobs
 
 
-def _check_taken(jobs: Sequence[Job], network: Network) -> None:
+def _check_taken(jobs: Sequence[SharedJob], network: Network) -> None:
     """Raise `InputError` if a GPU is slower on which no job has a worker, or a card that no job uses.
 
     It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.

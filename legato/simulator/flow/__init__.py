@@ -18,7 +18,7 @@ from legato.simulator.flow.iterations.result import FlowResult
 from legato.simulator.flow.iterations.run import plain_plan, simulate_flow
 from legato.simulator.flow.network.disturbances import Disturbance
 from legato.simulator.flow.network.network import SHARING, Network
-from legato.simulator.flow.shared.jobs import Job, JobTimes, SharedNetwork, SharedTimes, simulate_jobs
+from legato.simulator.flow.shared.jobs import JobTimes, SharedJob, SharedNetwork, SharedTimes, simulate_jobs
 from legato.simulator.flow.shared.phases import Phases, best_shifts
 from legato.simulator.flow.shared.placement import PLACEMENTS, place
 
@@ -30,10 +30,10 @@ __all__ = [
     "Disturbance",
     "Fabric",
     "FlowResult",
-    "Job",
     "JobTimes",
     "Network",
     "Phases",
+    "SharedJob",
     "SharedNetwork",
     "SharedTimes",
     "best_shifts",

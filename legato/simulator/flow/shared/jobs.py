@@ -43,7 +43,7 @@ from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.switches import HostShape
 from legato.simulator.flow.shared.placement import Placed
 
-__all__ = ["ITERATIONS", "Job", "JobTimes", "SharedNetwork", "SharedTimes", "simulate_jobs"]
+__all__ = ["ITERATIONS", "JobTimes", "SharedJob", "SharedNetwork", "SharedTimes", "simulate_jobs"]
 
 #: Iterations of the job with the longest period, unless told otherwise.
 ITERATIONS = 30
@@ -61,7 +61,7 @@ Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SharedJob:
     """A training job on a network that jobs share.
 
     `hosts[w]` is the host of worker w: that of worker `hosts[w]` of the network, with its link and its speed; where
@@ -235,7 +235,7 @@ class SharedNetwork:
     million where transfers share links fairly), 64 jobs, or 20,000 iterations of a job.
     """
 
-    def __init__(self, jobs: Sequence[Job], network: Network, *, iterations: int = ITERATIONS) -> None:
+    def __init__(self, jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> None:
         if not 1 <= len(jobs) <= _MOST_JOBS:
             raise TooLargeError(f"{len(jobs)} jobs (expected 1 to {_MOST_JOBS})")
         if not _FEWEST_ITERATIONS <= iterations <= _MOST_ITERATIONS:
@@ -388,7 +388,7 @@ class SharedNetwork:
         run_graph(services, unrolled[0].topology, unrolled[0].profiles, computing, priority)
 
 
-def simulate_jobs(jobs: Sequence[Job], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:
+def simulate_jobs(jobs: Sequence[SharedJob], network: Network, *, iterations: int = ITERATIONS) -> SharedTimes:
     """Simulate jobs that share a network. Arguments and errors are those of `SharedNetwork`."""
     return SharedNetwork(jobs, network, iterations=iterations).run()
 

@@ -20,8 +20,8 @@ from legato.core.plan import Message, Plan, Slice
 from legato.simulator.flow import (
     FABRICS,
     Disturbance,
-    Job,
     Network,
+    SharedJob,
     SharedNetwork,
     fabric,
     place,
@@ -57,7 +57,9 @@ def test_a_job_alone_is_what_it_was(name, kind):
     """To the last bit, and for as many iterations; the workers' order is that of the hosts."""
     workers, options = ALONE[kind]
     net = network(workers, **hosts_of(2, name) | options)
-    found = simulate_jobs([Job(name="a", workload=MANY, hosts=tuple(range(workers)), fabric=name)], net, iterations=4)
+    found = simulate_jobs(
+        [SharedJob(name="a", workload=MANY, hosts=tuple(range(workers)), fabric=name)], net, iterations=4
+    )
     count = len(found.ends_s[0])
     wanted = simulate_flow(MANY, None, name, net, iterations=count, symmetry=False)
     assert (found.ends_s[0] == wanted.end_s).all()
@@ -74,8 +76,8 @@ def test_jobs_that_share_nothing_are_alone(name, sharing):
     hosts = [(4, 5, 0, 1), (2, 3)] if net.gpus_per_host > 1 else [(4, 1, 5, 3), (2, 0)]
     chosen = fitting(name, {"in_flight": None})
     jobs = [
-        Job(name="a", workload=MANY, hosts=hosts[0], fabric=chosen),
-        Job(name="b", workload=second, hosts=hosts[1], fabric=chosen),
+        SharedJob(name="a", workload=MANY, hosts=hosts[0], fabric=chosen),
+        SharedJob(name="b", workload=second, hosts=hosts[1], fabric=chosen),
     ]
     found = simulate_jobs(jobs, net, iterations=5)
     for one, ends, times in zip(jobs, found.ends_s, found.jobs, strict=True):
@@ -108,7 +110,7 @@ def test_a_disturbed_job_alone_is_what_it_was(name, sharing):
     """To the last bit, and for as many iterations."""
     net = network(4, racks=2, oversubscription=2.0, sharing=sharing, **hosts_of(2, name))
     broken = [*BROKEN, ("server", 0, 2.0, 1e-3)] if FABRICS[name].servers else BROKEN
-    jobs = [Job(name="a", workload=MANY, hosts=(0, 1, 2, 3), fabric=name)]
+    jobs = [SharedJob(name="a", workload=MANY, hosts=(0, 1, 2, 3), fabric=name)]
     found, quiet = simulate_jobs(jobs, disturbed(net, *broken), iterations=4), simulate_jobs(jobs, net, iterations=4)
     count = len(found.ends_s[0])
     wanted = simulate_flow(MANY, None, name, disturbed(net, *broken), iterations=count)
@@ -125,7 +127,7 @@ def test_what_is_slower_all_the_time_is_slower(sharing, priorities):
     where they are expected to take longer, but these are later."""
     net = network(4, racks=2, oversubscription=2.0, sharing=sharing)
     jobs = [
-        Job(name=name, workload=MANY, hosts=hosts, priority=priority)
+        SharedJob(name=name, workload=MANY, hosts=hosts, priority=priority)
         for name, hosts, priority in zip("ab", [(2, 1, 3), (1, 0, 3, 2)], priorities, strict=True)
     ]
     never = disturbed(net, ("link", 1, 1.0), ("compute", 0, 1.0, 1e-3, 2e-3))
@@ -164,7 +166,7 @@ def test_a_worker_that_is_slower_computes_longer():
 def test_servers_of_all_jobs_are_numbered_through():
     net = network(4)
     jobs = [
-        Job(name=name, workload=MANY, hosts=hosts, fabric="parameter-server")
+        SharedJob(name=name, workload=MANY, hosts=hosts, fabric="parameter-server")
         for name, hosts in zip("ab", [(0, 1), (2, 3)], strict=True)
     ]
     plain, found = (simulate_jobs(jobs, one, iterations=4) for one in (net, disturbed(net, ("server", 1, 3.0))))
@@ -177,7 +179,7 @@ def test_servers_of_all_jobs_are_numbered_through():
 
 def test_a_worker_has_the_speed_and_the_link_of_its_host():
     net = network(4, link_scale=(1.0, 4.0, 1.0, 2.0), compute_scale=(1.0, 1.0, 3.0, 1.0))
-    found = simulate_jobs([Job(name="a", workload=MANY, hosts=(2, 1))], net, iterations=4)
+    found = simulate_jobs([SharedJob(name="a", workload=MANY, hosts=(2, 1))], net, iterations=4)
     own = network(2, link_scale=(1.0, 4.0), compute_scale=(3.0, 1.0))
     wanted = simulate_flow(MANY, None, "ring", own, iterations=len(found.ends_s[0]))
     assert (found.ends_s[0] == wanted.end_s).all()
@@ -189,7 +191,7 @@ def on_off(name, compute, send, period=None, **options):
     A ring of two sends half of the bytes in either direction, twice, one after the other, without latency.
     """
     workload = job((round(send * SECOND),), forward=0.0, backward=compute)
-    return Job(name=name, workload=workload, hosts=(0, 1), **options)
+    return SharedJob(name=name, workload=workload, hosts=(0, 1), **options)
 
 
 @pytest.mark.parametrize("sharing", SHARING)
@@ -236,7 +238,9 @@ def test_jobs_with_one_transfer_on_a_link_take_what_they_need(shifts, compute, s
     everyone takes n N. On the second link they arrive N apart, and do not wait.
     """
     jobs = [
-        Job(name=str(j), workload=on_off("", compute, send).workload, hosts=(0, 1), fabric="tree", shift_s=float(shift))
+        SharedJob(
+            name=str(j), workload=on_off("", compute, send).workload, hosts=(0, 1), fabric="tree", shift_s=float(shift)
+        )
         for j, shift in enumerate(shifts)
     ]
     wanted = max(compute + 2 * send, len(jobs) * send)
@@ -470,7 +474,7 @@ def test_a_simulation_of_single_events_agrees(priorities, drawn, latency):
         backward = [(seconds + math.sqrt(2 + len(jobs))) * 1e-6 for seconds, _ in ops]
         workload = ring_job(backward, sizes, forward * 1e-6)
         options = {"shift_s": shift * 1e-6, "pace_s": pace * 1e-6, "priority": priority}
-        jobs.append(Job(name=str(len(jobs)), workload=workload, hosts=hosts, fabric=ANY_IN_FLIGHT, **options))
+        jobs.append(SharedJob(name=str(len(jobs)), workload=workload, hosts=hosts, fabric=ANY_IN_FLIGHT, **options))
         by_hand.append(RingJob(hosts, backward, sizes, forward * 1e-6, *options.values()))
     net = Network(workers=4, bandwidth_bps=8e6, latency_s=latency_s, send_s=0.0, link_scale=scale)
     found = simulate_jobs(jobs, net, iterations=4)
@@ -504,7 +508,7 @@ def test_a_job_can_starve():
 
 def test_all_jobs_run_until_the_slowest_one_has_its_iterations():
     """Also if it begins a period after the others."""
-    jobs = [on_off("slow", 10, 6), Job(name="quick", workload=on_off("b", 1, 1).workload, hosts=(2, 3))]
+    jobs = [on_off("slow", 10, 6), SharedJob(name="quick", workload=on_off("b", 1, 1).workload, hosts=(2, 3))]
     found = SharedNetwork(jobs, network(4), iterations=5).run(shift_s=[16.0, 0.0])
     assert found.end_s >= 16 + 5 * 16 and all(job.slowdown == pytest.approx(1.0) for job in found.jobs)
 
@@ -513,7 +517,7 @@ def test_intensity_is_computation_of_all_workers_over_communication():
     """Crux's measure: 3 s and 8 s of two workers, over 6 s and 2 s of a link."""
     shared = SharedNetwork([on_off("a", 3, 6), on_off("b", 8, 2)], QUICK)
     assert shared.intensity == pytest.approx([6 / 6, 16 / 2]) and shared.priority_by_intensity == [1, 2]
-    alone = Job(name="c", workload=job(), hosts=(0,))
+    alone = SharedJob(name="c", workload=job(), hosts=(0,))
     assert SharedNetwork([alone, *shared.jobs], QUICK).priority_by_intensity == [3, 1, 2]
     alike = [replace(shared.jobs[0], name=name, hosts=hosts) for name, hosts in (("a", (0, 1)), ("b", (3, 2)))]
     assert SharedNetwork(alike, network(4)).priority_by_intensity == [1, 1]
@@ -568,7 +572,7 @@ def test_jobs_meet_on_uplinks_only_where_their_racks_have_hosts_of_several():
     net = network(4, racks=2, oversubscription=4)
     slowdown = {}
     for how in ("packed", "spread"):
-        jobs = [Job(name=n, workload=job(), hosts=h) for n, h in zip("ab", place([2, 2], how, net), strict=True)]
+        jobs = [SharedJob(name=n, workload=job(), hosts=h) for n, h in zip("ab", place([2, 2], how, net), strict=True)]
         slowdown[how] = simulate_jobs(jobs, net).slowdown
         alone = simulate_jobs(jobs[:1], net).jobs[0].iteration_s
         assert alone == pytest.approx(simulate_jobs(jobs, net).jobs[0].alone_s)
@@ -584,7 +588,7 @@ def test_jobs_meet_where_ecmp_lets_them_collide():
     seen = set()
     for seed in range(12):
         net = Network(workers=4, bandwidth_bps=1e9, racks=2, spines=2, seed=seed, sharing="fair")
-        jobs = [Job(name=n, workload=job(), hosts=h, fabric="tree") for n, h in (("a", (0, 2)), ("b", (1, 3)))]
+        jobs = [SharedJob(name=n, workload=job(), hosts=h, fabric="tree") for n, h in (("a", (0, 2)), ("b", (1, 3)))]
         paths = [
             [hashed(seed + k, *ends) % 2 for ends in (pair, pair[::-1])] for k, pair in enumerate([(0, 2), (1, 3)])
         ]
@@ -602,13 +606,13 @@ def test_jobs_share_the_network_cards_of_a_host():
         net = Network(workers=8, bandwidth_bps=1e9, gpus_per_host=4, gpus_per_card=4 // cards, sharing="fair")
         assert place([4, 4], "packed", net) == [(0, 1, 2, 3), (4, 5, 6, 7)]
         hosts = [(0, 4), (2, 6)]
-        jobs = [Job(name=n, workload=job(), hosts=h, fabric="tree") for n, h in zip("ab", hosts, strict=True)]
+        jobs = [SharedJob(name=n, workload=job(), hosts=h, fabric="tree") for n, h in zip("ab", hosts, strict=True)]
         for times in simulate_jobs(jobs, net, iterations=6).jobs:
             assert times.alone_s == pytest.approx(COMPUTE + 2 * M)
             assert times.iteration_s == pytest.approx(COMPUTE + (4 if cards == 1 else 2) * M)
 
 
-A = Job(name="a", workload=job(), hosts=(0, 1))
+A = SharedJob(name="a", workload=job(), hosts=(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from support.flows import job
 
 from legato.core.errors import InputError, TooLargeError
-from legato.simulator.flow import Disturbance, Job, Network, SharedNetwork, best_shifts
+from legato.simulator.flow import Disturbance, Network, SharedJob, SharedNetwork, best_shifts
 from legato.simulator.flow.shared.phases import DRIFTS, GRID, _longest_row
 
 SECOND = 125_000_000  # bytes that a link of 1 Gbit/s carries in a second
@@ -16,7 +16,9 @@ FAIR = Network(workers=2, bandwidth_bps=1e9, sharing="fair")
 
 def on_off(name, compute, send, **options):
     """A job that computes for some seconds, and then keeps all links of two hosts busy for others (test_jobs.py)."""
-    return Job(name=name, workload=job((round(send * SECOND),), forward=0.0, backward=compute), hosts=(0, 1), **options)
+    return SharedJob(
+        name=name, workload=job((round(send * SECOND),), forward=0.0, backward=compute), hosts=(0, 1), **options
+    )
 
 
 def lost(period, first, second, d):
