@@ -1,0 +1,148 @@
+"""The measured steps of whole jobs beside what other predictors say of them.
+
+    git clone https://github.com/calculon-ai/calculon && git -C calculon checkout caa4b11
+    git clone https://github.com/MooreThreads/SimuMax && git -C SimuMax checkout 4dcaae5
+    pip install pandas sympy tqdm psutil matplotlib graphviz    # what they import
+    python benchmarks/peers.py --calculon calculon --simumax SimuMax
+
+Calculon predicts GPTs, so it is given the rows of arXiv 2104.04473 and 2205.05198, on its own description of an A100
+(`systems/a100_80g.json`), with the settings of its own validation; SimuMax its own rows, on its own machine with
+efficiencies measured for each shape. legato has fitted five constants on nine rows (`fit`), which medians leave out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from whole_jobs import Row, fitted, rows
+
+from legato.core.job import Job
+from legato.whole_jobs.step import predict
+
+#: Of SimuMax's files: the strategy of a layout (tensor, pipeline), and the model of a family and number of layers.
+STRATEGIES = {(1, 2): "tp1_pp2_dp4_mbs1", (2, 1): "tp2_pp1_dp4_mbs1", (4, 1): "tp4_pp1_dp2_mbs1"}
+EXPERT_STRATEGIES = {(1, 1): "ep8_pp1_dp8_mbs1", (1, 2): "ep4_pp2_dp4_mbs1"}
+MODELS = {"70b": "llama3-70b", "405b": "llama3-405b_padding_128", "v2": "deepseekv2"}
+
+
+def calculon_s(folder: Path, job: Job) -> float:
+    """Seconds of a step by Calculon. Its own errors end the comparison."""
+    from calculon.llm import Llm
+    from calculon.system import System
+
+    model, mesh = job.model, job.mesh
+    application = {
+        "hidden": model.hidden,
+        "feedforward": model.intermediate,
+        "seq_size": model.sequence,
+        "attn_heads": model.heads,
+        "attn_size": model.head_size,
+        "num_blocks": model.layers,
+    }
+    execution = {
+        "num_procs": mesh.workers,
+        "tensor_par": mesh.tensor,
+        "pipeline_par": mesh.pipeline,
+        "data_par": mesh.data,
+        "tensor_par_net": 0,
+        "pipeline_par_net": 1,
+        "data_par_net": 1,
+        "batch_size": job.microbatches * job.microbatch * mesh.data,
+        "microbatch_size": job.microbatch,
+        "datatype": "float16",
+        "fused_activation": False,
+        "attention_type": "multihead",
+        "activation_recompute": {"full": "full", "core": "attn_only"}[job.recompute],
+        "pipeline_interleaving": job.chunks,
+        "optimizer_sharding": False,
+        "tensor_par_comm_type": "rs_ag" if job.sequence_parallel else "ar",
+        "tensor_par_overlap": "none",
+        "seq_par_ag_redo": job.sequence_parallel,
+        "data_par_overlap": "data" in job.framework.hidden and mesh.data > 1,
+        "weight_offload": False,
+        "activations_offload": False,
+        "optimizer_offload": False,
+        "training": True,
+    }
+    system = System(json.loads((folder / "systems/a100_80g.json").read_text()))
+    prediction = Llm(Llm.Application(application), logging.getLogger("calculon"))
+    prediction.compile(system, Llm.Execution.from_json(execution))
+    prediction.run(system)
+    return float(prediction.get_stats_json(False)["total_time"])
+
+
+def simumax_s(folder: Path, job: Job) -> float:
+    """Seconds of a step by SimuMax, with the settings that its own rows were measured with."""
+    from simumax.core.config import ModelConfig, StrategyConfig, SystemConfig
+    from simumax.core.perf_llm import PerfLLM
+
+    mesh, experts = job.mesh, job.model.experts > 1
+    strategy = (EXPERT_STRATEGIES if experts else STRATEGIES)[mesh.tensor, mesh.pipeline]
+    files: dict[str, Any] = {
+        "strategy_config": StrategyConfig.init_from_config_file(str(folder / f"configs/strategy/{strategy}.json")),
+        "model_config": ModelConfig.init_from_config_file(
+            str(folder / f"configs/models/{MODELS[job.name.split()[0]]}.json")
+        ),
+        "system_config": SystemConfig.init_from_config_file(str(folder / "configs/system/b200_bf16_ceperm.json")),
+    }
+    files["strategy_config"].micro_batch_num = job.microbatches
+    files["strategy_config"].enable_recompute = False
+    files["strategy_config"].cross_entropy_loss_fusion = True
+    files["model_config"].layer_num = job.model.layers
+    files["model_config"].padded_vocab_size = True
+    files["model_config"].make_vocab_size_divisible_by = 128
+    if experts:
+        files["model_config"].moe_pad_expert_input_to_capacity = True
+        files["model_config"].capacity = 1
+    model = PerfLLM()
+    model.configure(**files)
+    model.run_estimate()
+    number, unit = model.analysis_cost().data["duration_time_per_iter"].split()
+    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
+
+
+def show(name: str, found: list[tuple[Row, float]]) -> None:
+    """Each row's errors, and the median and worst of those that legato did not fit."""
+    for row, theirs_s in found:
+        theirs, ours = (seconds / row.measured_s - 1 for seconds in (theirs_s, predict(row.job).seconds))
+        print(
+            f"{row.family:<18} {row.label:<40} measured {row.measured_s:8.3f} s  {name} {theirs:+7.1%}  "
+            f"legato {ours:+7.1%}{'  fit' if row.fit else ''}"
+        )
+    for family in dict.fromkeys(row.family for row, _ in found):
+        chosen = [(row, seconds) for row, seconds in found if row.family == family and not row.fit]
+        errors = {name: [abs(seconds / row.measured_s - 1) for row, seconds in chosen]}
+        errors["legato"] = [abs(row.error()) for row, _ in chosen]
+        text = "; ".join(f"{who} {statistics.median(own):.1%}, {max(own):.1%}" for who, own in errors.items())
+        print(f"{family}: {len(chosen)} rows that legato did not fit, median and worst error: {text}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calculon", type=Path, metavar="FOLDER")
+    parser.add_argument("--simumax", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    found, _ = fitted(rows())
+    for name, folder, ask, families in (
+        ("Calculon", options.calculon, calculon_s, ("2104.04473", "2205.05198")),
+        ("SimuMax", options.simumax, simumax_s, ("B200, dense", "B200, DeepSeek-V2")),
+    ):
+        if folder is None:
+            continue
+        sys.path.insert(0, str(folder.resolve()))
+        with contextlib.redirect_stdout(io.StringIO()):
+            theirs = [(row, ask(folder, row.job)) for row in found if row.family in families]
+        show(name, theirs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
