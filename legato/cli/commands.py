@@ -24,6 +24,7 @@ from legato.cli import (
     capture,
     demo,
     import_,
+    layouts,
     plan,
     rehearse,
     report,
@@ -78,6 +79,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "sweep": sweep.sweep,
     "verify": rehearse.verify,
     "workload": workload.workload,
+    "layouts": layouts.layouts,
 }
 for _name, _command in _COMMANDS.items():
     # Help is wrapped where the terminal ends, not where a line of the docstring does.

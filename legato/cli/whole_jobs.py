@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
     from legato.zoo import Shape
 
-__all__ = ["Layout", "job_of", "refuse_others", "simulate_job", "write_job"]
+__all__ = ["Layout", "job_of", "refuse_others", "simulate_job", "values", "write_job"]
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
@@ -141,20 +141,20 @@ def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, out
     from legato.whole_jobs.step import predict
 
     refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *shape.__dataclass_fields__})
-    values = typed.params
+    given = typed.params
     machine = {
-        "device": values["device"],
+        "device": given["device"],
         "flops_per_s": None
-        if values["device_flops"] is None
-        else quantity("device-flops", values["device_flops"], parse_flops),
-        "efficiency": values["efficiency"],
+        if given["device_flops"] is None
+        else quantity("device-flops", given["device_flops"], parse_flops),
+        "efficiency": given["efficiency"],
     }
-    job = layout.job(name, of_shape(shape), machine, recompute=values["recompute"])
+    job = layout.job(name, of_shape(shape), machine, recompute=given["recompute"])
     step = predict(job)
     if output is not None:
         files.write(output, job)
-    if values["json"]:
-        print_json({"job": None if output is None else str(output), **_values(step)})
+    if given["json"]:
+        print_json({"job": None if output is None else str(output), **values(step)})
         return
     note(_describe(job) + (f" -> {output}" if output else ""))
     _warn(step)
@@ -181,18 +181,18 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     from legato.whole_jobs.step import predict
 
     refuse_others(typed, _OF_SIMULATE | {"json"})
-    values = typed.params
-    if values["fidelity"] != "collective":
+    given = typed.params
+    if given["fidelity"] != "collective":
         raise InputError("--fidelity: flow (expected collective: whole jobs are not simulated link by link)")
     changes: dict[str, Any] = {}
     for option, field in (("bandwidth", "card_bytes_per_s"), ("local_bandwidth", "link_bytes_per_s")):
         if _is_given(typed, option):
-            changes[field] = quantity(option.replace("_", "-"), values[option], parse_bandwidth) / 8
+            changes[field] = quantity(option.replace("_", "-"), given[option], parse_bandwidth) / 8
     if _is_given(typed, "gpus_per_host"):
-        changes["gpus_per_host"] = values["gpus_per_host"]
+        changes["gpus_per_host"] = given["gpus_per_host"]
     step = predict(replace(job, machine=replace(job.machine, **changes)))
-    if values["json"]:
-        print_json(_values(step))
+    if given["json"]:
+        print_json(values(step))
         return
     _warn(step)
     table = Table("of the step", title=f"{_describe(job)}, collective fidelity", header_style="dim")
@@ -211,7 +211,8 @@ def _is_given(typed: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _values(step: Step) -> dict[str, Any]:
+def values(step: Step) -> dict[str, Any]:
+    """What `--json` prints of a step."""
     sent: dict[str, dict[str, float]] = {}
     for (kind, tier), nbytes in step.sent.items():
         sent.setdefault(kind, {})[tier] = nbytes

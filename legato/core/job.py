@@ -171,6 +171,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - `vocabulary_multiple`: the vocabulary's part of a worker is padded to a multiple of it.
     - `mixture_s`: seconds of host work and small kernels of a mixture of experts, a layer and micro-batch.
     - `host_s`: seconds that no GPU work hides, a layer and micro-batch.
+    - `schedules`, `recomputes`, `shards`: what it offers to a search for layouts.
     """
 
     name: str = "custom"
@@ -184,6 +185,9 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocabulary_multiple: Int64 = 1
     mixture_s: float = 0.0
     host_s: float = 0.0
+    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble")
+    recomputes: tuple[Recompute, ...] = ("none", "core", "selective", "full")
+    shards: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 
     def __post_init__(self) -> None:
         _within(self, ["vocabulary_multiple"])

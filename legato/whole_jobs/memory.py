@@ -9,7 +9,7 @@ from legato.whole_jobs.layer import tokens, width
 from legato.whole_jobs.parameters import Parameters, held, layer, vocabulary_part
 from legato.whole_jobs.schedules import Schedule
 
-__all__ = ["Memory", "activations", "memory", "owned"]
+__all__ = ["Memory", "activations", "memory", "owned", "static"]
 
 #: Adam with 32-bit parameters and two moments (arXiv 1910.02054, section 3.1); parameters have 2 bytes.
 _OPTIMIZER, _PARAMETER = 12, 2
@@ -40,7 +40,22 @@ def owned(job: Job, parameters: Parameters) -> float:
 
 def memory(job: Job, plan: Schedule, worker: int) -> Memory:
     """Of a worker of the pipeline, at the moment when it holds the most activations."""
-    stages = {action.stage for action in plan[worker]}
+    weights, gradients, optimizer = _states(job, {action.stage for action in plan[worker]})
+    return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
+
+
+def static(job: Job) -> float:
+    """Bytes that the fullest worker needs at least: its states, and its first chunk's activations in flight."""
+    workers = job.mesh.pipeline
+    in_flight = min(workers, job.microbatches) * _stage_activations(job, 0)
+    return max(
+        sum(_states(job, set(range(worker, len(job.split), workers)))) + (in_flight if worker == 0 else 0)
+        for worker in range(workers)
+    )
+
+
+def _states(job: Job, stages: set[int]) -> tuple[float, float, float]:
+    """Bytes of the parameters, the gradients and the optimizer's states of a worker that has these stages."""
     own = Parameters(0)
     for stage in stages:
         own = own.plus(held(job, stage))
@@ -54,7 +69,7 @@ def memory(job: Job, plan: Schedule, worker: int) -> Memory:
     divided = job.shard in ("gradients", "parameters") and each_pass
     gradients = job.framework.gradient_nbytes * (part if divided else whole)
     optimizer = _OPTIMIZER * (whole if job.shard == "none" else part)
-    return Memory(weights, gradients, optimizer, _most_activations(job, plan, worker))
+    return weights, gradients, optimizer
 
 
 def _kinds(job: Job) -> list[bool]:

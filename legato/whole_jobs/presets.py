@@ -16,10 +16,32 @@ __all__ = ["FRAMEWORKS", "MACHINES", "framework_named", "machine_named"]
 FRAMEWORKS = {
     one.name: one
     for one in (
-        Framework("megatron-core", hidden=("tensor", "pipeline", "data"), vocabulary_multiple=128, mixture_s=4.0e-3),
-        Framework("torchtitan", hidden=("pipeline", "data"), gathers_inputs=False),
         Framework(
-            "megatron-2021", flash=False, dropout=True, gradient_nbytes=2, divides_sends=True, vocabulary_multiple=128
+            "megatron-core",
+            hidden=("tensor", "pipeline", "data"),
+            vocabulary_multiple=128,
+            mixture_s=4.0e-3,
+            schedules=("1f1b", "interleaved"),
+            recomputes=("none", "core", "full"),
+            shards=("none", "optimizer"),
+        ),
+        Framework(
+            "torchtitan",
+            hidden=("pipeline", "data"),
+            gathers_inputs=False,
+            recomputes=("none", "selective", "full"),
+            shards=("parameters",),
+        ),
+        Framework(
+            "megatron-2021",
+            flash=False,
+            dropout=True,
+            gradient_nbytes=2,
+            divides_sends=True,
+            vocabulary_multiple=128,
+            schedules=("1f1b", "interleaved"),
+            recomputes=("none", "core", "full"),
+            shards=("none",),
         ),
     )
 }

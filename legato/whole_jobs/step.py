@@ -16,7 +16,7 @@ from legato.whole_jobs.parameters import layer as layer_parameters
 from legato.whole_jobs.pipeline import run
 from legato.whole_jobs.schedules import schedule
 
-__all__ = ["Step", "predict"]
+__all__ = ["Step", "floor_s", "predict"]
 
 #: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
 #: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale.
@@ -91,6 +91,27 @@ def predict(job: Job) -> Step:
         _sent(job, stages, sends, tails),
         max((memory(job, plan, worker) for worker in range(len(plan))), key=lambda one: one.total),
     )
+
+
+def floor_s(job: Job) -> float:
+    """Seconds that no step takes less than.
+
+    A worker's own work stands behind a forward pass through the stages before its first one, and, but for gradients
+    of weights that wait, before a backward pass through the same stages. Of all schedules here but GPipe this is nearly
+    the step: their bubbles are no longer.
+    """
+    stages, workers = _stages(job), job.mesh.pipeline
+    tails = [_tail(job, worker, stages).total_s for worker in range(workers)]
+    waits = job.schedule == "zero-bubble"
+    floor = before = behind = 0.0
+    for worker in range(workers):
+        own = stages[worker::workers]
+        work = before + _work(job, own).total_s
+        later = job.microbatches * sum(one.weights.total_s for one in own) if waits else 0.0
+        floor = max(floor, work + tails[worker], work - later + behind + tails[0])
+        before += stages[worker].forward.total_s
+        behind += stages[worker].backward.total_s + (0.0 if waits else stages[worker].weights.total_s)
+    return floor
 
 
 def _work(job: Job, stages: list[Passes]) -> Cost:

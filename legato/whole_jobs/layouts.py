@@ -1,0 +1,155 @@
+"""The fastest layouts of a model on a number of GPUs, of all that fit in memory, and machines that are better."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from legato.core.errors import InputError
+from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh
+from legato.whole_jobs.memory import static
+from legato.whole_jobs.step import Step, floor_s, predict
+
+__all__ = ["Layouts", "fastest", "jobs", "machines"]
+
+#: Passes of micro-batches through stages that a search predicts: about half a minute on one core.
+_MOST_PASSES = 2**21
+_MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The `best` layouts, the fastest first, of `number` that divide evenly.
+
+    If none fits in memory, `best` is empty and `nearest` misses by least. `complete` is false if the search reached
+    its limit on work before it had shown that no other layout is faster.
+    """
+
+    best: list[Step]
+    number: int
+    nearest: Step | None
+    complete: bool
+
+    def __post_init__(self) -> None:
+        assert self.best or self.nearest is not None
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def jobs(
+    name: str, model: LanguageModel, framework: Framework, machine: Machine, gpus: int, batch: int
+) -> Iterator[Job]:
+    """All layouts of a `batch` of sequences a step on so many GPUs that divide evenly.
+
+    Tensor parallelism stays inside a host, and implies sequence parallelism. The order of the dimensions is that of
+    `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
+    """
+    for tensor in _divisors(machine.gpus_per_host):
+        for context in (one for one in _divisors(gpus) if one & (one - 1) == 0):
+            for pipeline in _divisors(gpus // (tensor * context)) if gpus % (tensor * context) == 0 else ():
+                data = gpus // (tensor * context * pipeline)
+                if pipeline > model.layers or batch % data:
+                    continue
+                for expert in _divisors(data) if model.experts > 1 else (1,):
+                    if model.experts % expert:
+                        continue
+                    mesh = Mesh(tensor, context, pipeline, data, expert)
+                    yield from _of_mesh(name, model, mesh, framework, machine, batch // data)
+
+
+def _of_mesh(
+    name: str, model: LanguageModel, mesh: Mesh, framework: Framework, machine: Machine, sequences: int
+) -> Iterator[Job]:
+    """All ways to run a replica's `sequences` on this mesh."""
+    schedules = [
+        (schedule, chunks)
+        for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
+        for chunks in (_CHUNKS if schedule == "interleaved" else (1,))
+    ]
+    shards = framework.shards if mesh.data * mesh.context > 1 else ("none",)
+    kept = [one for one in framework.recomputes if one != "core" or not framework.flash]
+    for microbatch in (one for one in _MICROBATCHES if sequences % one == 0):
+        for schedule, chunks in schedules:
+            for shard in shards:
+                for recompute in kept:
+                    try:
+                        yield Job(
+                            name,
+                            model,
+                            mesh,
+                            framework,
+                            machine,
+                            sequences // microbatch,
+                            microbatch,
+                            schedule,
+                            chunks,
+                            recompute=recompute,
+                            shard=shard,
+                            sequence_parallel=mesh.tensor > 1,
+                        )
+                    except InputError:  # does not divide evenly
+                        continue
+
+
+def fastest(
+    name: str,
+    model: LanguageModel,
+    framework: Framework,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    memory_nbytes: float,
+    number: int = 10,
+) -> Layouts:
+    """The `number` fastest layouts that take at most `memory_nbytes` of a GPU.
+
+    They are tried in the order of `floor_s`, which no prediction is below, and the search ends where that is above
+    the slowest of the best. Raises `InputError` if no layout divides evenly.
+    """
+    candidates = list(jobs(name, model, framework, machine, gpus, batch))
+    if not candidates:
+        raise InputError(f"gpus: {gpus:,} for a batch of {batch:,} sequences (expected numbers that divide evenly)")
+    fitting = [job for job in candidates if static(job) <= memory_nbytes]
+    queue = [(floor_s(job), index) for index, job in enumerate(fitting)]
+    heapq.heapify(queue)
+    best: list[Step] = []
+    nearest: Step | None = None
+    passes, complete = 0, True
+    while queue:
+        floor, index = heapq.heappop(queue)
+        if len(best) == number and floor >= best[-1].seconds:
+            break
+        job = fitting[index]
+        passes += job.mesh.pipeline * job.chunks * job.microbatches
+        if passes > _MOST_PASSES and best:
+            complete = False
+            break
+        step = predict(job)
+        if step.memory.total <= memory_nbytes:
+            best = sorted([*best, step], key=lambda one: one.seconds)[:number]
+        elif nearest is None or step.memory.total < nearest.memory.total:
+            nearest = step
+    if not best and nearest is None:
+        nearest = predict(min(candidates, key=static))
+    return Layouts(best, len(candidates), None if best else nearest, complete)
+
+
+def machines(machine: Machine) -> dict[str, Machine]:
+    """Machines with one thing better, by what an operator calls it."""
+    latencies = ("latency_s", "network_latency_s", "hop_s")
+    return {
+        "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),
+        "network cards twice as fast": replace(machine, card_bytes_per_s=2 * machine.card_bytes_per_s),
+        "both twice as fast": replace(
+            machine, link_bytes_per_s=2 * machine.link_bytes_per_s, card_bytes_per_s=2 * machine.card_bytes_per_s
+        ),
+        "half the latency": replace(machine, **{field: getattr(machine, field) / 2 for field in latencies}),
+        "hosts of twice as many GPUs": replace(machine, gpus_per_host=2 * machine.gpus_per_host),
+        "GPU memory twice as fast": replace(machine, memory_bytes_per_s=2 * machine.memory_bytes_per_s),
+        "GPUs that compute twice as fast": replace(machine, flops_per_s=2 * machine.flops_per_s),
+    }

@@ -1,0 +1,25 @@
+"""The search for layouts, against predicting all of them."""
+
+import pytest
+
+from legato.core.job import LanguageModel
+from legato.whole_jobs.layouts import fastest, jobs
+from legato.whole_jobs.memory import static
+from legato.whole_jobs.presets import framework_named, machine_named
+from legato.whole_jobs.step import floor_s, predict
+
+MODEL = LanguageModel(8, 1024, 16, 8, 64, 4096, 32_000, 2048)
+
+
+@pytest.mark.parametrize("preset", ["megatron-core", "torchtitan", "megatron-2021"])
+def test_the_search_finds_what_all_predictions_find(preset):
+    framework, machine = framework_named(preset), machine_named("h100")
+    steps = [predict(job) for job in jobs("small", MODEL, framework, machine, 16, 32)]
+    for step in steps:
+        assert floor_s(step.job) <= step.seconds * (1 + 1e-12)
+        assert static(step.job) <= step.memory.total * (1 + 1e-12)
+    limit = sorted(step.memory.total for step in steps)[len(steps) // 2]
+    fitting = sorted(step.seconds for step in steps if step.memory.total <= limit)
+    found = fastest("small", MODEL, framework, machine, 16, 32, limit, 5)
+    assert found.complete and found.number == len(steps)
+    assert [step.seconds for step in found.best] == fitting[:5]
