@@ -41,7 +41,7 @@ def layouts(  # noqa: PLR0913 (its options)
     ] = "megatron-core",
     gpus_per_host: Annotated[int, typer.Option(help="GPUs of a host.")] = 8,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bandwidth of a GPU's network card.", show_default="the device's")
+        str | None, typer.Option(help="Bandwidth of each worker's link, such as 10Gbit.", show_default="the device's")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Memory that a GPU may use, such as 72GiB.", show_default="90% of the device's")
