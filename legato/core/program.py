@@ -1,0 +1,189 @@
+"""What each worker of a whole job does, in order: computation, and communication with other workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from legato.core.errors import InputError, TooLargeError
+
+__all__ = ["Action", "Communication", "Compute", "Lane", "Operation", "Program", "Start", "Wait"]
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+#: Actions of all lanes, and workers of all groups of all communications: a check takes seconds beyond them.
+_MOST_ACTIONS, _MOST_MEMBERS = 2**22, 2**26
+
+
+class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="compute"):
+    """Computation for this many seconds."""
+
+    seconds: float
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise InputError(f"seconds of {self.label!r}: {self.seconds} (expected a finite number, at least 0)")
+
+
+class Start(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="start"):
+    """The start of a communication, by its number in the program. The worker goes on at once."""
+
+    communication: int
+
+
+class Wait(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="wait"):
+    """Wait until a communication has ended, by its number in the program. One that blocks is a start and a wait."""
+
+    communication: int
+
+
+Action: TypeAlias = Compute | Start | Wait
+
+
+class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same communication in one or several groups of workers, each of them in the order of its ring.
+
+    `nbytes` are those of the result of an all-gather, of each worker's input of a reduce-scatter or all-reduce, of what
+    one worker holds before an all-to-all (its own part included), and of what a broadcast or a send carries. `kind` is
+    what it is for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the
+    first to the second one.
+    """
+
+    kind: str
+    operation: Operation
+    groups: tuple[tuple[int, ...], ...]
+    nbytes: float
+
+    def __post_init__(self) -> None:
+        where = f"{self.kind} {self.operation}"
+        if not (math.isfinite(self.nbytes) and self.nbytes >= 0):
+            raise InputError(f"nbytes of {where}: {self.nbytes} (expected a finite number, at least 0)")
+        sizes = {len(group) for group in self.groups}
+        if len(sizes) != 1 or min(sizes) < 2 or (self.operation == "send" and sizes != {2}):
+            least = "2 workers" if self.operation == "send" else "at least 2 workers, as many in each"
+            raise InputError(f"groups of {where}: {sorted(sizes)} workers (expected {least})")
+        members = [worker for group in self.groups for worker in group]
+        if len(set(members)) < len(members):
+            raise InputError(f"groups of {where}: a worker twice (expected each once)")
+
+
+class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers that do the same, and their actions in order."""
+
+    workers: tuple[int, ...]
+    actions: tuple[Action, ...]
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.program/1"):
+    """What the workers of a job do, whatever the network is: made of a `Job`, or of the traces of its ranks.
+
+    Workers that do the same share a lane. The lanes have each of the workers 0, 1, ... once.
+
+    All groups of a communication are alike: the workers at one place in their rings are in one lane. Every member
+    starts it once, but of a send only the sender; it begins when all of these have started it. Sends with the same
+    groups run in the order of their starts, and so do other communications, whose order is the same on all lanes.
+
+    Raises `InputError` on what contradicts this, and if lanes wait for each other in a circle; and `TooLargeError`
+    beyond four million actions.
+    """
+
+    name: str
+    lanes: tuple[Lane, ...]
+    communications: tuple[Communication, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(len(lane.actions) for lane in self.lanes) > _MOST_ACTIONS:
+            raise TooLargeError(f"actions of all lanes: more than {_MOST_ACTIONS:,}")
+        if sum(len(one.groups) * len(one.groups[0]) for one in self.communications) > _MOST_MEMBERS:
+            raise TooLargeError(f"workers of all groups: more than {_MOST_MEMBERS:,}")
+        workers = sorted(worker for lane in self.lanes for worker in lane.workers)
+        if not workers or workers != list(range(len(workers))):
+            raise InputError(f"lanes: {len(workers)} workers (expected 0, 1, ... each on one lane)")
+        if any(not lane.workers for lane in self.lanes):
+            raise InputError("lanes: one without workers (expected at least one)")
+        starters = self._starters()
+        self._check_starts(starters)
+        self._check_circles(starters)
+
+    def describe(self, number: int) -> str:
+        """A communication in words, for messages."""
+        one = self.communications[number]
+        return f"communication {number} ({one.kind} {one.operation})"
+
+    def _starters(self) -> list[set[int]]:
+        """The lanes that have to start each communication."""
+        lane_of = {worker: k for k, lane in enumerate(self.lanes) for worker in lane.workers}
+        result = []
+        for number, one in enumerate(self.communications):
+            if unknown := [worker for group in one.groups for worker in group if worker not in lane_of]:
+                raise InputError(f"{self.describe(number)}: worker {unknown[0]} (expected 0 to {len(lane_of) - 1})")
+            places = [{lane_of[worker] for worker in place} for place in zip(*one.groups, strict=True)]
+            if any(len(place) > 1 for place in places):
+                raise InputError(
+                    f"{self.describe(number)}: groups on several lanes at one place (expected groups alike)"
+                )
+            every = set().union(*places)
+            members = len(one.groups) * len(one.groups[0])
+            if sum(len(self.lanes[lane].workers) for lane in every) != members:
+                raise InputError(f"{self.describe(number)}: only some workers of a lane (expected all of them)")
+            result.append(places[0] if one.operation == "send" else every)
+        return result
+
+    def _check_starts(self, starters: list[set[int]]) -> None:
+        """Each communication is started once by all of its lanes, in one order where groups are the same."""
+        orders: dict[tuple[object, bool], dict[int, list[int]]] = {}
+        for k, lane in enumerate(self.lanes):
+            started: set[int] = set()
+            for number in self._numbers(lane):
+                if k not in starters[number]:
+                    raise InputError(f"{self.describe(number)}: started by lane {k}, which has no part in its start")
+                if number in started:
+                    raise InputError(f"{self.describe(number)}: started twice by lane {k}")
+                started.add(number)
+                one = self.communications[number]
+                orders.setdefault((one.groups, one.operation == "send"), {}).setdefault(k, []).append(number)
+            for number in range(len(starters)):
+                if k in starters[number] and number not in started:
+                    raise InputError(f"{self.describe(number)}: never started by lane {k} (expected once)")
+        for by_lane in orders.values():
+            first, *others = by_lane.values()
+            for other in others:
+                if first != other:
+                    number = next(a for a, b in zip(first, other, strict=True) if a != b)
+                    raise InputError(f"{self.describe(number)}: started in another order on another lane of its groups")
+
+    def _numbers(self, lane: Lane) -> Iterator[int]:
+        """The communications that a lane starts, in order; those that it waits for are checked, too."""
+        for action in lane.actions:
+            if isinstance(action, Compute):
+                continue
+            if not 0 <= action.communication < len(self.communications):
+                raise InputError(f"communication: {action.communication} (expected below {len(self.communications)})")
+            if isinstance(action, Start):
+                yield action.communication
+
+    def _check_circles(self, starters: list[set[int]]) -> None:
+        """A lane runs until it waits for what others have not started; the last one that starts it wakes it."""
+        missing, position = [len(one) for one in starters], [0] * len(self.lanes)
+        waiting: dict[int, list[int]] = {}
+        awake = list(range(len(self.lanes)))
+        while awake:
+            k = awake.pop()
+            actions = self.lanes[k].actions
+            while position[k] < len(actions):
+                action = actions[position[k]]
+                if isinstance(action, Wait) and missing[action.communication]:
+                    waiting.setdefault(action.communication, []).append(k)
+                    break
+                position[k] += 1
+                if isinstance(action, Start):
+                    missing[action.communication] -= 1
+                    if not missing[action.communication]:
+                        awake += waiting.pop(action.communication, [])
+        if waiting:
+            number, lanes = next(iter(waiting.items()))
+            raise InputError(f"lane {lanes[0]}: waits for {self.describe(number)} in a circle (expected none)")
