@@ -35,11 +35,13 @@ def layouts(  # noqa: PLR0913 (its options)
     *,
     gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step, of all replicas.")] = None,
-    device: Annotated[str, typer.Option(help="GPU: a100, h100, h100-500w or b200.")] = "h100",
+    device: Annotated[
+        str, typer.Option(help="GPU: a100, h100, h100-500w or b200; or a file that fit-machine wrote.")
+    ] = "h100",
     preset: Annotated[
         str, typer.Option(help="Framework: megatron-core, torchtitan or megatron-2021.")
     ] = "megatron-core",
-    gpus_per_host: Annotated[int, typer.Option(help="GPUs of a host.")] = 8,
+    gpus_per_host: Annotated[int | None, typer.Option(help="GPUs of a host.", show_default="the device's")] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help="Bandwidth of each worker's link, such as 10Gbit.", show_default="the device's")
     ] = None,
@@ -94,7 +96,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     batch: int | None,
     device: str,
     preset: str,
-    gpus_per_host: int,
+    gpus_per_host: int | None,
     bandwidth: str | None,
     memory: str | None,
     number: int,
@@ -106,7 +108,9 @@ def _search(  # noqa: PLR0913 (what was asked)
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value is None or value < 1:
             raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
-    machine = replace(machine_named(device), gpus_per_host=gpus_per_host)
+    machine = machine_named(device)
+    if gpus_per_host is not None:
+        machine = replace(machine, gpus_per_host=gpus_per_host)
     if bandwidth is not None:
         machine = replace(machine, card_bytes_per_s=quantity("bandwidth", bandwidth, parse_bandwidth) / 8)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes

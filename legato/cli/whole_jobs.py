@@ -244,13 +244,16 @@ def _describe(job: Job) -> str:
 
 def _warn(step: Step) -> None:
     """The memory, and what a prediction does not know."""
+    from legato.whole_jobs.presets import MACHINES
+
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
     note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
-    note(
-        f"efficiency {machine.efficiency:g} of {machine.name} (a default unless you fitted it: "
-        "another framework's steps may take 20 to 25% more or less)"
-    )
+    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
+        note(
+            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
+            "20 to 25% more or less; legato fit-machine fits it)"
+        )
     if step.layer_s < _SMALL_S:
         note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")

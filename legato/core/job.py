@@ -196,7 +196,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InputError(f"{field}: {getattr(self, field)} (expected seconds, 0 to 1,000,000)")
 
 
-class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
     """A GPU, its links and its host, by their data sheets; and the shares of these that are reached.
 
     `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.

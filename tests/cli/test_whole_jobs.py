@@ -113,3 +113,36 @@ def test_a_small_layer_is_said_to_be_bound_by_the_host(capsys):
     shape = ["--layers", 4, "--hidden", 512, "--heads", 8, "--vocab", 32_000, "--sequence", 512]
     status, _, err = run(capsys, "workload", "llm", *shape, "--data", 2)
     assert status == 0 and "the host may take longer, which is not modelled" in err
+
+
+def test_a_machine_is_fitted_and_used(job, capsys, tmp_path):
+    machine = tmp_path / "machine.json"
+    status, out, err = run(capsys, "fit-machine", f"{job}=8s", "-o", machine)
+    assert status == 0 and "one step fits exactly" in err, err
+    fitted = legato.read(machine)
+    layout = [*LAYOUT, "--pipeline-schedule", "interleaved", "--shard", "optimizer", "--device", machine]
+    status, out, err = run(capsys, "workload", "llama-3-405b", *layout, "-o", tmp_path / "again.json")
+    assert status == 0 and "20 to 25%" not in err, err
+    again = legato.read(tmp_path / "again.json")
+    assert again.machine == fitted and predict(again).seconds == pytest.approx(8)
+    status, out, err = run(capsys, "fit-machine", f"{job}=8s", f"{tmp_path / 'again.json'}=10s", "--json")
+    found = json.loads(out)
+    assert status == 0 and [step["measured_s"] for step in found["steps"]] == [8, 10]
+    assert [step["left_out_s"] for step in found["steps"]] == pytest.approx([10, 8])
+    status, out, err = run(capsys, "layouts", "llama-3-8b", "--gpus", 8, "--batch", 8, "--device", machine, "--json")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("J", "J (expected a file and its seconds, such as job.json=4.21s)"),
+        ("J=fast", "J: 'fast' is not a time"),
+        ("J=1ms", "with an efficiency of 1"),
+        ("nothing.json=1s", "nothing.json: cannot read"),
+    ],
+)
+def test_what_fit_machine_refuses(job, capsys, step, message):
+    status, out, err = run(capsys, "fit-machine", step.replace("J", str(job)))
+    assert status == 2 and not out
+    assert message.replace("J", str(job)) in err and err.count("\n") == 1
