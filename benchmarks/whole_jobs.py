@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import sys
 import time
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
 from legato.whole_jobs import cost, layer, step
+from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
 from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
 from legato.whole_jobs.step import predict
@@ -418,6 +420,14 @@ def show_speed() -> None:
     print(
         f"Llama 3 405B on {job.mesh.workers:,} GPUs: a step of {seconds:.2f} s in {time.perf_counter() - start:.2f} s"
     )
+    machine = MACHINES["h100"]
+    layouts = list(itertools.islice(jobs("llama", llama_405b(1, 128, 16).model, CORE, machine, 1024, 512), 100))
+    networks = [replace(machine, card_bytes_per_s=bandwidth_bps / 8) for bandwidth_bps in (200e9, 400e9, 800e9)]
+    start = time.perf_counter()
+    for job, network in itertools.product(layouts, networks):
+        predict(replace(job, machine=network))
+    took_s = time.perf_counter() - start
+    print(f"{len(layouts)} layouts of Llama 3 405B on 1,024 GPUs, on {len(networks)} networks each: {took_s:.1f} s")
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from legato.cli.options import Json, quantity
 from legato.cli.output import note, print_json, print_table
-from legato.cli.whole_jobs import values
+from legato.cli.whole_jobs import values, waits
 from legato.cli.workload import Shape, language_shape
 from legato.core import files
 from legato.core.errors import InputError
@@ -157,14 +157,6 @@ def _words(job: Job) -> str:
     return ", ".join(one for one in sizes if not one.endswith(" 1")) or "one GPU"
 
 
-def _waits(step: Step) -> str:
-    """What the step waits for, the longest first, where it is at least 1% of the step."""
-    waits = {"bubble": step.bubble_s, **step.exposed_s}
-    waits.pop("optimizer", None)
-    shown = sorted((kind for kind in waits if waits[kind] >= 0.01 * step.seconds), key=lambda kind: -waits[kind])
-    return ", ".join(f"{kind} {percent(waits[kind] / step.seconds)}" for kind in shown) or "nothing"
-
-
 def _show(found: Layouts) -> None:
     job = found.best[0].job
     tokens = f"{job.tokens:,} tokens a step"
@@ -187,7 +179,7 @@ def _show(found: Layouts) -> None:
             format_seconds(step.seconds),
             percent(step.utilization),
             format_bytes(step.memory.total),
-            _waits(step),
+            waits(step),
         )
     print_table(table)
     fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
@@ -201,7 +193,7 @@ def _show_faster(best: Step, faster: dict[str, Step]) -> None:
     table.add_column("step", justify="right")
     table.add_column("speedup", justify="right")
     table.add_column("waits for")
-    table.add_row("the machine as it is", format_seconds(best.seconds), "1.00x", _waits(best))
+    table.add_row("the machine as it is", format_seconds(best.seconds), "1.00x", waits(best))
     for label, step in sorted(faster.items(), key=lambda one: one[1].seconds):
-        table.add_row(label, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", _waits(step))
+        table.add_row(label, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step))
     print_table(table)

@@ -1,5 +1,6 @@
 """`legato workload` and `legato simulate` of whole jobs, as a user meets them."""
 
+import csv
 import json
 
 import pytest
@@ -146,3 +147,41 @@ def test_what_fit_machine_refuses(job, capsys, step, message):
     status, out, err = run(capsys, "fit-machine", step.replace("J", str(job)))
     assert status == 2 and not out
     assert message.replace("J", str(job)) in err and err.count("\n") == 1
+
+
+def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
+    axes = ["--bandwidth", "200,800Gbit", "--local-bandwidth", "3.6Tbit", "--gpus-per-host", "4,8"]
+    rows = tmp_path / "rows.csv"
+    status, out, err = run(capsys, "sweep", job, job, "--fidelity", "collective", *axes, "--json", "-o", rows)
+    assert status == 0, err
+    cells = json.loads(out)
+    assert len(cells) == 8
+    for cell in cells:
+        alone = ["--bandwidth", f"{cell['bandwidth_bps'] / 1e9}Gbit", "--gpus-per-host", cell["gpus_per_host"]]
+        status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *alone)
+        assert json.loads(out)["step_s"] == cell["step_s"]
+    with open(rows) as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["step_s"]) for row in written] == [cell["step_s"] for cell in cells]
+    assert [float(row["data_s"]) for row in written] == [cell["exposed_s"]["data"] for cell in cells]
+    status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes)
+    assert "4 cells" in out and "link inside hosts" in out and "800 Gbit/s" in out and "1.00x" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--fidelity: flow (expected collective"),
+        (["--fidelity", "collective", "--workers", 4], "--workers: means nothing for a whole job"),
+        (["--fidelity", "collective", "-o", "rows.html"], "--output rows.html: .html (expected .csv)"),
+        (["--fidelity", "collective", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
+    ],
+)
+def test_what_sweep_refuses_for_a_job(job, capsys, options, message):
+    status, out, err = run(capsys, "sweep", job, *options)
+    assert status == 2 and not out and message in err and err.count("\n") == 1
+
+
+def test_a_job_beside_a_workload_is_not_swept(job, workload, capsys):
+    status, _, err = run(capsys, "sweep", job, workload)
+    assert status == 2 and "beside whole jobs" in err
