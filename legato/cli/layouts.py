@@ -12,7 +12,7 @@ from rich.table import Table
 from legato.cli.options import Json, quantity
 from legato.cli.output import note, print_json, print_table
 from legato.cli.whole_jobs import values, waits
-from legato.cli.workload import Shape, language_shape
+from legato.cli.workload import Shape, model_of_job
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -102,7 +102,6 @@ def _search(  # noqa: PLR0913 (what was asked)
     number: int,
 ) -> Layouts:
     from legato.whole_jobs.layouts import fastest
-    from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.presets import framework_named, machine_named
 
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
@@ -116,7 +115,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes
     if memory is not None:
         allowed = quantity("memory", memory, parse_bytes)
-    model = of_shape(language_shape(name, shape.given()))
+    model = model_of_job(name, shape.given())
     assert gpus is not None and batch is not None
     found = fastest(name, model, framework_named(preset), machine, gpus, batch, allowed, number)
     if found.nearest is not None:
