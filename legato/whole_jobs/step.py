@@ -154,9 +154,14 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def _is_away(job: Job, stage: int) -> bool:
-    """Whether the worker of the stage behind this one is on another host."""
-    hosts = job.mesh.hosts(["pipeline"], job.machine.gpus_per_host)
-    return hosts[stage % len(hosts)] != hosts[(stage + 1) % len(hosts)]
+    """Whether, in any pipeline, the worker of the stage behind this one is on another host."""
+    one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
+    return any(hosts[one] != hosts[other] for hosts in _pipelines(job))
+
+
+def _pipelines(job: Job) -> list[tuple[int, ...]]:
+    """The hosts of the stages of each pipeline that lies in another way."""
+    return job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
 
 
 def _sends(job: Job, stages: int) -> list[Cost]:
@@ -228,8 +233,7 @@ def _tied(job: Job, worker: int) -> Cost:
     if not job.model.tied or last == 0 or worker not in (0, last):
         return Cost()
     nbytes = job.framework.gradient_nbytes * job.model.hidden * vocabulary_part(job)
-    hosts = job.mesh.hosts(["pipeline"], job.machine.gpus_per_host)
-    return send("pipeline", job.machine, nbytes, hosts[0] != hosts[-1])
+    return send("pipeline", job.machine, nbytes, any(hosts[0] != hosts[-1] for hosts in _pipelines(job)))
 
 
 def _optimizer(job: Job, own: Parameters) -> Cost:
