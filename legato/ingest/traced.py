@@ -46,7 +46,12 @@ class TracedOp:
 
 @dataclass(frozen=True)
 class TracedTransfer:
-    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks."""
+    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
+
+    `nbytes` are those that this rank gives to it. `group` has the ranks of its process group, and `purpose` what the
+    program calls this (empty if unknown); `peer` is the other rank of a send or receive. Those of one `stream` run one
+    after another.
+    """
 
     name: str
     kind: str
@@ -57,6 +62,10 @@ class TracedTransfer:
     carries_gradients: bool
     waited_s: float = 0.0
     after: int = -1  # the last op that began before it was issued
+    group: tuple[int, ...] = ()
+    purpose: str = ""
+    peer: int | None = None
+    stream: int = 0
 
     @property
     def began_s(self) -> float:

@@ -12,19 +12,22 @@ from typing import Protocol
 
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
+from legato.core.program import Program
 from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
 from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
+from legato.ingest.kineto.matching import matched
 from legato.ingest.kineto.phases import FSDP
+from legato.ingest.kineto.program import program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
 
-__all__ = ["Graph", "import_kineto"]
+__all__ = ["Graph", "import_kineto", "import_program"]
 
 #: Of a long trace, as many steps from its middle are read as have about this many events.
 _MOST_EVENTS = 400_000
@@ -62,18 +65,7 @@ def import_kineto(
     ranks or steps that do not exist.
     """
     notes = Notes()
-    readings = iter(_readings(paths, progress))
-    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
-    chosen = _chosen(traces, rank)
-    marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
-    wanted = _wanted(marked[chosen], step, traces[chosen])
-    steps_of: dict[int, dict[str, TracedStep]] = {}
-    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
-        graph = (graphs or {}).get(traces[r].path)
-        found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
-        wanted = [interval for interval in wanted if interval.name in found]
-        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
-    every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
+    traces, chosen, every = _read(paths, step, rank, graphs or {}, notes, progress)
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
     untrimmed = [steps[chosen] for steps in every]
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
@@ -106,6 +98,50 @@ def import_kineto(
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
         sharded=sharded(untrimmed, number, traces[chosen].workers),
     )
+
+
+@refusals_name_files
+def import_program(
+    paths: Sequence[Path],
+    *,
+    name: str | None = None,
+    step: str | None = None,
+    keep_idle: bool = True,
+    progress: Progress | None = None,
+) -> tuple[Program, Notes]:
+    """Import what all ranks of a job compute and send in one step, from the traces of all of them.
+
+    `step` is as in `import_kineto`. The trace of one rank is enough if everything that it sends goes to all ranks.
+    Raises what `import_kineto` raises, and `InputError` where the traces contradict each other.
+    """
+    notes = Notes()
+    traces, chosen, every = _read(paths, step, None, {}, notes, progress)
+    middle = statistics.median_low(steps[chosen].length_s for steps in every)
+    steps = next(steps for steps in every if steps[chosen].length_s == middle)
+    title = name or _title(traces[chosen].path)
+    return program(title, steps, traces[chosen].workers, notes, keep_idle=keep_idle), notes
+
+
+def _read(
+    paths: Sequence[Path],
+    step: str | None,
+    rank: int | None,
+    graphs: dict[Path, Graph],
+    notes: Notes,
+    progress: Progress | None,
+) -> tuple[dict[int, Marks], int, list[dict[int, TracedStep]]]:
+    """The traces by rank, the chosen rank, and the wanted steps of all ranks; only those of the chosen have events."""
+    readings = iter(_readings(paths, progress))
+    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
+    chosen = _chosen(traces, rank)
+    marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
+    wanted = _wanted(marked[chosen], step, traces[chosen])
+    steps_of: dict[int, dict[str, TracedStep]] = {}
+    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
+        found = _steps(traces[r], marked[r], wanted, graphs.get(traces[r].path), notes, next(readings))
+        wanted = [interval for interval in wanted if interval.name in found]
+        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    return traces, chosen, [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
 
 
 def _steps(
@@ -221,27 +257,29 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
     Returns whether waiting is known; it is not with the trace of one rank of several.
     """
-    kinds = [[t.kind for t in s.transfers] for s in steps.values()]
     workers = max(t.workers or len(steps) for t in traces.values())
-    if not any(kinds) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
+    if not any(s.transfers for s in steps.values()) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
         return True
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
-    if any(kind != kinds[0] for kind in kinds):
+    try:
+        joints = matched(steps)
+    except InputError:
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
-    if any(t.has_groups for t in traces.values()):
+    if any(t.has_groups for t in traces.values()) and any(not joint.group for joint in joints):
         notes.assume("the ranks of all groups take part in every collective, where waiting for late ranks is computed")
     if len(steps) != workers:
         notes.assume("one of the given ranks is the last to join each collective")
-    matched = zip(*(s.transfers for s in steps.values()), strict=True)
-    shortest = [min(t.end_s - t.start_s for t in same) for same in matched]
-    for r, s in steps.items():
-        waited = tuple(
-            replace(t, waited_s=t.end_s - t.start_s - best) for t, best in zip(s.transfers, shortest, strict=True)
-        )
-        steps[r] = replace(s, transfers=waited)
+    waited = {r: list(s.transfers) for r, s in steps.items()}
+    for joint in joints:
+        same = joint.transfers(steps)
+        shortest = min(t.end_s - t.start_s for t in same.values())
+        for r, t in same.items():
+            waited[r][joint.parts[r]] = replace(t, waited_s=t.end_s - t.start_s - shortest)
+    for r, transfers in waited.items():
+        steps[r] = replace(steps[r], transfers=tuple(transfers))
     return True
 
 

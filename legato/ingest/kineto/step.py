@@ -112,7 +112,17 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     since = phases.backward_s if sending is None else sending.start_s
     transfers = tuple(
         TracedTransfer(
-            a.name, what.kind, what.nbytes, a.start_s, a.end_s, phases.at(a.host_s), can and since <= a.host_s
+            a.name,
+            what.kind,
+            what.nbytes,
+            a.start_s,
+            a.end_s,
+            phases.at(a.host_s),
+            can and since <= a.host_s,
+            group=what.group,
+            purpose=what.purpose,
+            peer=what.peer,
+            stream=int(a.columns.thread[a.row]),
         )
         for a, what, can in zip(issued, described, can_carry, strict=True)
     )

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
 from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
+from legato.ingest.source import one_line
 
 __all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]
 
@@ -50,7 +51,9 @@ class Activity(NamedTuple):
 class Described(NamedTuple):
     """The kind of a collective, the bytes that a rank gives to it, and whether these are integers.
 
-    `itemsize` is the bytes of an element, and `ranks` are the ranks that take part; None if the trace does not tell.
+    `itemsize` is the bytes of an element, `ranks` is how many ranks take part, and `peer` is the other one of a send or
+    receive; None if the trace does not tell. `group` are the ranks of its process group, and `purpose` is what the
+    program says that this is for; empty if the trace does not tell.
     """
 
     kind: str
@@ -58,6 +61,9 @@ class Described(NamedTuple):
     integers: bool
     itemsize: int | None = None
     ranks: int | None = None
+    peer: int | None = None
+    group: tuple[int, ...] = ()
+    purpose: str = ""
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
@@ -274,7 +280,8 @@ def describe(trace: Trace, activity: Activity) -> Described:
     candidates = [activity.columns.detail(activity.row)]
     candidates += [trace.annotation.detail(i) for i in marks]
     candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
-    nbytes, integers, itemsize, ranks = None, False, None, None
+    nbytes, integers, itemsize, ranks, peer = None, False, None, None, None
+    group, purpose = tuple[int, ...](), ""
     names = [activity.name]
     for args in candidates:
         if args is None:
@@ -289,14 +296,19 @@ def describe(trace: Trace, activity: Activity) -> Described:
             itemsize = element_bytes(first) if nbytes is not None else None
         if whole_number(args.ranks) > 0:
             ranks = whole_number(args.ranks)
+        named, members = trace.marks.groups.get(str(args.group), ("", ()))
+        group = group or members or args.group_members()
+        purpose = purpose or named or one_line(str(args.purpose or ""))
+        for told in (args.receiver, args.sender):
+            peer = whole_number(told) if peer is None and whole_number(told) >= 0 else peer
         names.append(args.collective or "")
     names += [trace.named(trace.annotation, i) for i in marks]
     names += [trace.named(trace.operator, i) for i in issuers]
     kind = "unknown"
     for told in filter(None, map(collective_kind, names)):
-        if told != GROUPED or kind in ("unknown", "all_to_all"):
+        if told != GROUPED or kind == "unknown":
             kind = told
-    return Described(kind, nbytes, integers, itemsize, ranks)
+    return Described(kind, nbytes, integers, itemsize, ranks, peer, group, purpose)
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)
