@@ -35,6 +35,9 @@ class Chosen:
     step: str | None = setting(None, "Step to import.", show_default="the one of median length")
     idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
     batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+    program: bool = setting(
+        False, "Write what all ranks compute and send, not the workload of one of them (kineto).", "--program"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ def import_(
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
+    if chosen.program:
+        _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})
+        if chosen.batch_size != 1:
+            raise InputError("--batch-size means nothing for --program")
+        _import_program(format, traces, chosen, output, json)
+        return
     only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
     with progress("reading") as advance:
         found = _read(format, traces, chosen, sends, only_step, advance)
@@ -102,6 +111,24 @@ def import_(
         show_notes(found.notes)
         waits = chosen.idle == "keep" and any(measure.idle_s > 0 for measure in found.ranks)
         note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
+
+
+def _import_program(format: str, traces: list[Path], chosen: Chosen, output: Path, json: bool) -> None:
+    from legato.cli.programs import describe_program, program_values
+    from legato.ingest.kineto.importer import import_program
+
+    if format != "kineto":
+        raise InputError(f"--program means nothing for {format} (expected kineto)")
+    with progress("reading") as advance:
+        found, notes = import_program(
+            traces, name=chosen.name, step=chosen.step, keep_idle=chosen.idle == "keep", progress=advance
+        )
+    files.write(output, found)
+    if json:
+        print_json({"program": str(output), **program_values(found, notes)})
+        return
+    show_notes(notes)
+    note(f"{describe_program(found)} -> {output}")
 
 
 def _read(

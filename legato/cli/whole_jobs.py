@@ -15,7 +15,7 @@ from legato.cli.options import quantity, setting, split
 from legato.cli.output import note, print_json, print_table
 from legato.core import files
 from legato.core.errors import InputError
-from legato.core.job import DIMENSIONS, Job, LanguageModel, Mesh, Schedule, Shard
+from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.quantities import parse_bandwidth, parse_flops
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
     from legato.zoo import Shape
 
-__all__ = ["Layout", "job_of", "refuse_others", "simulate_job", "values", "write_job"]
+__all__ = ["Layout", "is_given", "job_of", "links", "refuse_others", "simulate_job", "values", "write_job"]
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
@@ -184,13 +184,7 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     given = typed.params
     if given["fidelity"] != "collective":
         raise InputError("--fidelity: flow (expected collective: whole jobs are not simulated link by link)")
-    changes: dict[str, Any] = {}
-    for option, field in (("bandwidth", "card_bytes_per_s"), ("local_bandwidth", "link_bytes_per_s")):
-        if _is_given(typed, option):
-            changes[field] = quantity(option.replace("_", "-"), given[option], parse_bandwidth) / 8
-    if _is_given(typed, "gpus_per_host"):
-        changes["gpus_per_host"] = given["gpus_per_host"]
-    step = predict(replace(job, machine=replace(job.machine, **changes)))
+    step = predict(replace(job, machine=links(typed, job.machine)))
     if given["json"]:
         print_json(values(step))
         return
@@ -206,7 +200,19 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
 
 
-def _is_given(typed: typer.Context, option: str) -> bool:
+def links(typed: typer.Context, machine: Machine) -> Machine:
+    """The machine with the links that the options of `legato simulate` describe."""
+    given, changes = typed.params, dict[str, Any]()
+    for option, field in (("bandwidth", "card_bytes_per_s"), ("local_bandwidth", "link_bytes_per_s")):
+        if is_given(typed, option):
+            changes[field] = quantity(option.replace("_", "-"), given[option], parse_bandwidth) / 8
+    if is_given(typed, "gpus_per_host"):
+        changes["gpus_per_host"] = given["gpus_per_host"]
+    return replace(machine, **changes)
+
+
+def is_given(typed: typer.Context, option: str) -> bool:
+    """Whether an option was typed, and is not the default."""
     source = typed.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 

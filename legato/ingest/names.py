@@ -67,12 +67,12 @@ def is_integer(name: Any) -> bool:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`ranks 0-7`, `ranks 0, 8, ..., 56`, `ranks 0, 3, 5`; `all ranks` if there are none."""
+    """`rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` if there are none."""
     if not ranks:
         return "all ranks"
     steps = {b - a for a, b in itertools.pairwise(ranks)}
     if len(ranks) < 4 or len(steps) > 1:
-        return f"ranks {', '.join(map(str, ranks))}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return f"ranks {ranks[0]}-{ranks[-1]}" if steps == {1} else f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
 
 
