@@ -82,11 +82,14 @@ def import_(
         _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})
         if chosen.batch_size != 1:
             raise InputError("--batch-size means nothing for --program")
-        _import_program(format, traces, chosen, output, json)
-        return
+        if format != "kineto":
+            raise InputError(f"--program means nothing for {format} (expected kineto)")
     only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
     with progress("reading") as advance:
         found = _read(format, traces, chosen, sends, only_step, advance)
+    if chosen.program:
+        _write_program(found, traces, output, json)
+        return
     if timeline is not None and found.timeline is not None:
         files.write(timeline, found.timeline)
     if cluster is not None:
@@ -113,22 +116,21 @@ def import_(
         note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
 
 
-def _import_program(format: str, traces: list[Path], chosen: Chosen, output: Path, json: bool) -> None:
+def _write_program(found: Imported, traces: list[Path], output: Path, json: bool) -> None:
     from legato.cli.programs import describe_program, program_values
-    from legato.ingest.kineto.importer import import_program
+    from legato.ingest.source import named
 
-    if format != "kineto":
-        raise InputError(f"--program means nothing for {format} (expected kineto)")
-    with progress("reading") as advance:
-        found, notes = import_program(
-            traces, name=chosen.name, step=chosen.step, keep_idle=chosen.idle == "keep", progress=advance
-        )
-    files.write(output, found)
+    assert found.whole is not None
+    program, notes = found.whole.program, found.whole.notes
+    if program is None:
+        raise InputError(f"no program: {found.whole.lacking}: {named(traces)}")
+    files.write(output, program)
     if json:
-        print_json({"program": str(output), **program_values(found, notes)})
+        print_json({"program": str(output), **program_values(program, notes)})
         return
+    show_measures(found.ranks)
     show_notes(notes)
-    note(f"{describe_program(found)} -> {output}")
+    note(f"{describe_program(program)} -> {output}")
 
 
 def _read(

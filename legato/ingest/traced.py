@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from legato.core.plan import Plan
+from legato.core.program import Program
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
@@ -21,6 +22,7 @@ __all__ = [
     "ShardedGroup",
     "TracedOp",
     "TracedTransfer",
+    "Whole",
 ]
 
 
@@ -207,6 +209,15 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The program of all ranks, with notes of its own; None if the traces lack what one needs: `lacking` says what."""
+
+    program: Program | None
+    notes: Notes
+    lacking: str = ""
+
+
+@dataclass(frozen=True)
 class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
@@ -216,7 +227,7 @@ class Imported:
     `transfers` are the collectives of these steps on that rank. `workers` is the
     number of the job's workers, and `plan` what the step sent; both are None if
     the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
-    shards the job, and `sharded` has the groups of FSDP2.
+    shards the job, and `sharded` has the groups of FSDP2. `whole` is what all ranks compute and send.
     """
 
     workload: Workload | None
@@ -232,3 +243,16 @@ class Imported:
     on_device: bool = True
     fsdp: bool = False
     sharded: Sharded | None = None
+    whole: Whole | None = None
+
+    @property
+    def replicas(self) -> int | None:
+        """The workers that share gradients: those of their group where the trace tells one, else all of the job."""
+        group = self.gradients_group
+        return len(group) if group else self.workers
+
+    @property
+    def gradients_group(self) -> tuple[int, ...]:
+        """The ranks among which all gradients are reduced; empty if the trace does not tell, or there are several."""
+        groups = {transfer.group for transfer in self.transfers if transfer.carries_gradients}
+        return next(iter(groups)) if len(groups) == 1 else ()

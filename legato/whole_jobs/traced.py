@@ -14,12 +14,13 @@ from functools import reduce
 
 from msgspec.structs import replace
 
+from legato.core.cluster import LinearCost
 from legato.core.errors import InputError
 from legato.core.job import Machine, WorkerGroup
 from legato.core.program import Communication, Compute, Lane, Program, Start
 from legato.whole_jobs.cost import Cost, all_to_all, collective, send
 
-__all__ = ["ProgramStep", "predict", "repeated", "replay", "run"]
+__all__ = ["ProgramStep", "Traffic", "predict", "repeated", "replay", "run", "traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,62 @@ def traced_s(program: Program) -> list[float]:
     if untraced := [k for k, one in enumerate(program.communications) if one.traced_s is None]:
         raise InputError(f"traced_s of {program.describe(untraced[0])}: none (expected a program that was traced)")
     return [one.traced_s or 0.0 for one in program.communications]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A kind of communication in a step as traced, in means over the workers.
+
+    It takes `seconds`, of which `exposed_s` are waited for. `win` is the share of the step that twice the bandwidth of
+    its links is predicted to win; `at_most` where the traced times do not tell latency from bandwidth.
+    """
+
+    kind: str
+    seconds: float
+    exposed_s: float
+    win: float
+    at_most: bool
+
+
+def traffic(program: Program) -> list[Traffic]:
+    """The kinds of communication of a traced program, the most exposed first; behind several, all of them together."""
+    base, taken = replay(program), traced_s(program)
+    workers = sum(len(lane.workers) for lane in program.lanes)
+    shares = _bandwidth_shares(program)
+    members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
+
+    def of(name: str, kinds: set[str]) -> Traffic:
+        mine = [one.kind in kinds for one in program.communications]
+        halves = [
+            0.5 if own and share is None else own * (share or 0.0) / 2 for share, own in zip(shares, mine, strict=True)
+        ]
+        faster = [s * (1 - half) for s, half in zip(taken, halves, strict=True)]
+        return Traffic(
+            name,
+            sum(s * n for s, n, own in zip(taken, members, mine, strict=True) if own) / workers,
+            sum(base.exposed_s[kind] for kind in kinds),
+            1 - run(program, faster).seconds / base.seconds if base.seconds else 0.0,
+            any(share is None for share, own in zip(shares, mine, strict=True) if own),
+        )
+
+    found = sorted((of(kind, {kind}) for kind in base.exposed_s), key=lambda one: (-one.exposed_s, one.kind))
+    return [*found, of("all kinds", set(base.exposed_s))] if len(found) > 1 else found
+
+
+def _bandwidth_shares(program: Program) -> list[float | None]:
+    """The share of each communication's traced time that grows with its bytes; None where nothing tells.
+
+    It is that of a line through the times of its operation in groups of its kind and size, whose bytes differ by a
+    factor of two.
+    """
+    points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
+    for key, one in zip(keys, program.communications, strict=True):
+        if one.traced_s:
+            points.setdefault(key, []).append((one.nbytes, one.traced_s))
+    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0] and len(own) > 1}
+    found = [(lines.get(key), one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
+    return [None if line is None else 1 - line.startup_s / line.cost(nbytes) for line, nbytes in found]
 
 
 def predict(program: Program, machine: Machine) -> ProgramStep:

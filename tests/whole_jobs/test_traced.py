@@ -8,9 +8,9 @@ from support.mesh_samples import MeshJob
 
 from legato.core.errors import InputError
 from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
-from legato.ingest.kineto.importer import import_program
+from legato.ingest.kineto.importer import import_kineto
 from legato.whole_jobs.presets import machine_named
-from legato.whole_jobs.traced import predict, repeated, replay, run
+from legato.whole_jobs.traced import Traffic, predict, repeated, replay, run, traffic
 
 MACHINE = replace(
     machine_named("h100"),
@@ -30,6 +30,10 @@ def blocking(*communications, workers=2):
     for number in range(len(communications)):
         actions += [Start(number), Wait(number)]
     return Program("p", (Lane(tuple(range(workers)), tuple(actions)),), communications)
+
+
+def traced(paths):
+    return import_kineto(paths).whole.program
 
 
 def everyone(operation, nbytes, workers, kind="data"):
@@ -79,7 +83,7 @@ def test_only_data_parallel_jobs_are_repeated_a_whole_number_of_times():
 
 @given(st.integers(0, 1000), st.integers(1, 3), st.sampled_from([1, 2, 3]))
 def test_a_repeated_job_takes_as_long_if_its_communications_do(tmp_path_factory, seed, copies, tensor):
-    program, _ = import_program(MeshJob(tensor=tensor, seed=seed).write(tmp_path_factory.mktemp("traces")))
+    program = traced(MeshJob(tensor=tensor, seed=seed).write(tmp_path_factory.mktemp("traces")))
     seconds = [one.traced_s for one in program.communications]
     many = repeated(program, copies * tensor * 2)
     own, repeated_ = run(program, seconds), run(many, seconds)
@@ -87,7 +91,7 @@ def test_a_repeated_job_takes_as_long_if_its_communications_do(tmp_path_factory,
 
 
 def test_the_parts_of_a_step_add_up_to_it(tmp_path):
-    program, _ = import_program(MeshJob(late_us=900, seed=5).write(tmp_path))
+    program = traced(MeshJob(late_us=900, seed=5).write(tmp_path))
     for step in (replay(program), predict(program, MACHINE)):
         parts = step.computing_s + step.idle_s + step.late_s + sum(step.exposed_s.values())
         assert parts == pytest.approx(step.seconds)
@@ -113,3 +117,16 @@ def test_a_send_begins_when_the_sender_starts_it_and_the_receiver_waits_for_othe
     assert step.late_s == pytest.approx((0.5 + 0.25 + 2e-3) / 2)
     away = predict(program, replace(MACHINE, gpus_per_host=1))
     assert away.seconds == pytest.approx(0.5 + 2.1e-3 + 1e6 / 1e8 + 0.25)
+
+
+def test_twice_the_bandwidth_halves_what_grows_with_the_bytes_of_a_kind():
+    """Two sizes tell latency (1 s) from bandwidth (1 s per MB); one size does not."""
+    ones = [Communication("tensor", "all_reduce", ((0, 1),), mb * 1e6, 1.0 + mb) for mb in (1, 3)]
+    other = Communication("data", "all_reduce", ((0, 1),), 1e6, 2.0)
+    tensor, data, both = traffic(blocking(*ones, other))
+    assert (tensor.kind, tensor.seconds, tensor.exposed_s, tensor.at_most) == ("tensor", 6.0, 6.0, False)
+    assert (data.kind, data.seconds, data.at_most) == ("data", 2.0, True)
+    assert tensor.win == pytest.approx((0.5 + 1.5) / 8.5) and data.win == pytest.approx(1 / 8.5)
+    assert (both.kind, both.exposed_s, both.at_most) == ("all kinds", 8.0, True)
+    assert both.win == pytest.approx(3 / 8.5)
+    assert traffic(blocking(other)) == [Traffic("data", 2.0, 2.0, pytest.approx(1 / 2.5), True)]

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
-from legato.core.program import Program
 from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Phase, Workload
@@ -25,9 +24,9 @@ from legato.ingest.kineto.program import program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.source import Progress, one_line, refusals_name_files
-from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
+from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
 
-__all__ = ["Graph", "import_kineto", "import_program"]
+__all__ = ["Graph", "import_kineto"]
 
 #: Of a long trace, as many steps from its middle are read as have about this many events.
 _MOST_EVENTS = 400_000
@@ -65,9 +64,20 @@ def import_kineto(
     ranks or steps that do not exist.
     """
     notes = Notes()
-    traces, chosen, every = _read(paths, step, rank, graphs or {}, notes, progress)
+    readings = iter(_readings(paths, progress))
+    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
+    chosen = _chosen(traces, rank)
+    marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
+    wanted = _wanted(marked[chosen], step, traces[chosen])
+    steps_of: dict[int, dict[str, TracedStep]] = {}
+    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
+        graph = (graphs or {}).get(traces[r].path)
+        found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
+        wanted = [interval for interval in wanted if interval.name in found]
+        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
-    untrimmed = [steps[chosen] for steps in every]
+    untrimmed = every
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
     measures = [
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
@@ -96,52 +106,18 @@ def import_kineto(
         rank=chosen,
         on_device=mine.on_device,
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
-        sharded=sharded(untrimmed, number, traces[chosen].workers),
+        sharded=sharded([steps[chosen] for steps in untrimmed], number, traces[chosen].workers),
+        whole=_whole(title, untrimmed[number], traces[chosen].workers, keep_idle),
     )
 
 
-@refusals_name_files
-def import_program(
-    paths: Sequence[Path],
-    *,
-    name: str | None = None,
-    step: str | None = None,
-    keep_idle: bool = True,
-    progress: Progress | None = None,
-) -> tuple[Program, Notes]:
-    """Import what all ranks of a job compute and send in one step, from the traces of all of them.
-
-    `step` is as in `import_kineto`. The trace of one rank is enough if everything that it sends goes to all ranks.
-    Raises what `import_kineto` raises, and `InputError` where the traces contradict each other.
-    """
+def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
+    """The program of a step; None, and why, if the traces do not tell."""
     notes = Notes()
-    traces, chosen, every = _read(paths, step, None, {}, notes, progress)
-    middle = statistics.median_low(steps[chosen].length_s for steps in every)
-    steps = next(steps for steps in every if steps[chosen].length_s == middle)
-    title = name or _title(traces[chosen].path)
-    return program(title, steps, traces[chosen].workers, notes, keep_idle=keep_idle), notes
-
-
-def _read(
-    paths: Sequence[Path],
-    step: str | None,
-    rank: int | None,
-    graphs: dict[Path, Graph],
-    notes: Notes,
-    progress: Progress | None,
-) -> tuple[dict[int, Marks], int, list[dict[int, TracedStep]]]:
-    """The traces by rank, the chosen rank, and the wanted steps of all ranks; only those of the chosen have events."""
-    readings = iter(_readings(paths, progress))
-    traces = _by_rank([read_marks(path, next(readings)) for path in paths], notes)
-    chosen = _chosen(traces, rank)
-    marked = {r: step_intervals(marks, notes) for r, marks in traces.items()}
-    wanted = _wanted(marked[chosen], step, traces[chosen])
-    steps_of: dict[int, dict[str, TracedStep]] = {}
-    for r in [chosen, *(r for r in sorted(traces) if r != chosen)]:
-        found = _steps(traces[r], marked[r], wanted, graphs.get(traces[r].path), notes, next(readings))
-        wanted = [interval for interval in wanted if interval.name in found]
-        steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
-    return traces, chosen, [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
+    try:
+        return Whole(program(title, steps, workers, notes, keep_idle=keep_idle), notes)
+    except InputError as error:
+        return Whole(None, notes, str(error))
 
 
 def _steps(

@@ -2,10 +2,10 @@
 
 [Note: what waits for a communication]
 A trace tells when a rank computes and when it communicates, and seldom what waits for what. Where a device is idle
-although its next kernel has been launched, and a communication ends meanwhile, the kernel waits for it. A
-communication that ends while something is computed may be waited for by whatever begins later. It is taken that
-gradients are waited for by the optimizer, and everything else by the first op that was launched after it and begins
-when it has ended: on a slower network no op can wait earlier than that one. All other idle time stays as it was.
+although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them. A
+communication that ends earlier may be waited for by whatever begins later. It is taken that gradients are waited for by
+the optimizer, and everything else by the first op that was launched after it and begins when it has ended: on a slower
+network no op can wait earlier than that one. All other idle time stays as it was.
 
 [Note: when a communication is started]
 Its kernel begins when the host has launched it, when what was computed before has ended, and when the stream has
@@ -241,8 +241,9 @@ class _Walk:
             if op.start_s > ready:
                 first = bisect.bisect_right(ends, (ready, len(ends)))
                 last = bisect.bisect_right(ends, (op.start_s + _ROUNDING_S, len(ends)))
-                for end, number in ends[first:last]:
-                    if step.issued_s[number] <= host:
+                mine = [(end, number) for end, number in ends[first:last] if step.issued_s[number] <= host]
+                for end, number in mine:
+                    if number == mine[-1][1] or not step.transfers[number].carries_gradients:
                         found.append(_Pause(ready, end, number))
                         left.discard(number)
                         ready = end

@@ -13,7 +13,7 @@ from support.mesh_samples import ACTIVATION, BEGIN_US, DATA, GRADIENT, TENSOR, M
 
 from legato.core.errors import InputError
 from legato.core.program import Compute
-from legato.ingest.kineto.importer import import_kineto, import_program
+from legato.ingest.kineto.importer import import_kineto
 from legato.whole_jobs.traced import replay, run
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
@@ -28,6 +28,14 @@ jobs = st.builds(
     named=st.booleans(),
     apart_us=st.sampled_from([0, 50_000]),
 )
+
+
+def import_program(paths):
+    """The program and its notes; raises `InputError` if there is none."""
+    whole = import_kineto(paths).whole
+    if whole.program is None:
+        raise InputError(whole.lacking)
+    return whole.program, whole.notes
 
 
 def micros(step):
