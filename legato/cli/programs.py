@@ -66,7 +66,10 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
     )
     if many is not program:
         copies = _workers(many) // _workers(program)
-        note(f"assumed: {copies} times as many data-parallel workers, which compute and send as much each as traced")
+        note(
+            f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
+            "communications of the kind data"
+        )
     table = Table("of the step", title=f"{describe_program(many)}, collective fidelity", header_style="dim")
     for head in [*(["as traced"] if traced else []), "predicted", "share"]:
         table.add_column(head, justify="right")
