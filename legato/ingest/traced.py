@@ -6,6 +6,7 @@ Times are in seconds since the first event of the trace.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from legato.core.plan import Plan
 from legato.core.program import Program
@@ -18,6 +19,7 @@ __all__ = [
     "KindTimes",
     "Notes",
     "RankMeasure",
+    "Sent",
     "Sharded",
     "ShardedGroup",
     "TracedOp",
@@ -46,13 +48,22 @@ class TracedOp:
     deps: tuple[int, ...] | None = None  # None: it depends on the op before it
 
 
+class Sent(NamedTuple):
+    """A send to a peer, or a receive from it, and the `purpose` of its group."""
+
+    kind: str
+    peer: int
+    nbytes: int
+    purpose: str
+
+
 @dataclass(frozen=True)
 class TracedTransfer:
     """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
 
     `nbytes` are those that this rank gives to it. `group` has the ranks of its process group, and `purpose` what the
-    program calls this (empty if unknown); `peer` is the other rank of a send or receive. Those of one `stream` run one
-    after another.
+    program calls this (empty if unknown); `peer` is the other rank of a send or receive, and `parts` are those that one
+    kernel carries out together. Those of one `stream` run one after another.
     """
 
     name: str
@@ -68,6 +79,7 @@ class TracedTransfer:
     purpose: str = ""
     peer: int | None = None
     stream: int = 0
+    parts: tuple[Sent, ...] = ()
 
     @property
     def began_s(self) -> float:

@@ -105,10 +105,14 @@ def _check(steps: Mapping[int, TracedStep], number: int, notes: Notes) -> None:
 
 
 def _communicating(step: TracedStep) -> TracedStep:
-    """The step without collectives of its rank alone."""
-    kept = [k for k, t in enumerate(step.transfers) if len(t.group) != 1 or t.kind in ("send", "recv")]
-    transfers, issued_s = (tuple(all_[k] for k in kept) for all_ in (step.transfers, step.issued_s))
-    return replace(step, transfers=transfers, issued_s=issued_s)  # type: ignore[arg-type]
+    """The step with each send and receive by itself, and without collectives of its rank alone."""
+    kept: list[tuple[TracedTransfer, float]] = []
+    for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
+        if len(transfer.group) == 1 and transfer.kind not in ("send", "recv", GROUPED):
+            continue
+        parts = [replace(transfer, **part._asdict(), parts=()) for part in transfer.parts]
+        kept += [(part, issued) for part in parts or [transfer]]
+    return replace(step, transfers=tuple(t for t, _ in kept), issued_s=tuple(issued for _, issued in kept))
 
 
 def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_idle: bool) -> None:
@@ -192,10 +196,9 @@ class _Walk:
 
     def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
         """Whether a start is one that cannot begin before the end of what is awaited meanwhile."""
-        if number == pause.awaited or moment <= pause.start_s:
-            return False
         transfers = self.step.transfers
-        return moment >= pause.end_s or transfers[number].stream == transfers[pause.awaited].stream
+        begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
+        return moment > pause.start_s and number != pause.awaited and begins >= ends - _ROUNDING_S
 
     def _compute(self, result: list[Action], since: float, until: float) -> float:
         """Add what is computed between two moments, and the time in which nothing is; returns the later moment."""

@@ -155,6 +155,42 @@ def test_sends_are_started_by_their_senders_and_awaited_by_their_receivers(tmp_p
     assert run(found, [200e-6]).seconds == pytest.approx(770e-6)
 
 
+def together(rank, busy, kernel, then, *, peers=True):
+    """A rank that computes, sends and receives in one kernel, and computes what needs that."""
+    r = Recorder(rank, 2)
+    r.event("user_annotation", "ProfilerStep#1", 1, 0, 90)
+    r.launch(10, 1, 100, busy, "forward")
+    for at, what, peer in ((20, "send", "Dst Rank"), (30, "recv", "Src Rank")):
+        told = {"Collective name": what, "dtype": "Float", "In msg nelems": 1000 + 10 * (rank != (what == "recv"))}
+        told |= {"Process Group Description": "mesh_pp"} | ({peer: 1 - rank} if peers else {})
+        r.event("cpu_op", "record_param_comms", 1, at, 5, **told)
+    r.event("user_annotation", "nccl:coalesced", 1, 40, 6)
+    r.launch(42, 1, 100 + busy, kernel, "ncclDevKernel_SendRecv", 20)
+    r.launch(50, 1, 100 + busy + kernel, then, "backward")
+    return r.text()
+
+
+def test_sends_and_receives_of_one_kernel(tmp_path):
+    """Both ranks send to each other; the first one is ready 200 us earlier. What each sends has a size of its own."""
+    paths = [tmp_path / f"{rank}.json" for rank in range(2)]
+    for path, text in zip(paths, (together(0, 100, 250, 70), together(1, 300, 50, 50)), strict=True):
+        path.write_text(text)
+    found, _ = import_program(paths)
+    assert {(one.kind, one.operation, one.groups, one.nbytes) for one in found.communications} == {
+        ("pipeline", "send", ((0, 1),), 4000),
+        ("pipeline", "send", ((1, 0),), 4040),
+    }
+    assert [one.traced_s for one in found.communications] == pytest.approx([50e-6, 50e-6])
+    assert replay(found).seconds * 1e6 == pytest.approx(100 + 420) == found.traced_s * 1e6
+    seconds = [350e-6 if one.groups == ((0, 1),) else 50e-6 for one in found.communications]
+    assert run(found, seconds).seconds * 1e6 == pytest.approx(100 + 100 + 350 + 70)
+    paths[1].write_text(together(1, 300, 50, 50, peers=False))
+    with pytest.raises(
+        InputError, match="send and receive \\(expected a collective, or a send or receive with its peer"
+    ):
+        import_program(paths)
+
+
 def test_an_all_gather_has_the_bytes_of_its_result_and_is_of_data_beside_reduce_scatters(tmp_path):
     def edit(trace, found):
         sharded = [args for args in found if args["In msg nelems"] == GRADIENT]

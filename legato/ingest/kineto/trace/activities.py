@@ -24,8 +24,19 @@ from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_nu
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
 from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
 from legato.ingest.source import one_line
+from legato.ingest.traced import Sent
 
-__all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]
+__all__ = [
+    "Activity",
+    "Described",
+    "collectives",
+    "computations",
+    "describe",
+    "device_free_at",
+    "foreign",
+    "grouped",
+    "waits",
+]
 
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
@@ -269,6 +280,27 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return host, np.where(known, launch.thread[at], -1)
 
 
+def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
+    """The sends and receives of a kernel that carries out several: what its thread has issued without one since then.
+
+    Empty if the trace does not tell all of them: their peers, and their bytes.
+    """
+    columns, found = trace.operator, list[Sent]()
+    for i in range(*map(int, np.searchsorted(columns.start, (since_s, activity.host_s)))):
+        args = columns.detail(i) if trace.named(columns, i) == COMMUNICATION else None
+        if args is None or columns.thread[i] != activity.thread or columns.end[i] > activity.host_s:
+            continue
+        kind, peer, nbytes = collective_kind(args.collective or ""), -1, None
+        if kind in ("send", "recv"):
+            peer = whole_number(args.receiver if kind == "send" else args.sender)
+            size, elements = element_bytes(args.dtype), whole_number(args.elements)
+            nbytes = size * elements if size is not None and elements > 0 else None
+            if peer < 0 or nbytes is None:
+                return ()
+            found.append(Sent(kind, peer, nbytes, _purpose(trace, args)))
+    return tuple(found)
+
+
 def describe(trace: Trace, activity: Activity) -> Described:
     """What a collective is.
 
@@ -296,19 +328,25 @@ def describe(trace: Trace, activity: Activity) -> Described:
             itemsize = element_bytes(first) if nbytes is not None else None
         if whole_number(args.ranks) > 0:
             ranks = whole_number(args.ranks)
-        named, members = trace.marks.groups.get(str(args.group), ("", ()))
-        group = group or members or args.group_members()
-        purpose = purpose or named or one_line(str(args.purpose or ""))
-        for told in (args.receiver, args.sender):
-            peer = whole_number(told) if peer is None and whole_number(told) >= 0 else peer
+        group = group or trace.marks.groups.get(str(args.group), ("", ()))[1] or args.group_members()
+        purpose = purpose or _purpose(trace, args)
+        if peer is None:
+            one_way = collective_kind(args.collective or "")
+            told = args.receiver if one_way == "send" else args.sender if one_way == "recv" else None
+            peer = whole_number(told) if whole_number(told) >= 0 else None
         names.append(args.collective or "")
     names += [trace.named(trace.annotation, i) for i in marks]
     names += [trace.named(trace.operator, i) for i in issuers]
     kind = "unknown"
-    for told in filter(None, map(collective_kind, names)):
-        if told != GROUPED or kind == "unknown":
-            kind = told
+    for name in filter(None, map(collective_kind, names)):
+        if name != GROUPED or kind == "unknown":
+            kind = name
     return Described(kind, nbytes, integers, itemsize, ranks, peer, group, purpose)
+
+
+def _purpose(trace: Trace, args: Arguments) -> str:
+    """What the program says that the process group of a collective is for."""
+    return trace.marks.groups.get(str(args.group), ("", ()))[0] or one_line(str(args.purpose or ""))
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)
