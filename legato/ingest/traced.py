@@ -61,9 +61,9 @@ class Sent(NamedTuple):
 class TracedTransfer:
     """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
 
-    `nbytes` are those that this rank gives to it. `group` has the ranks of its process group, and `purpose` what the
-    program calls this (empty if unknown); `peer` is the other rank of a send or receive, and `parts` are those that one
-    kernel carries out together. Those of one `stream` run one after another.
+    `nbytes` are those that this rank gives to it. `ranks` take part; `group` has those of its process group, and
+    `purpose` what the program calls this (empty if unknown); `peer` is the other rank of a send or receive, and `parts`
+    are those that one kernel carries out together. Those of one `stream` run one after another.
     """
 
     name: str
@@ -75,6 +75,7 @@ class TracedTransfer:
     carries_gradients: bool
     waited_s: float = 0.0
     after: int = -1  # the last op that began before it was issued
+    ranks: int | None = None
     group: tuple[int, ...] = ()
     purpose: str = ""
     peer: int | None = None

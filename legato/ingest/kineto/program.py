@@ -5,7 +5,8 @@ A trace tells when a rank computes and when it communicates, and seldom what wai
 although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them. A
 communication that ends earlier may be waited for by whatever begins later. It is taken that gradients are waited for by
 the optimizer, and everything else by the first op that was launched after it and begins when it has ended: on a slower
-network no op can wait earlier than that one. All other idle time stays as it was.
+network no op can wait earlier than that one. One that ends when the step has ended is not waited for in it. All other
+idle time stays as it was.
 
 [Note: when a communication is started]
 Its kernel begins when the host has launched it, when what was computed before has ended, and when the stream has
@@ -28,6 +29,7 @@ import numpy as np
 
 from legato.core.errors import InputError
 from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
+from legato.core.text import count
 from legato.core.timeline import merge_intervals
 from legato.ingest.kineto.matching import Joint, matched
 from legato.ingest.kineto.step import TracedStep
@@ -95,7 +97,7 @@ def _check(steps: Mapping[int, TracedStep], number: int, notes: Notes) -> None:
                 what = "send and receive" if transfer.kind == GROUPED else transfer.kind.replace("_", "-")
                 raise InputError(f"{where}: {what} (expected a collective, or a send or receive with its peer)")
             if not (one_way or transfer.group):
-                if step.trace.marks.has_groups:
+                if step.trace.marks.has_groups or transfer.ranks not in (None, number):
                     raise InputError(f"{where}: of an unknown group (expected NCCL's Process Group Ranks)")
                 notes.lacks("the groups of collectives", "each collective is of all ranks")
             if transfer.nbytes is None and transfer.kind != "barrier":
@@ -116,6 +118,9 @@ def _communicating(step: TracedStep) -> TracedStep:
 
 
 def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_idle: bool) -> None:
+    late = sum(t.end_s > step.end_s + _ROUNDING_S for step in steps.values() for t in step.transfers)
+    if late:
+        notes.assume(f"nothing waits for {count(late, 'communication')} of ranks that end behind their step")
     notes.assume(
         "computation waits for a communication that ends while it could run; for one that is hidden, what begins next "
         "waits, and for gradients the optimizer"
@@ -253,8 +258,9 @@ class _Walk:
             until = max(until, op.end_s)
         begins = [op.start_s for op in self.ops]
         for number in sorted(left):
-            moment = self._hidden(number, begins)
-            found.append(_Pause(moment, moment, number))
+            if step.transfers[number].end_s <= step.end_s + _ROUNDING_S:
+                moment = self._hidden(number, begins)
+                found.append(_Pause(moment, moment, number))
         return sorted(found)
 
     def _hidden(self, number: int, begins: list[float]) -> float:
@@ -264,7 +270,7 @@ class _Walk:
             gradients = transfer.carries_gradients and self.ops[k].phase != "optimizer"
             if self.host_s[k] >= issued and not gradients:
                 return begins[k]
-        return max(self.step.end_s, transfer.end_s)
+        return self.step.end_s
 
 
 def _communications(

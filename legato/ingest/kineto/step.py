@@ -121,6 +121,7 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
             a.end_s,
             phases.at(a.host_s),
             can and since <= a.host_s,
+            ranks=what.ranks,
             group=what.group,
             purpose=what.purpose,
             peer=what.peer,
