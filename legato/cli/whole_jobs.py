@@ -18,7 +18,7 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.axes import BY_NAME, Axis
 from legato.core.errors import InputError
-from legato.core.job import DIMENSIONS, Job, LanguageModel, Mesh, Schedule, Shard
+from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.quantities import parse_bandwidth, parse_flops
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
@@ -26,7 +26,10 @@ from legato.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
 
-__all__ = ["Layout", "job_of", "jobs_of", "refuse_others", "simulate_job", "sweep_jobs", "values", "waits", "write_job"]
+__all__ = [
+    "Layout", "is_given", "job_of", "jobs_of", "links", "refuse_others", "simulate_job", "sweep_jobs", "values",
+    "waits", "write_job",
+]  # fmt: skip
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
@@ -198,14 +201,7 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     given = typed.params
     if given["fidelity"] != "collective":
         raise InputError("--fidelity: flow (expected collective: whole jobs are not simulated link by link)")
-    changes: dict[str, Any] = {}
-    for option, field in _OF_MACHINE.items():
-        if _is_given(typed, option):
-            value = given[option]
-            changes[field] = (
-                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
-            )
-    step = predict(replace(job, machine=replace(job.machine, **changes)))
+    step = predict(replace(job, machine=links(typed, job.machine)))
     if given["json"]:
         print_json(values(step))
         return
@@ -233,7 +229,7 @@ def sweep_jobs(
         raise InputError("--fidelity: flow (expected collective: whole jobs are not swept link by link)")
     check_file("output", output, ".csv")
     several = network.several()
-    axes = [BY_NAME[name] for name in _OF_MACHINE if _is_given(typed, name)]
+    axes = [BY_NAME[name] for name in _OF_MACHINE if is_given(typed, name)]
     networks = list(product(*(several[axis.field] for axis in axes)))
     if len(jobs) * len(networks) > _MOST_CELLS:
         raise InputError(f"{len(jobs) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
@@ -283,7 +279,19 @@ def _flat(cell: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in cell.items() if not isinstance(value, dict)} | exposed
 
 
-def _is_given(typed: typer.Context, option: str) -> bool:
+def links(typed: typer.Context, machine: Machine) -> Machine:
+    """The machine with the links that the options of `legato simulate` describe."""
+    changes: dict[str, Any] = {}
+    for option, field in _OF_MACHINE.items():
+        if is_given(typed, option):
+            value = typed.params[option]
+            changes[field] = (
+                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
+            )
+    return replace(machine, **changes)
+
+
+def is_given(typed: typer.Context, option: str) -> bool:
     source = typed.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 

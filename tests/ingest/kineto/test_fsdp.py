@@ -20,6 +20,7 @@ from legato.fsdp.costs import Costs
 from legato.fsdp.rules import resolve
 from legato.fsdp.units import Precision, Unit
 from legato.ingest.kineto.importer import import_kineto
+from legato.whole_jobs.traced import replay
 
 
 def imported(folder, units, wrapping, costs, precision, **options):
@@ -65,6 +66,10 @@ def test_the_groups_of_a_made_trace_are_found(tmp_path_factory, seed, accumulate
     assert sharded.copy_s_per_byte == pytest.approx(costs.copy_s_per_byte)
     assert sharded.update_s == pytest.approx(fsdp_samples.UPDATE_US * 1e-6)
     assert found.ranks[0].iteration_s == pytest.approx(step.seconds + sharded.update_s)
+    if any(not isinstance(group.reshard, bool) for group in sharded.groups):
+        assert "of an unknown group" in found.whole.lacking
+    else:
+        assert replay(found.whole.program).seconds == pytest.approx(found.whole.program.traced_s)
 
 
 def test_how_far_ahead_groups_are_gathered(tmp_path):
@@ -148,6 +153,21 @@ def test_a_real_step_of_torch(traces):
     assert (sharded.odd, sharded.micro_batches, sharded.buffers) == ("", 1, 1)
     assert len(sharded.gathers) == 3 * 8 and len(sharded.scatters) == 3 * 5
     assert {(k.kind, k.phase) for k in found.ranks[0].kinds} >= {("all_gather", "forward"), ("all_gather", "backward")}
+
+
+@pytest.mark.processes
+def test_the_program_of_a_real_job_has_all_collectives_of_all_ranks(traces):
+    found = import_kineto(traces)
+    program, operations = found.whole.program, {"all_gather": [], "reduce_scatter": []}
+    for one in program.communications:
+        operations[one.operation].append(one.nbytes)
+        assert (one.kind, one.groups) == ("data", ((0, 1),)) and one.traced_s > 0
+    sizes = [found.sharded.root.gathered, *(group.gathered for group in found.sharded.groups)]
+    assert sorted(operations["reduce_scatter"]) == sorted(sizes)
+    assert set(operations["all_gather"]) == set(sizes) and len(operations["all_gather"]) == 8
+    step = replay(program)
+    parts = step.computing_s + step.idle_s + step.late_s + step.exposed_s["data"]
+    assert parts == pytest.approx(step.seconds) and step.computing_s > 0
 
 
 @pytest.mark.processes
