@@ -1,0 +1,91 @@
+"""The step of a job on a network that its communication shares (docs/whole_jobs.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from legato.core.errors import InputError
+from legato.core.job import Job
+from legato.core.program import Communication, Compute, Program
+from legato.simulator.flow import Network
+from legato.whole_jobs.cost import KINDS
+from legato.whole_jobs.flow.programs import OPTIMIZER, program
+from legato.whole_jobs.flow.quotient import Quotient
+from legato.whole_jobs.flow.simulation import LaneTimes, run
+from legato.whole_jobs.step import Step, predict
+
+__all__ = ["FlowStep", "network_of", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStep:
+    """A step, and the lanes that were simulated: one for each class of workers that are alike."""
+
+    step: Step
+    program: Program
+    lanes: list[LaneTimes]
+
+
+def network_of(job: Job, **options: object) -> Network:
+    """The network of a job's machine, whose hosts are full; `options` are further fields of `Network`."""
+    machine = job.machine
+    hosts = -(-job.mesh.workers // machine.gpus_per_host)
+    return Network(
+        workers=hosts * machine.gpus_per_host,
+        gpus_per_host=machine.gpus_per_host,
+        bandwidth_bps=8 * machine.card_bytes_per_s * machine.card_share,
+        local_bandwidth_bps=8 * machine.link_bytes_per_s * machine.link_share,
+        sharing="fair",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
+    """Simulate a step on a network of `network_of`; without `alike`, every worker (for tests).
+
+    Of the worker that is done last: it computes, waits for each kind of communication from the moment at which all have
+    started it, and else is idle. As in `predict`, `pipeline` is by how much longer the step takes than without a
+    pipeline's sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and
+    `TooLargeError` on too many workers that are not alike.
+    """
+    if network.workers < job.mesh.workers:
+        raise InputError(f"workers: {network.workers} (expected at least the job's {job.mesh.workers})")
+    for one in network.disturbances:
+        if one.kind in ("link", "compute") and one.number >= job.mesh.workers:
+            raise InputError(f"{one.kind}: {one.number} (expected 0 to {job.mesh.workers - 1})")
+    made = program(job)
+    quotient = Quotient(made, job.machine, network, alike=alike)
+    lanes = run(quotient)
+    last = max(lanes, key=lambda lane: lane.end_s)
+    seconds = last.end_s
+    computing_s, exposed_s = _of_worker(made, last)
+    idle_s = max(0.0, seconds - computing_s - sum(exposed_s.values()))
+    if any(one.kind == "pipeline" for one in made.communications):
+        free_s = max(lane.end_s for lane in run(quotient, free=["pipeline"]))
+        exposed_s["pipeline"] = min(idle_s, max(0.0, seconds - free_s))
+    step = replace(
+        predict(job),
+        seconds=seconds,
+        computing_s=computing_s,
+        bubble_s=idle_s - exposed_s["pipeline"],
+        exposed_s=exposed_s,
+    )
+    return FlowStep(step, made, lanes)
+
+
+def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
+    """Seconds of computing, and of waiting for each kind but the pipeline, with the optimizer's."""
+    actions = made.lanes[lane.lane].actions
+    computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
+    for at, (begin_s, end_s) in lane.times.items():
+        action = actions[at]
+        if isinstance(action, Compute):
+            if action.label == OPTIMIZER:
+                exposed_s[OPTIMIZER] += end_s - begin_s
+            else:
+                computing_s += end_s - begin_s
+            continue
+        one: Communication = made.communications[action.communication]
+        if one.kind != "pipeline":
+            exposed_s[one.kind] += max(0.0, end_s - max(begin_s, lane.flows[at].started_s))
+    return computing_s, exposed_s
