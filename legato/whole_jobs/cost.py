@@ -69,10 +69,11 @@ class Exchange(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Exchanges, one after another, that run beside the first `seconds` of a piece of work's computing."""
+    """Exchanges, one after another, beside `seconds` of a piece of work's computing, from `after_s` of it on."""
 
     seconds: float
     exchanges: tuple[Exchange, ...]
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,15 @@ class Work:
         """Both as one piece, whose exchanges have the computing of both."""
         return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
 
+    def window_s(self, one: Beside) -> float:
+        """The seconds of computing that exchanges can run beside."""
+        return max(0.0, min(one.seconds, self.computing_s - one.after_s))
+
     def cost(self, job: Job) -> Cost:
         """What it costs if each exchange has the network for itself."""
         total = Cost.computing(self.computing_s) + cost_of(job, self.behind)
-        for seconds, exchanges in self.beside:
-            total += cost_of(job, exchanges).behind(min(seconds, self.computing_s))
+        for one in self.beside:
+            total += cost_of(job, one.exchanges).behind(self.window_s(one))
         return total
 
 

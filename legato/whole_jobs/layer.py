@@ -64,21 +64,23 @@ def layer(job: Job, mixture: bool) -> Passes:
     forward_s = sum(products) + attention_s[0] + grouped[0] + elementwise_s[0] + _FORWARD * fixed_s
     backward_s = sum(products) + attention_s[1] + grouped[1] + elementwise_s[1] + (1 - _FORWARD) * fixed_s + again_s
     forward, backward = Work(forward_s), Work(backward_s + job.framework.host_s)
+    full = job.recompute == "full"
+    before_s = again_s if full else 0.0  # of the backward pass, in which the forward pass runs again
     for kind, part in _communication(job, mixture).items():
         hidden = kind in job.framework.hidden
         # Of tensor parallelism, only collectives beside the products of matrices divided by columns can be hidden.
-        beside_s = 2 * sum(products) if kind == "tensor" else backward_s
-        again = _placed(part.forward, forward_s, hidden and kind != "tensor")
-        forward = forward.and_then(again)
-        backward = backward.and_then(Work(behind=part.backward)).and_then(_placed(part.beside, beside_s, hidden))
-        if job.recompute == "full":
-            backward = backward.and_then(again)
+        beside_s = 2 * sum(products) if kind == "tensor" else backward_s - before_s
+        forward = forward.and_then(_placed(part.forward, forward_s, hidden and kind != "tensor"))
+        if full:
+            backward = backward.and_then(_placed(part.forward, before_s, hidden and kind != "tensor"))
+        backward = backward.and_then(Work(behind=part.backward))
+        backward = backward.and_then(_placed(part.beside, beside_s, hidden, before_s))
     return Passes(forward, backward, Work(sum(products) + grouped[2]))
 
 
-def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool) -> Work:
+def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
     """Exchanges beside these seconds of computing if they are hidden, and behind it otherwise."""
-    return Work(beside=(Beside(seconds, exchanges),)) if hidden else Work(behind=exchanges)
+    return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
 def _product_s(job: Job, *sizes: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from legato.core.job import Job
 from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
 from legato.whole_jobs import schedules, stages
-from legato.whole_jobs.cost import Exchange, Work
+from legato.whole_jobs.cost import Beside, Exchange, Work
 from legato.whole_jobs.layer import Passes
 
 __all__ = ["OPTIMIZER", "program"]
@@ -99,15 +99,20 @@ class _Program:
                 self._wait(worker, [number])
 
     def _work(self, worker: int, work: Work, label: str) -> None:
-        started = [
-            (min(seconds, work.computing_s), [*self._start(worker, exchanges)]) for seconds, exchanges in work.beside
-        ]
-        done = 0.0
-        for seconds, numbers in sorted(started):
-            if numbers:
-                self._compute(worker, seconds - done, label)
-                self._wait(worker, numbers)
-                done = seconds
+        """Computing, with what starts and what is waited for in between; at one moment, starts come last."""
+        moments: list[tuple[float, int, Beside]] = []
+        for one in work.beside:
+            if one.exchanges:
+                window_s = work.window_s(one)
+                moments += [(one.after_s, 1, one), (one.after_s + window_s, 0 if window_s else 2, one)]
+        done, started = 0.0, {}
+        for moment, order, one in sorted(moments, key=lambda entry: entry[:2]):
+            self._compute(worker, moment - done, label)
+            done = max(done, moment)
+            if order == 1:
+                started[id(one)] = self._start(worker, one.exchanges)
+            else:
+                self._wait(worker, started[id(one)])
         self._compute(worker, work.computing_s - done, label)
         self._blocking(worker, work.behind)
 
