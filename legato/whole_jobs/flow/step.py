@@ -43,10 +43,10 @@ def network_of(job: Job, **options: object) -> Network:
 def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
     """Simulate a step on a network of `network_of`; without `alike`, every worker (for tests).
 
-    Of the worker that is done last: it computes, waits for each kind of communication from the moment at which all have
-    started it, and else is idle. As in `predict`, `pipeline` is by how much longer the step takes than without a
-    pipeline's sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and
-    `TooLargeError` on too many workers that are not alike.
+    Of the busiest worker: it computes, waits for each kind of communication from the moment at which all have started
+    it, and else is idle. As in `predict`, `pipeline` is by how much longer the step takes than without a pipeline's
+    sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and `TooLargeError`
+    on too many workers that are not alike.
     """
     if network.workers < job.mesh.workers:
         raise InputError(f"workers: {network.workers} (expected at least the job's {job.mesh.workers})")
@@ -56,9 +56,9 @@ def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
     made = program(job)
     quotient = Quotient(made, job.machine, network, alike=alike)
     lanes = run(quotient)
-    last = max(lanes, key=lambda lane: lane.end_s)
-    seconds = last.end_s
-    computing_s, exposed_s = _of_worker(made, last)
+    seconds = max(lane.end_s for lane in lanes)
+    of_lanes = [_of_worker(made, lane) for lane in lanes]
+    computing_s, exposed_s = max(of_lanes, key=lambda one: one[0] + sum(one[1].values()))
     idle_s = max(0.0, seconds - computing_s - sum(exposed_s.values()))
     if any(one.kind == "pipeline" for one in made.communications):
         free_s = max(lane.end_s for lane in run(quotient, free=["pipeline"]))
