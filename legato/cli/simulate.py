@@ -68,7 +68,8 @@ def simulate(
     With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
     that alone on the same hosts.
 
-    A whole job, as legato workload --tensor writes it, is simulated at collective fidelity.
+    A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
+    topology and the disturbances that are given here, or at collective fidelity.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """

@@ -6,9 +6,11 @@ import pytest
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
 from support.shared_links import simulated
 
+from legato.core.errors import TooLargeError
 from legato.core.job import Framework, Mesh
 from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
 from legato.simulator.flow import Disturbance
+from legato.whole_jobs.flow import simulation
 from legato.whole_jobs.flow.programs import program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import run
@@ -173,3 +175,12 @@ def test_what_shares_a_card_by_hand():
         Communication("pipeline", "send", ((0, 2),), 1e10),
     ]
     assert times_of(both, replace(IDEAL, gpus_per_host=2), [(0, 1, 2, 3), (0,)]) == pytest.approx([2, 2, 2, 2])
+
+
+def test_too_many_workers_that_differ_are_refused(monkeypatch):
+    monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
+    one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
+    assert simulate(one, network_of(one)).step.seconds == pytest.approx(predict(one).seconds)
+    uneven = tuple(Disturbance(kind="compute", number=k, factor=1 + k / 32) for k in range(32))
+    with pytest.raises(TooLargeError, match="more than 1,000 flows and computations of 32 workers that differ"):
+        simulate(one, network_of(one, disturbances=uneven))

@@ -26,7 +26,7 @@ __all__ = ["Flow", "LaneTimes", "run"]
 
 
 class Flow(NamedTuple):
-    """When all workers of a communication had started it, when its latency was over, and when it ended."""
+    """When all workers of a communication had started it, when it began, with its latency, and when it ended."""
 
     started_s: float
     begin_s: float
@@ -75,8 +75,8 @@ class _Run:
         own = len(self.services)
         if own >= MOST_FAIR_SERVICES:
             raise TooLargeError(
-                f"more than {MOST_FAIR_SERVICES:,} flows and computations to simulate, of "
-                f"{self.quotient.num_classes:,} workers that are not alike (a smaller job, or fewer differences?)"
+                f"more than {MOST_FAIR_SERVICES:,} flows and computations of {self.quotient.num_classes:,} workers "
+                "that differ (a smaller job, sprayed packets, or racks and pods of whole hosts make fewer)"
             )
         self.services.append((work_s, link, weight))
         self._edges(after, own)
@@ -161,7 +161,7 @@ class _Run:
 
     def _read(self, begin_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> list[LaneTimes]:
         flows = {
-            key: Flow(*(float(end_s[at]) for at in (started, begun, flow)))
+            key: Flow(float(end_s[started]), float(begin_s[begun]), float(end_s[flow]))
             for key, (started, begun, flow) in self.flows.items()
         }
         quotient, result = self.quotient, []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from legato.core.errors import InputError
 from legato.core.job import Job
 from legato.core.program import Communication, Compute, Program
+from legato.core.timeline import Span, SpanKind, Timeline
 from legato.simulator.flow import Network
 from legato.whole_jobs.cost import KINDS
 from legato.whole_jobs.flow.programs import OPTIMIZER, program
@@ -16,6 +19,12 @@ from legato.whole_jobs.step import Step, predict
 
 __all__ = ["FlowStep", "network_of", "simulate"]
 
+#: A timeline is for looking at.
+_MOST_DRAWN = 32
+_KINDS: dict[str, SpanKind] = {
+    "forward": "forward", "backward": "backward", "weights": "backward", OPTIMIZER: "optimizer"
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
@@ -24,6 +33,41 @@ class FlowStep:
     step: Step
     program: Program
     lanes: list[LaneTimes]
+
+    def timeline(self, network: str = "") -> Timeline:
+        """The lanes to look at, `network` in words: of each stage, those that are done last; all if these are few.
+
+        A lane has the name of its first worker, and `members` says for how many it stands. Communication is drawn where
+        it is waited for.
+        """
+        drawn = sorted(self.lanes, key=lambda lane: (lane.lane, -lane.end_s))
+        if len(drawn) > _MOST_DRAWN:
+            drawn = [next(lane for lane in drawn if lane.lane == stage) for stage in range(len(self.program.lanes))]
+        return Timeline(
+            self.step.job.name,
+            "predicted",
+            self.step.seconds,
+            tuple(span for lane in drawn for span in self._spans(lane)),
+            members=tuple((int(lane.workers[0]), len(lane.workers)) for lane in drawn),
+            job=self.step.job.name,
+            network=network,
+        )
+
+    def _spans(self, lane: LaneTimes) -> list[Span]:
+        worker, spans = int(lane.workers[0]), [Span(0, "", "", 0.0, 0.0, "forward")][:0]
+        for at, (begin_s, end_s) in lane.times.items():
+            action = self.program.lanes[lane.lane].actions[at]
+            if not isinstance(action, Compute):
+                one, flow = self.program.communications[action.communication], lane.flows[at]
+                name, nbytes = f"{one.kind} {one.operation}", round(one.nbytes * one.times)
+                spans.append(Span(worker, one.kind, name, flow.begin_s, flow.end_s, "message", nbytes))
+            elif spans and spans[-1].name == action.label and spans[-1].end_s == begin_s:
+                spans[-1] = structs.replace(spans[-1], end_s=end_s)
+            else:
+                spans.append(
+                    Span(worker, "compute", action.label, begin_s, end_s, _KINDS[action.label.partition(" ")[0]])
+                )
+        return spans
 
 
 def network_of(job: Job, **options: object) -> Network:
