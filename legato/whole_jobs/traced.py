@@ -110,7 +110,7 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
     """The step on the links of a machine, whose hosts have neighbouring workers."""
-    costs = [_cost(one, machine) for one in program.communications]
+    costs = [_cost(one, machine) * one.times for one in program.communications]
     workers = sum(len(lane.workers) for lane in program.lanes)
     shares = [
         len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers

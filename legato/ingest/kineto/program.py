@@ -305,7 +305,7 @@ def _communications(
                 operation,  # type: ignore[arg-type]
                 (group,),
                 nbytes * (len(group) if operation == "all_gather" else 1),
-                min(t.end_s - t.start_s for t in same),
+                traced_s=min(t.end_s - t.start_s for t in same),
             )
         )
     return result
