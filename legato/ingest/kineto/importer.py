@@ -16,11 +16,11 @@ from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
+from legato.ingest.communications import matched
 from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
-from legato.ingest.kineto.matching import matched
 from legato.ingest.kineto.phases import FSDP
-from legato.ingest.kineto.program import program
+from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.source import Progress, one_line, refusals_name_files
@@ -239,8 +239,9 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
+    transfers = {r: s.transfers for r, s in steps.items()}
     try:
-        joints = matched(steps)
+        joints = matched(transfers)
     except InputError:
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
@@ -250,12 +251,12 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
         notes.assume("one of the given ranks is the last to join each collective")
     waited = {r: list(s.transfers) for r, s in steps.items()}
     for joint in joints:
-        same = joint.transfers(steps)
+        same = joint.of(transfers)
         shortest = min(t.end_s - t.start_s for t in same.values())
         for r, t in same.items():
             waited[r][joint.parts[r]] = replace(t, waited_s=t.end_s - t.start_s - shortest)
-    for r, transfers in waited.items():
-        steps[r] = replace(steps[r], transfers=tuple(transfers))
+    for r, own in waited.items():
+        steps[r] = replace(steps[r], transfers=tuple(own))
     return True
 
 
@@ -351,11 +352,13 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         at = start - start_s if start >= start_s else start - reference.begin_s + forward_s
         spans.append(Span(worker, lane, what, at, at + (end - start), kind, nbytes))
 
+    try:
+        shifts = clock_shifts(steps, matched({r: s.transfers for r, s in steps.items()}))
+    except InputError:
+        shifts = {r: -step.begin_s for r, step in steps.items()}
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
     for worker, r in enumerate(order):
-        step = steps[r]
-        late = [b.end_s - a.end_s for a, b in zip(step.transfers, reference.transfers, strict=False)]
-        shift = statistics.median(late) if late else reference.begin_s - step.begin_s
+        step, shift = steps[r], shifts[r] - shifts[chosen]
         for op in _computing(step):
             add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
         for number, t in enumerate(step.transfers):
