@@ -87,17 +87,18 @@ def import_chakra_program(
 ) -> Imported:
     """Import what all ranks compute and send, from the graphs of all of them.
 
-    Converted profiles are refused: no node of theirs depends on the kernel of a collective. Raises what `import_chakra`
-    raises, and `InputError` where the graphs contradict each other.
+    Converted profiles are refused if no node depends on the kernel of a collective. Raises what `import_chakra` raises,
+    and `InputError` where the graphs contradict each other.
     """
     notes, ranks, graphs = Notes(), _ranks(paths), dict[int, RankGraph]()
     for rank, path in ranks.items():
         graph = _Graph(path, read_nodes(path, progress), notes)
-        if graph.streamed:
+        collectives = {n.id: _kind_and_size(n) for n in graph.order if _is_transfer(n)}
+        if graph.streamed and not any(dep in collectives for n in graph.order for dep in n.data_deps):
             raise FileError(
-                f"{path}: a converted profile, which does not tell what waits for a collective (kineto does)"
+                f"{path}: no node depends on a collective (expected to be told what waits, as kineto tells)"
             )
-        graphs[rank] = RankGraph.of(graph.order, {n.id: _kind_and_size(n) for n in graph.order if _is_transfer(n)})
+        graphs[rank] = RankGraph.of(graph.order, graph.computing - collectives.keys(), collectives)
     title = name or one_line(ranks[min(ranks)].name.partition(".")[0], 60) or "trace"
     return Imported(None, None, (), notes, whole=Whole(program(title, graphs, notes), notes))
 
@@ -269,6 +270,11 @@ class _Graph:
             if total > MOST_NEEDS:
                 raise FileError(f"{self._path}: more than {MOST_NEEDS} dependencies through nodes without computation")
         return needs
+
+    @property
+    def computing(self) -> set[int]:
+        """The nodes that are ops, without sends and receives."""
+        return {node.id for node in self._kept if node.type not in SEND_RECEIVE}
 
     def ops(self) -> list[TracedOp]:
         """The ops with their dependencies."""

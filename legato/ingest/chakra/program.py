@@ -8,13 +8,13 @@ has waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from legato.core.errors import FileError, InputError
 from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.ingest.chakra.file import TraceNode
-from legato.ingest.chakra.schema import COMPUTE, MEMORY, SEND_RECEIVE
+from legato.ingest.chakra.schema import SEND_RECEIVE
 from legato.ingest.communications import Joint, check, communications, matched
 from legato.ingest.names import ranks_in_words
 from legato.ingest.traced import Notes, TracedTransfer
@@ -26,25 +26,32 @@ MOST_NEEDS = 2**25
 
 
 class RankGraph(NamedTuple):
-    """One rank's nodes in the order in which they run, and the kind and bytes of each that is a collective."""
+    """One rank's nodes in the order in which they run.
+
+    `computing` has those that compute, and `collectives` the kind and bytes of each that is one.
+    """
 
     order: Sequence[TraceNode]
+    computing: Set[int]
     collectives: Mapping[int, tuple[str, int | None]]
 
     @classmethod
-    def of(cls, order: Sequence[TraceNode], collectives: Mapping[int, tuple[str, int | None]]) -> RankGraph:
+    def of(
+        cls, order: Sequence[TraceNode], computing: Set[int], collectives: Mapping[int, tuple[str, int | None]]
+    ) -> RankGraph:
         """The graph of nodes in an order of their dependencies; those that compute nothing run as soon as they can."""
         behind: dict[int, int] = {}  # how many nodes compute before each has run
         latest: dict[object, int] = {}
         computed = 0
         for node in order:
             behind[node.id] = max((behind.get(dep, 0) for dep in node.data_deps), default=0)
-            if _computes(node):
+            if node.id in computing:
                 computed += 1
                 behind[node.id] = computed
             elif node.id in collectives:
                 behind[node.id] = latest[_group(node)] = max(behind[node.id], latest.get(_group(node), 0))
-        return cls(sorted(order, key=lambda node: (behind[node.id], not _computes(node))), collectives)
+        in_turn = sorted(order, key=lambda node: (behind[node.id], node.id not in computing))
+        return cls(in_turn, computing, collectives)
 
     def seconds(self, node: TraceNode) -> float:
         exact = node.attributes.get("duration_s")
@@ -76,10 +83,6 @@ def program(name: str, graphs: Mapping[int, RankGraph], notes: Notes) -> Program
     lanes = tuple(Lane((rank,), tuple(_actions(graphs[rank], numbers[rank], joints))) for rank in sorted(graphs))
     notes.assume("an op runs when the ops before it have ended, and what nothing depends on is waited for at the end")
     return Program(name, lanes, tuple(communications(joints, transfers, number, notes)))
-
-
-def _computes(node: TraceNode) -> bool:
-    return node.type == COMPUTE or node.type in MEMORY
 
 
 def _group(node: TraceNode) -> object:
@@ -120,7 +123,7 @@ def _actions(graph: RankGraph, numbers: Mapping[int, int], joints: Sequence[Join
     total = 0
     for node in graph.order:
         awaited = set[int]().union(*(needs.get(dep, ()) for dep in node.data_deps)) - waited
-        computes = _computes(node)
+        computes = node.id in graph.computing
         if node.id in graph.collectives:
             mine = joints[numbers[node.id]]
             awaited = {k for k in awaited if joints[k].kind == "send" or joints[k].group != mine.group}

@@ -301,6 +301,7 @@ def test_programs_of_graphs_that_contradict_each_other_are_refused(tmp_path):
     trace(paths[1], *pipeline(1, comm_size=8))
     with pytest.raises(FileError, match=r"bytes of all_reduce of ranks 0, 1: 1,000, 8 .expected the same"):
         import_chakra_program(paths)
-    trace(paths[1], *pipeline(1), node(9, "host", is_cpu_op=True), node(10, "kernel", is_cpu_op=False))
-    with pytest.raises(FileError, match=r"p.1.et: a converted profile, which does not tell what waits"):
+    host, kernel = (node(key, "op", is_cpu_op=key == 1) for key in (1, 2))
+    trace(paths[1], host, kernel, node(3, "sum", TRANSFER, 7, data=[1], comm_type=0, comm_size=8))
+    with pytest.raises(FileError, match=r"p.1.et: no node depends on a collective .expected to be told what waits"):
         import_chakra_program(paths)
