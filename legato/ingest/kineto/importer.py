@@ -77,13 +77,13 @@ def import_kineto(
         steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
     every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
-    untrimmed = every
+    middle = statistics.median_low(steps[chosen].length_s for steps in every)
+    number = next(k for k, steps in enumerate(every) if steps[chosen].length_s == middle)
+    untrimmed, whole = [steps[chosen] for steps in every], every[number]
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
     measures = [
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
     ]
-    middle = statistics.median_low(m[chosen].iteration_s for m in measures)
-    number = next(k for k, m in enumerate(measures) if m[chosen].iteration_s == middle)
     steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
     graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
@@ -106,8 +106,8 @@ def import_kineto(
         rank=chosen,
         on_device=mine.on_device,
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
-        sharded=sharded([steps[chosen] for steps in untrimmed], number, traces[chosen].workers),
-        whole=_whole(title, untrimmed[number], traces[chosen].workers, keep_idle),
+        sharded=sharded(untrimmed, number, traces[chosen].workers),
+        whole=_whole(title, whole, traces[chosen].workers, keep_idle),
     )
 
 

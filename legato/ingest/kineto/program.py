@@ -228,17 +228,18 @@ class _Walk:
                         ready = end
             until = max(until, op.end_s)
         begins = [op.start_s for op in self.ops]
+        updates = [op.start_s for op in self.ops if op.phase == "optimizer"]
         for number in sorted(left):
             if step.transfers[number].end_s <= step.end_s + _ROUNDING_S:
-                moment = self._hidden(number, begins)
+                moment = self._hidden(number, begins, updates)
                 found.append(_Pause(moment, moment, number))
         return sorted(found)
 
-    def _hidden(self, number: int, begins: list[float]) -> float:
+    def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
         """When a communication is waited for that ends while something is computed."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
-        for k in range(bisect.bisect_left(begins, transfer.end_s - _ROUNDING_S), len(begins)):
-            gradients = transfer.carries_gradients and self.ops[k].phase != "optimizer"
-            if self.host_s[k] >= issued and not gradients:
-                return begins[k]
-        return self.step.end_s
+        ended = transfer.end_s - _ROUNDING_S
+        if transfer.carries_gradients:
+            return next(iter(updates[bisect.bisect_left(updates, ended) :]), self.step.end_s)
+        later = range(bisect.bisect_left(begins, ended), len(begins))
+        return next((begins[k] for k in later if self.host_s[k] >= issued), self.step.end_s)
