@@ -5,9 +5,16 @@
     pip install pandas sympy tqdm psutil matplotlib graphviz    # what they import
     python benchmarks/peers.py --calculon calculon --simumax SimuMax
 
+    git clone --recursive https://github.com/astra-sim/astra-sim && cd astra-sim && git checkout ec7ea2e
+    git submodule update --recursive && bash build/astra_analytical/build.sh && cd ..
+    python benchmarks/peers.py --astra astra-sim
+
 Calculon predicts GPTs, so it is given the rows of arXiv 2104.04473 and 2205.05198, on its own description of an A100
 (`systems/a100_80g.json`), with the settings of its own validation; SimuMax its own rows, on its own machine with
 efficiencies measured for each shape. legato has fitted five constants on nine rows (`fit`), which medians leave out.
+
+ASTRA-sim is given single collectives on one switch, with its two analytical networks: messages that never share a link,
+and messages that wait for links and are stored in the switch as a whole.
 """
 
 from __future__ import annotations
@@ -17,14 +24,19 @@ import contextlib
 import io
 import json
 import logging
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from whole_jobs import Row, fitted, rows
 
 from legato.core.job import Job
+from legato.core.workload import Op, Tensor, Workload
+from legato.simulator.flow import Network, fabric, plain_plan, simulate_flow
 from legato.whole_jobs.step import predict
 
 #: Of SimuMax's files: the strategy of a layout (tensor, pipeline), and the model of a family and number of layers.
@@ -109,6 +121,72 @@ def simumax_s(folder: Path, job: Job) -> float:
     return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
 
 
+#: A fabric of legato, and ASTRA-sim's collective and algorithm; a shuffle is two all-to-alls.
+COLLECTIVES = {
+    "ring": ("ALL_REDUCE", "ring", 1),
+    "halving-doubling": ("ALL_REDUCE", "halvingDoubling", 1),
+    "shuffle": ("ALL_TO_ALL", "direct", 2),
+}
+#: Bytes; ASTRA-sim's GB/s, which are GiB/s, of each link; and the seconds of one, of two on the way.
+NBYTES, LINK_GIB_PER_S, LINK_S = 2**26, 1.25, 30e-6
+
+
+def astra_s(folder: Path, network: str, collective: str, algorithm: str, workers: int) -> float:
+    """Seconds of a collective by ASTRA-sim, as a Chakra trace of one node for each worker."""
+    sys.path.insert(0, str(folder / "extern/graph_frontend/chakra/schema/protobuf"))
+    import et_def_pb2 as chakra
+
+    implementations = {
+        f"{name}-implementation": [algorithm] for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    }
+    system = {
+        "scheduling-policy": "LIFO", "endpoint-delay": 1, "active-chunks-per-dimension": 1,
+        "preferred-dataset-splits": 1, "collective-optimization": "localBWAware", "local-mem-bw": 1600, "boost-mode": 0,
+    }  # fmt: skip
+    switch = {"topology": "Switch", "npus_count": workers, "bandwidth": LINK_GIB_PER_S, "latency": 1e9 * LINK_S}
+    with tempfile.TemporaryDirectory() as name:
+        case = Path(name)
+        node = chakra.Node(id=1, name=collective, type=chakra.COMM_COLL_NODE)
+        node.attr.add(name="is_cpu_op", bool_val=False)
+        node.attr.add(name="comm_type", int64_val=getattr(chakra, collective))
+        node.attr.add(name="comm_size", int64_val=NBYTES)
+        for worker in range(workers):
+            with open(case / f"trace.{worker}.et", "wb") as file:
+                for message in (chakra.GlobalMetadata(version="0.0.4"), node):
+                    data = message.SerializeToString()
+                    assert len(data) < 128  # a varint of one byte
+                    file.write(bytes([len(data)]) + data)
+        (case / "system.json").write_text(json.dumps(system | implementations))
+        (case / "network.yml").write_text("".join(f"{key}: [ {value} ]\n" for key, value in switch.items()))
+        (case / "memory.json").write_text('{"memory-type": "NO_MEMORY_EXPANSION"}')
+        command = [
+            folder / f"build/astra_analytical/build/bin/AstraSim_Analytical_{network}",
+            f"--workload-configuration={case / 'trace'}",
+            f"--system-configuration={case / 'system.json'}",
+            f"--remote-memory-configuration={case / 'memory.json'}",
+            f"--network-configuration={case / 'network.yml'}",
+        ]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", said)) * 1e-9
+
+
+def show_astra(folder: Path) -> None:
+    job = Workload("one", (Op("f", "forward", 0.0), Op("b", "backward", 0.0)), (Tensor("t", NBYTES, 1, (0,)),))
+    for workers in (4, 8, 16, 64):
+        links = Network(workers=workers, bandwidth_bps=LINK_GIB_PER_S * 2**33, latency_s=2 * LINK_S, send_s=0.0)
+        for name, (collective, algorithm, times) in COLLECTIVES.items():
+            ours = simulate_flow(job, plain_plan(job, name), fabric(name), links).iteration_s / times
+            theirs = [
+                f"{network.lower().replace('_', ' ')} {1e3 * seconds:.3f} ms ({seconds / ours - 1:+.2%})"
+                for network in ("Congestion_Unaware", "Congestion_Aware")
+                for seconds in (astra_s(folder, network, collective, algorithm, workers),)
+            ]
+            print(
+                f"{collective.lower()} {algorithm:<15} {workers:>2} workers  legato {1e3 * ours:.3f} ms  "
+                + "  ".join(theirs)
+            )
+
+
 def show(name: str, found: list[tuple[Row, float]]) -> None:
     """Each row's errors, and the median and worst of those that legato did not fit."""
     for row, theirs_s in found:
@@ -129,7 +207,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calculon", type=Path, metavar="FOLDER")
     parser.add_argument("--simumax", type=Path, metavar="FOLDER")
+    parser.add_argument("--astra", type=Path, metavar="FOLDER")
     options = parser.parse_args()
+    if options.astra is not None:
+        show_astra(options.astra.resolve())
     found, _ = fitted(rows())
     for name, folder, ask, families in (
         ("Calculon", options.calculon, calculon_s, ("2104.04473", "2205.05198")),

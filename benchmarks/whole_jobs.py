@@ -5,7 +5,8 @@
     python benchmarks/whole_jobs.py --speed       # seconds that a prediction of the largest job takes
 
 The nine rows marked `fit` were chosen before anything was fitted, and fit five constants: the efficiency of matrix
-products on four machines, and the fixed time of a mixture layer. The other 34 are predicted. Sources: SimuMax
+products on four machines, and the fixed time of a mixture layer. The other 34 are predicted, and so are 27 that were
+looked at only when all else was done (`kept_back`). Sources: SimuMax
 (MooreThreads/SimuMax@4dcaae5, docs/b200), arXiv 2104.04473 (Table 1), 2205.05198 (Table 5), torchtitan
 (pytorch/torchtitan@b5bcd76, benchmarks/), arXiv 2407.21783 (Table 4).
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import sys
 import time
@@ -25,6 +27,7 @@ from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
 from legato.whole_jobs import cost, layer, step
+from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
 from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
 from legato.whole_jobs.step import predict
@@ -58,40 +61,99 @@ def gpt(layers: int, hidden: int, heads: int) -> LanguageModel:
 
 #: Of the B200 rows: model, tensor, pipeline, micro-batches.
 FITTING = {("70b", 2, 1, 8), ("70b", 4, 1, 4), ("405b", 2, 1, 8), ("v2", 1, 1, 8)}
-DEEPSEEK = LanguageModel(
-    4, 5120, 128, 128, 128, 12_288, 102_400, 4096, "llama", False, 160, 6, 1536, 3072, 1, Latent(1536, 512, 64)
-)
+B200_MODELS = {
+    "70b": llama(12, 8192, 64, 8, 28_672, 4096),
+    # 16 key and value heads, not the released model's 8: that is what was run
+    "405b": llama(4, 16_384, 128, 16, 53_248, 4096),
+    "v2": LanguageModel(
+        4, 5120, 128, 128, 128, 12_288, 102_400, 4096, "llama", False, 160, 6, 1536, 3072, 1, Latent(1536, 512, 64)
+    ),
+    "v3": LanguageModel(
+        4, 7168, 128, 128, 128, 18_432, 129_280, 4096, "llama", False, 256, 8, 2048, 2048, 1, Latent(1536, 512, 64)
+    ),
+}
+
+
+def b200_row(
+    name: str, tensor: int, context: int, pipeline: int, data: int, expert: int, tokens: int, microbatches: int,
+    milliseconds: float,
+) -> Row:  # fmt: skip
+    """A measurement of SimuMax: nothing overlapped, one sequence a micro-batch, the optimizer sharded."""
+    job = Job(
+        f"{name} TP{tensor} PP{pipeline} DP{data} EP{expert}, {microbatches} micro-batches",
+        replace(B200_MODELS[name], sequence=tokens),
+        Mesh(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert),
+        replace(CORE, hidden=()),
+        MACHINES["b200"],
+        microbatches,
+        shard="optimizer",
+        sequence_parallel=tensor > 1,
+    )
+    return Row(
+        FAMILIES[name == "v2"], job.name, job, milliseconds / 1e3, (name, tensor, pipeline, microbatches) in FITTING
+    )
 
 
 def b200() -> Iterator[Row]:
-    """SimuMax's measurements: nothing overlapped, one sequence a micro-batch, the optimizer sharded."""
-    framework, machine = replace(CORE, hidden=()), MACHINES["b200"]
-    seventy = llama(12, 8192, 64, 8, 28_672, 4096)
-    # 16 key and value heads, not the released model's 8: that is what was run
-    four_hundred = llama(4, 16_384, 128, 16, 53_248, 4096)
-    for name, model, tensor, pipeline, data, expert, microbatches, milliseconds in [
-        ("70b", seventy, 1, 2, 4, 1, 4, 843.0),
-        ("70b", seventy, 2, 1, 4, 1, 4, 725.5),
-        ("70b", seventy, 4, 1, 2, 1, 4, 409.8),
-        ("70b", seventy, 1, 2, 4, 1, 8, 1476.8),
-        ("70b", seventy, 2, 1, 4, 1, 8, 1387.0),
-        ("70b", seventy, 4, 1, 2, 1, 8, 765.6),
-        ("405b", four_hundred, 1, 2, 4, 1, 4, 1074.6),
-        ("405b", four_hundred, 2, 1, 4, 1, 4, 907.3),
-        ("405b", four_hundred, 4, 1, 2, 1, 4, 476.0),
-        ("405b", four_hundred, 1, 2, 4, 1, 8, 1935.4),
-        ("405b", four_hundred, 2, 1, 4, 1, 8, 1716.8),
-        ("405b", four_hundred, 4, 1, 2, 1, 8, 899.6),
-        ("v2", DEEPSEEK, 1, 1, 8, 8, 4, 366.6),
-        ("v2", DEEPSEEK, 1, 2, 4, 4, 4, 282.1),
-        ("v2", DEEPSEEK, 1, 1, 8, 8, 8, 676.2),
-        ("v2", DEEPSEEK, 1, 2, 4, 4, 8, 492.6),
+    for name, tensor, pipeline, data, expert, microbatches, milliseconds in [
+        ("70b", 1, 2, 4, 1, 4, 843.0),
+        ("70b", 2, 1, 4, 1, 4, 725.5),
+        ("70b", 4, 1, 2, 1, 4, 409.8),
+        ("70b", 1, 2, 4, 1, 8, 1476.8),
+        ("70b", 2, 1, 4, 1, 8, 1387.0),
+        ("70b", 4, 1, 2, 1, 8, 765.6),
+        ("405b", 1, 2, 4, 1, 4, 1074.6),
+        ("405b", 2, 1, 4, 1, 4, 907.3),
+        ("405b", 4, 1, 2, 1, 4, 476.0),
+        ("405b", 1, 2, 4, 1, 8, 1935.4),
+        ("405b", 2, 1, 4, 1, 8, 1716.8),
+        ("405b", 4, 1, 2, 1, 8, 899.6),
+        ("v2", 1, 1, 8, 8, 4, 366.6),
+        ("v2", 1, 2, 4, 4, 4, 282.1),
+        ("v2", 1, 1, 8, 8, 8, 676.2),
+        ("v2", 1, 2, 4, 4, 8, 492.6),
     ]:
-        mesh = Mesh(tensor=tensor, pipeline=pipeline, data=data, expert=expert)
-        label = f"{name} TP{tensor} PP{pipeline} DP{data} EP{expert}, {microbatches} micro-batches"
-        job = Job(label, model, mesh, framework, machine, microbatches, shard="optimizer", sequence_parallel=tensor > 1)
-        fit = (name, tensor, pipeline, microbatches) in FITTING
-        yield Row(FAMILIES[name == "v2"], label, job, milliseconds / 1e3, fit)
+        yield b200_row(name, tensor, 1, pipeline, data, expert, 4096, microbatches, milliseconds)
+
+
+def kept_back() -> Iterator[tuple[Row, float]]:
+    """SimuMax's other measurements, which were predicted once, when all else was done: steps, and GiB of memory.
+
+    Context parallelism ran with all-to-alls, and is predicted with gathers of keys and values.
+    """
+    for *numbers, milliseconds, gib in [
+        ("70b", 8, 1, 1, 1, 1, 4096, 4, 280.9, 28.29),
+        ("v3", 1, 1, 1, 8, 8, 4096, 4, 603.2, 104.3),
+        ("v3", 1, 1, 2, 4, 4, 4096, 4, 452.2, 114.0),
+        ("70b", 8, 1, 1, 1, 1, 4096, 8, 556.7, 28.29),
+        ("v3", 1, 1, 1, 8, 8, 4096, 8, 1101.7, 104.3),
+        ("v3", 1, 1, 2, 4, 4, 4096, 8, 771.6, 114.0),
+        ("70b", 1, 1, 2, 4, 1, 4096, 32, 5436.5, 66.55),
+        ("70b", 2, 1, 1, 4, 1, 4096, 32, 5376.5, 60.68),
+        ("70b", 4, 1, 1, 2, 1, 4096, 32, 2964.6, 39.07),
+        ("70b", 8, 1, 1, 1, 1, 4096, 32, 2073.7, 28.29),
+        ("v2", 1, 1, 1, 8, 8, 4096, 32, 2721.3, 45.63),
+        ("v2", 1, 1, 2, 4, 4, 4096, 32, 1727.7, 44.7),
+        ("v3", 1, 1, 1, 8, 8, 4096, 32, 4141.2, 104.3),
+        ("v3", 1, 1, 2, 4, 4, 4096, 32, 2718.6, 114.0),
+        ("405b", 8, 1, 1, 1, 1, 4096, 4, 258.8, 38.57),
+        ("405b", 8, 1, 1, 1, 1, 4096, 8, 488.1, 38.57),
+        ("405b", 1, 1, 2, 4, 1, 4096, 32, 7046.4, 87.08),
+        ("405b", 2, 1, 1, 4, 1, 4096, 32, 6604.1, 81.59),
+        ("405b", 4, 1, 1, 2, 1, 4096, 32, 3455.4, 52.89),
+        ("405b", 8, 1, 1, 1, 1, 4096, 32, 1901.8, 38.57),
+        ("70b", 2, 4, 1, 1, 1, 32768, 4, 1758.0, 68.43),
+        ("70b", 1, 8, 1, 1, 1, 32768, 4, 1768.1, 104.51),
+        ("405b", 2, 4, 1, 1, 1, 32768, 4, 1984.7, 87.03),
+        ("405b", 1, 8, 1, 1, 1, 32768, 4, 2003.6, 139.22),
+        ("70b", 2, 4, 1, 1, 1, 131072, 4, 11315.7, 112.67),
+        ("70b", 1, 8, 1, 1, 1, 131072, 4, 11301.9, 147.99),
+        ("405b", 2, 4, 1, 1, 1, 131072, 4, 10577.6, 118.13),
+    ]:
+        row = b200_row(*numbers, milliseconds)  # type: ignore[arg-type]
+        tokens = f", {row.job.model.sequence:,} tokens" if row.job.mesh.context > 1 else ""
+        label = row.label.replace(" PP", f" CP{row.job.mesh.context} PP") + tokens if tokens else row.label
+        yield row._replace(family="B200, kept back", label=label), gib
 
 
 def megatron_2021() -> Iterator[Row]:
@@ -323,6 +385,25 @@ def show_rows(found: list[Row], constants: dict[str, float]) -> None:
     print(f"Llama 3 405B on 512 GPUs: interleaved over 1F1B {schedules_ratio():.3f}, measured 1.28")
 
 
+def show_kept_back(constants: dict[str, float]) -> None:
+    """The rows that played no part in the model, with the constants that others fitted."""
+    errors, memory = [], []
+    for row, gib in kept_back():
+        row = mixed(on(row, efficiency=constants["b200"]), constants["mixture"])
+        predicted = predict(row.job)
+        errors.append(predicted.seconds / row.measured_s - 1)
+        memory.append(predicted.memory.total / 2**30 / gib - 1)
+        print(
+            f"{row.family:<18} {row.label:<44} measured {row.measured_s:8.3f} s  predicted {predicted.seconds:8.3f} s "
+            f"{errors[-1]:+7.1%}  memory {gib:6.2f} GiB {memory[-1]:+6.1%}"
+        )
+    for what, found in (("steps", errors), ("memory", memory)):
+        sizes = [abs(error) for error in found]
+        near = sum(size <= 0.05 for size in sizes) / len(sizes)
+        spread = f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, {near:.0%} within 5%"
+        print(f"{what} kept back: {len(sizes)}, {spread}")
+
+
 def show_ablation(found: list[Row]) -> None:
     print(f"{'median / worst':<26}" + "  ".join(f"{family:>17}" for family in (*FAMILIES, "all")))
     for name in ("all terms", *MACHINES_WITHOUT, *CODE_WITHOUT):
@@ -339,6 +420,14 @@ def show_speed() -> None:
     print(
         f"Llama 3 405B on {job.mesh.workers:,} GPUs: a step of {seconds:.2f} s in {time.perf_counter() - start:.2f} s"
     )
+    machine = MACHINES["h100"]
+    layouts = list(itertools.islice(jobs("llama", llama_405b(1, 128, 16).model, CORE, machine, 1024, 512), 100))
+    networks = [replace(machine, card_bytes_per_s=bandwidth_bps / 8) for bandwidth_bps in (200e9, 400e9, 800e9)]
+    start = time.perf_counter()
+    for job, network in itertools.product(layouts, networks):
+        predict(replace(job, machine=network))
+    took_s = time.perf_counter() - start
+    print(f"{len(layouts)} layouts of Llama 3 405B on 1,024 GPUs, on {len(networks)} networks each: {took_s:.1f} s")
 
 
 def main() -> int:
@@ -351,7 +440,9 @@ def main() -> int:
     elif options.speed:
         show_speed()
     else:
-        show_rows(*fitted(rows()))
+        found, constants = fitted(rows())
+        show_rows(found, constants)
+        show_kept_back(constants)
     return 0
 
 

@@ -63,7 +63,7 @@ def _parameter(axis: Axis, values: Literal["one", "each job", "several"] = "one"
         default = None
     if values == "several" and axis.column:
         kind = list[str] if axis.repeated else str
-        default = None if default is None else f"{default:g}"
+        default = f"{default:g}" if isinstance(default, (int, float)) else default
         own["help"] = axis.help + (SEVERAL_TIMES if axis.repeated else SEVERAL)
     elif values == "each job" and axis.each_job:
         kind, own["metavar"] = str, "INTEGER"

@@ -23,6 +23,7 @@ from legato.cli import (
     calibrate,
     capture,
     demo,
+    fit_machine,
     import_,
     layouts,
     plan,
@@ -80,6 +81,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify": rehearse.verify,
     "workload": workload.workload,
     "layouts": layouts.layouts,
+    "fit-machine": fit_machine.fit_machine,
 }
 for _name, _command in _COMMANDS.items():
     # Help is wrapped where the terminal ends, not where a line of the docstring does.

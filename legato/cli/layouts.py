@@ -11,7 +11,7 @@ from rich.table import Table
 
 from legato.cli.options import Json, quantity
 from legato.cli.output import note, print_json, print_table
-from legato.cli.whole_jobs import values
+from legato.cli.whole_jobs import values, waits
 from legato.cli.workload import Shape, language_shape
 from legato.core import files
 from legato.core.errors import InputError
@@ -35,11 +35,13 @@ def layouts(  # noqa: PLR0913 (its options)
     *,
     gpus: Annotated[int | None, typer.Option(help="GPUs of the job.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step, of all replicas.")] = None,
-    device: Annotated[str, typer.Option(help="GPU: a100, h100, h100-500w or b200.")] = "h100",
+    device: Annotated[
+        str, typer.Option(help="GPU: a100, h100, h100-500w or b200; or a file that fit-machine wrote.")
+    ] = "h100",
     preset: Annotated[
         str, typer.Option(help="Framework: megatron-core, torchtitan or megatron-2021.")
     ] = "megatron-core",
-    gpus_per_host: Annotated[int, typer.Option(help="GPUs of a host.")] = 8,
+    gpus_per_host: Annotated[int | None, typer.Option(help="GPUs of a host.", show_default="the device's")] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help="Bandwidth of each worker's link, such as 10Gbit.", show_default="the device's")
     ] = None,
@@ -94,7 +96,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     batch: int | None,
     device: str,
     preset: str,
-    gpus_per_host: int,
+    gpus_per_host: int | None,
     bandwidth: str | None,
     memory: str | None,
     number: int,
@@ -106,7 +108,9 @@ def _search(  # noqa: PLR0913 (what was asked)
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
         if value is None or value < 1:
             raise InputError(f"--{option}: {'missing' if value is None else value} (expected at least 1)")
-    machine = replace(machine_named(device), gpus_per_host=gpus_per_host)
+    machine = machine_named(device)
+    if gpus_per_host is not None:
+        machine = replace(machine, gpus_per_host=gpus_per_host)
     if bandwidth is not None:
         machine = replace(machine, card_bytes_per_s=quantity("bandwidth", bandwidth, parse_bandwidth) / 8)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes
@@ -153,14 +157,6 @@ def _words(job: Job) -> str:
     return ", ".join(one for one in sizes if not one.endswith(" 1")) or "one GPU"
 
 
-def _waits(step: Step) -> str:
-    """What the step waits for, the longest first, where it is at least 1% of the step."""
-    waits = {"bubble": step.bubble_s, **step.exposed_s}
-    waits.pop("optimizer", None)
-    shown = sorted((kind for kind in waits if waits[kind] >= 0.01 * step.seconds), key=lambda kind: -waits[kind])
-    return ", ".join(f"{kind} {percent(waits[kind] / step.seconds)}" for kind in shown) or "nothing"
-
-
 def _show(found: Layouts) -> None:
     job = found.best[0].job
     tokens = f"{job.tokens:,} tokens a step"
@@ -183,7 +179,7 @@ def _show(found: Layouts) -> None:
             format_seconds(step.seconds),
             percent(step.utilization),
             format_bytes(step.memory.total),
-            _waits(step),
+            waits(step),
         )
     print_table(table)
     fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
@@ -197,7 +193,7 @@ def _show_faster(best: Step, faster: dict[str, Step]) -> None:
     table.add_column("step", justify="right")
     table.add_column("speedup", justify="right")
     table.add_column("waits for")
-    table.add_row("the machine as it is", format_seconds(best.seconds), "1.00x", _waits(best))
+    table.add_row("the machine as it is", format_seconds(best.seconds), "1.00x", waits(best))
     for label, step in sorted(faster.items(), key=lambda one: one[1].seconds):
-        table.add_row(label, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", _waits(step))
+        table.add_row(label, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step))
     print_table(table)

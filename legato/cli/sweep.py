@@ -26,6 +26,7 @@ from legato.cli.options import (
     split,
 )
 from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.whole_jobs import jobs_of, sweep_jobs
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
 from legato.core.cluster import SEND_S
@@ -60,21 +61,24 @@ class Running:
     fresh: bool = setting(False, "Forget finished cells and start again.", "--fresh")
 
 
+@dataclass(frozen=True)
+class Written:
+    """Files for the rows."""
+
+    output: Path | None = setting(
+        None, "Write the rows to this .csv or .parquet file, or plots to this .html file.", "--output", "-o"
+    )
+    report: Path | None = setting(None, "Write plots to this file, beside the rows.", metavar="R.html")
+
+
 def sweep(
-    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="The workloads.")],
+    typed: typer.Context,
+    workloads: Annotated[list[Path], typer.Argument(metavar="W.json...", help="The workloads, or whole jobs.")],
     cells: Cells,
     network: SweptOptions,
     options: FabricOptions,
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="Write the rows to this .csv or .parquet file, or plots to this .html file."
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="R.html", help="Write plots to this file, beside the rows.")
-    ] = None,
+    written: Written,
     running: Running,
     json: Json = False,
 ) -> None:
@@ -85,18 +89,26 @@ def sweep(
     fabric and scheduler named. A measured cluster's bandwidth and latency are those that explain the measured cost of
     its default collective.
 
+    Whole jobs, as legato workload --tensor writes them, are swept over --bandwidth, --local-bandwidth and
+    --gpus-per-host, at collective fidelity.
+
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """
     from legato.sweep import Grid
     from legato.sweep.grid import fabric_names
     from legato.sweep.parallel import check_backend
 
+    output, report = written.output, written.report
     keep_apart(workloads, output=output, report=report)
+    data = [files.load(path) for path in workloads]
+    if jobs := jobs_of(data, workloads):
+        sweep_jobs(typed, jobs, workloads, network, output, json)
+        return
     check_file("output", output, *_SUFFIXES)
     check_file("report", report, ".html")
     check_backend(running.backend)
     grid = Grid(
-        workloads=tuple(files.read(path, Workload) for path in workloads),
+        workloads=tuple(files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)),
         fabrics=tuple(fabric_names(cells.fidelity) if cells.fabric == "all" else split(cells.fabric)),
         schedulers=tuple(split(cells.scheduler)),
         fidelity=cells.fidelity,

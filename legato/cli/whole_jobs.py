@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,9 +12,11 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import quantity, setting, split
-from legato.cli.output import note, print_json, print_table
+from legato.cli.axes import Given
+from legato.cli.options import check_file, quantity, setting, split
+from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
+from legato.core.axes import BY_NAME, Axis
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.quantities import parse_bandwidth, parse_flops
@@ -24,11 +27,19 @@ if TYPE_CHECKING:
     from legato.whole_jobs.step import Step
     from legato.zoo import Shape
 
-__all__ = ["Layout", "is_given", "job_of", "links", "refuse_others", "simulate_job", "values", "write_job"]
+__all__ = [
+    "Layout", "is_given", "job_of", "jobs_of", "links", "refuse_others", "simulate_job", "sweep_jobs", "values",
+    "waits", "write_job",
+]  # fmt: skip
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
-_OF_SIMULATE = {"workloads", "fidelity", "bandwidth", "local_bandwidth", "gpus_per_host"}
+_OF_MACHINE = {
+    "bandwidth": "card_bytes_per_s", "local_bandwidth": "link_bytes_per_s", "gpus_per_host": "gpus_per_host"
+}  # fmt: skip
+_OF_SIMULATE = {"workloads", "fidelity", *_OF_MACHINE}
+#: Cells of a sweep: a prediction of a large job takes a tenth of a second. And how many of them are shown.
+_MOST_CELLS, _MOST_SHOWN = 10_000, 40
 #: A layer's forward and backward pass in less time may be bound by the host.
 _SMALL_S = 5e-3
 
@@ -176,6 +187,14 @@ def job_of(data: list[bytes], paths: list[Path]) -> Job | None:
     return files.decode(data[0], Job, str(paths[0])) if jobs else None
 
 
+def jobs_of(data: list[bytes], paths: list[Path]) -> list[Job]:
+    """The jobs in these files, or none if they hold something else. Raises `InputError` if only some hold a job."""
+    others = [path for one, path in zip(data, paths, strict=True) if not files.holds(one, Job)]
+    if 0 < len(others) < len(paths):
+        raise InputError(f"{others[0]}: beside whole jobs (expected one of them)")
+    return [] if others else [files.decode(one, Job, str(path)) for one, path in zip(data, paths, strict=True)]
+
+
 def simulate_job(typed: typer.Context, job: Job) -> None:
     """The verb `legato simulate` for a whole job, with the other options as they were typed."""
     from legato.whole_jobs.step import predict
@@ -200,19 +219,81 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
 
 
+def sweep_jobs(
+    typed: typer.Context, jobs: list[Job], paths: list[Path], network: Given, output: Path | None, json: bool
+) -> None:
+    """The verb `legato sweep` for whole jobs, with the other options as they were typed."""
+    from legato.sweep.table import write_csv
+    from legato.whole_jobs.step import predict
+
+    refuse_others(typed, _OF_SIMULATE | {"output", "json"})
+    if typed.params["fidelity"] != "collective":
+        raise InputError("--fidelity: flow (expected collective: whole jobs are not swept link by link)")
+    check_file("output", output, ".csv")
+    several = network.several()
+    axes = [BY_NAME[name] for name in _OF_MACHINE if is_given(typed, name)]
+    networks = list(product(*(several[axis.field] for axis in axes)))
+    if len(jobs) * len(networks) > _MOST_CELLS:
+        raise InputError(f"{len(jobs) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
+    rows: list[tuple[Path, tuple[Any, ...], Step]] = []
+    with progress("predicting") as advance:
+        for path, job in zip(paths, jobs, strict=True):
+            for chosen in networks:
+                advance(len(rows), len(jobs) * len(networks))
+                changes = {
+                    _OF_MACHINE[axis.name]: _in_bytes(axis, value) for axis, value in zip(axes, chosen, strict=True)
+                }
+                rows.append((path, chosen, predict(replace(job, machine=replace(job.machine, **changes)))))
+    cells = [
+        {"job": str(path), **{axis.field: value for axis, value in zip(axes, chosen, strict=True)}, **values(step)}
+        for path, chosen, step in rows
+    ]
+    if output is not None:
+        write_csv(output, [_flat(cell) for cell in cells])
+    if json:
+        print_json(cells)
+        return
+    table = Table("job", title=f"{count(len(rows), 'cell')}, collective fidelity: predicted", header_style="dim")
+    for axis in axes:
+        table.add_column(axis.column, justify="right")
+    for head in ("step", "speedup", "utilization"):
+        table.add_column(head, justify="right")
+    table.add_column("waits for")
+    first_s: dict[Path, float] = {}
+    for path, chosen, step in rows[:_MOST_SHOWN]:
+        texts = [axis.write(value) for axis, value in zip(axes, chosen, strict=True)]
+        speedup = f"{first_s.setdefault(path, step.seconds) / step.seconds:.2f}x"
+        table.add_row(str(path), *texts, format_seconds(step.seconds), speedup, percent(step.utilization), waits(step))
+    print_table(table)
+    if len(rows) > _MOST_SHOWN:
+        note(f"the first {_MOST_SHOWN} of {len(rows):,} are shown (--json and -o have all)")
+    if output is not None:
+        note(f"{count(len(rows), 'row')} -> {output}")
+
+
+def _in_bytes(axis: Axis, value: Any) -> Any:
+    return value / 8 if axis.field.endswith("_bps") else value
+
+
+def _flat(cell: dict[str, Any]) -> dict[str, Any]:
+    """The cell with the seconds that each kind is exposed in columns of their own, and no nested values."""
+    exposed = {f"{kind}_s": seconds for kind, seconds in cell["exposed_s"].items()}
+    return {name: value for name, value in cell.items() if not isinstance(value, dict)} | exposed
+
+
 def links(typed: typer.Context, machine: Machine) -> Machine:
     """The machine with the links that the options of `legato simulate` describe."""
-    given, changes = typed.params, dict[str, Any]()
-    for option, field in (("bandwidth", "card_bytes_per_s"), ("local_bandwidth", "link_bytes_per_s")):
+    changes: dict[str, Any] = {}
+    for option, field in _OF_MACHINE.items():
         if is_given(typed, option):
-            changes[field] = quantity(option.replace("_", "-"), given[option], parse_bandwidth) / 8
-    if is_given(typed, "gpus_per_host"):
-        changes["gpus_per_host"] = given["gpus_per_host"]
+            value = typed.params[option]
+            changes[field] = (
+                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
+            )
     return replace(machine, **changes)
 
 
 def is_given(typed: typer.Context, option: str) -> bool:
-    """Whether an option was typed, and is not the default."""
     source = typed.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -236,6 +317,14 @@ def values(step: Step) -> dict[str, Any]:
     }
 
 
+def waits(step: Step) -> str:
+    """What the step waits for, the longest first, where it is at least 1% of the step."""
+    found = {"bubble": step.bubble_s, **step.exposed_s}
+    found.pop("optimizer", None)
+    shown = sorted((kind for kind in found if found[kind] >= 0.01 * step.seconds), key=lambda kind: -found[kind])
+    return ", ".join(f"{kind} {percent(found[kind] / step.seconds)}" for kind in shown) or "nothing"
+
+
 def _describe(job: Job) -> str:
     sizes = ", ".join(f"{name} {getattr(job.mesh, name)}" for name in job.mesh.order if getattr(job.mesh, name) > 1)
     sizes += f", expert {job.mesh.expert}" if job.mesh.expert > 1 else ""
@@ -250,13 +339,16 @@ def _describe(job: Job) -> str:
 
 def _warn(step: Step) -> None:
     """The memory, and what a prediction does not know."""
+    from legato.whole_jobs.presets import MACHINES
+
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
     note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
-    note(
-        f"efficiency {machine.efficiency:g} of {machine.name} (a default unless you fitted it: "
-        "another framework's steps may take 20 to 25% more or less)"
-    )
+    if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
+        note(
+            f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
+            "20 to 25% more or less; legato fit-machine fits it)"
+        )
     if step.layer_s < _SMALL_S:
         note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")

@@ -91,7 +91,8 @@ NETWORK = (
          column="GPUs per host", words="{} GPU{s} per host"),
     Axis("gpus_per_card", "Number of GPUs of a host that share a network card.", int, 1, words="{} GPU{s} per card"),
     Axis("local_bandwidth", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.", str, "100Gbit",
-         field="local_bandwidth_bps", parse=parse_bandwidth, write=format_bandwidth, words="{} inside hosts"),
+         field="local_bandwidth_bps", parse=parse_bandwidth, column="link inside hosts", write=format_bandwidth,
+         words="{} inside hosts", title="bandwidth inside hosts", more_is_better=True),
     Axis("topology", "How switches connect the hosts: racks below spines (one rack is one switch), a fat tree, or "
          "rails (card i of every host is on leaf i).",
          Literal["leaf-spine", "fat-tree", "rails"], "leaf-spine", words="{}"),

@@ -15,7 +15,7 @@ import msgspec
 
 from legato.core.cluster import Cluster
 from legato.core.errors import FileError
-from legato.core.job import Job
+from legato.core.job import Job, Machine
 from legato.core.measurement import Measurement
 from legato.core.plan import Plan
 from legato.core.program import Program
@@ -27,7 +27,7 @@ from legato.core.wrapping import Wrapping
 __all__ = ["MOST_BYTES", "decode", "encode", "holds", "identity", "load", "read", "write", "write_bytes", "write_text"]
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
-AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement | Wrapping | Job | Program
+AnyNoun: TypeAlias = Workload | Cluster | Plan | Timeline | Measurement | Wrapping | Job | Machine | Program
 _NOUNS: dict[object, type[AnyNoun]] = {noun.__struct_config__.tag: noun for noun in get_args(AnyNoun)}
 
 #: The largest file that is read. Real ones have a hundredth of this; `/dev/zero` has no end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -196,7 +197,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InputError(f"{field}: {getattr(self, field)} (expected seconds, 0 to 1,000,000)")
 
 
-class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.machine/1"):
     """A GPU, its links and its host, by their data sheets; and the shares of these that are reached.
 
     `link_bytes_per_s` (in one direction) connects the GPUs of a host, `card_bytes_per_s` each GPU with other hosts.
@@ -235,7 +236,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="legato.job/1"):
+class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, tag_field="format", tag="legato.job/1"):
     """A training job: the model, the mesh, and how one step of it runs.
 
     Each pipeline computes `microbatches` of `microbatch` sequences a step. Every stage of the pipeline has `chunks`
@@ -303,7 +304,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="fo
         if (self.layers and 0 in self.layers[1:-1]) or stages > self.model.layers + 2:
             raise InputError(f"layers: {self.model.layers} for {stages} chunks (expected one or more a chunk)")
 
-    @property
+    @cached_property
     def split(self) -> tuple[int, ...]:
         """The layers of each chunk, in the model's order."""
         stages = self.mesh.pipeline * self.chunks

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from legato.core.axes import SWEPT
 from legato.core.errors import missing_extra
 from legato.report.model import SweepRow
 
-__all__ = ["write_rows"]
+__all__ = ["write_csv", "write_rows"]
 
 
 def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
@@ -25,7 +26,7 @@ def write_rows(path: Path, rows: Sequence[SweepRow]) -> None:
     if path.suffix == ".parquet":
         files.write_bytes(path, _parquet(rows))
     else:
-        files.write_text(path, _csv(rows))
+        write_csv(path, [row.columns for row in rows])
 
 
 def _parquet(rows: Sequence[SweepRow]) -> bytes:
@@ -48,9 +49,10 @@ def _parquet(rows: Sequence[SweepRow]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _csv(rows: Sequence[SweepRow]) -> str:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write these rows, at least one, with the keys of the first; completely or not at all. Raises `FileError`."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(rows[0].columns)
-    writer.writerows(row.columns.values() for row in rows)
-    return text.getvalue()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_text(path, text.getvalue())

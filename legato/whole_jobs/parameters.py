@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from legato.core.job import Job, LanguageModel
@@ -19,6 +20,7 @@ class Parameters(NamedTuple):
         return Parameters(self.shared + times * other.shared, self.experts + times * other.experts)
 
 
+@lru_cache(maxsize=256)
 def layer(model: LanguageModel, mixture: bool, tensor: int = 1, expert: int = 1) -> Parameters:
     """Of a layer, on one of `tensor` workers that divide its matrices and of `expert` that divide the experts.
 

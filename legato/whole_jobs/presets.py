@@ -6,6 +6,7 @@ by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
 
 from __future__ import annotations
 
+from legato.core import files
 from legato.core.errors import unknown_name
 from legato.core.job import Framework, Machine
 
@@ -66,7 +67,12 @@ def framework_named(name: str) -> Framework:
 
 
 def machine_named(name: str) -> Machine:
-    """Return one of `MACHINES`. Raises `InputError`, with the nearest names, on an unknown one."""
+    """Return one of `MACHINES`, or the one in a file whose name ends in `.json` (`legato fit-machine` writes them).
+
+    Raises `InputError`, with the nearest names, on an unknown one, and `FileError` on a file that holds none.
+    """
+    if name.endswith(".json"):
+        return files.read(name, Machine)
     if name not in MACHINES:
         raise unknown_name("machine", name, MACHINES)
     return MACHINES[name]

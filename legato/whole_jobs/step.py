@@ -27,7 +27,7 @@ _OWNED, _GRADIENT_TIMES = 46, 4
 class Step:
     """A step of a job, predicted.
 
-    Of the `seconds`, the worker that is done last computes `computing_s`, is idle for `bubble_s`, and waits for each
+    Of the `seconds`, the busiest worker computes `computing_s`, is idle for `bubble_s`, and waits for each
     kind of communication `exposed_s`, whose last one, `optimizer`, is the optimizer's step. `sent` are bytes of a GPU,
     in the mean over the stages, by kind and tier (`host`: links inside it; `network`: cards). `memory` is that of the
     fullest worker.
@@ -77,14 +77,14 @@ def predict(job: Job) -> Step:
     overlapped = "pipeline" in job.framework.hidden
     ends = [a + b.total_s for a, b in zip(run(plan, passes_s, sends_s, overlapped), tails, strict=True)]
     free = [a + b.total_s for a, b in zip(run(plan, passes_s, [0.0] * len(sends), True), tails, strict=True)]
-    last = max(range(len(ends)), key=ends.__getitem__)
-    own = tails[last] + _work(job, stages[last :: job.mesh.pipeline])
+    works = [tail + _work(job, stages[worker :: job.mesh.pipeline]) for worker, tail in enumerate(tails)]
+    own = max(works, key=lambda one: one.total_s)
     exposed_s = {kind: own.of(kind) for kind in KINDS}
-    exposed_s["pipeline"] += ends[last] - max(free)
+    exposed_s["pipeline"] += max(ends) - max(free)
     bubble_s = max(free) - own.total_s
     return Step(
         job,
-        ends[last],
+        max(ends),
         own.of(COMPUTING),
         bubble_s,
         exposed_s,

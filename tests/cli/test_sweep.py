@@ -84,8 +84,9 @@ def test_the_title_says_what_no_column_does(capsys, workload):
     hosts = ("--gpus-per-host", 4, "--gpus-per-card", 2, "--local-bandwidth", "1Tbit", "--reduce", "50us")
     racks = ("--racks", 2, "--spines", 2, "--oversubscription", 2, "--balance", "spray", "--scheduler", "ddp")
     assert title("--bandwidth", "1,10Gbit", *hosts, *racks) == (
-        "2 cells, toy, 8 workers, latency 30 us, 4 GPUs per host, 2 racks, 2 spines, oversubscription 2:1, ring, ddp, "
-        "5 us a send, 2 GPUs per card, 1 Tbit/s inside hosts, spray, reduction 50 us per MiB, 1 message in flight"
+        "2 cells, toy, 8 workers, latency 30 us, 4 GPUs per host, 1 Tbit/s inside hosts, 2 racks, 2 spines, "
+        "oversubscription 2:1, ring, ddp, 5 us a send, 2 GPUs per card, spray, reduction 50 us per MiB, "
+        "1 message in flight"
     )
     slow = ("--slow", "2", "--slow-link", "1.5", "--jitter", "0.1", "--disturb", "link:0:2:0", "--sharing", "fair")
     assert title(*slow) == (

@@ -1,5 +1,6 @@
 """`legato workload` and `legato simulate` of whole jobs, as a user meets them."""
 
+import csv
 import json
 
 import pytest
@@ -113,3 +114,74 @@ def test_a_small_layer_is_said_to_be_bound_by_the_host(capsys):
     shape = ["--layers", 4, "--hidden", 512, "--heads", 8, "--vocab", 32_000, "--sequence", 512]
     status, _, err = run(capsys, "workload", "llm", *shape, "--data", 2)
     assert status == 0 and "the host may take longer, which is not modelled" in err
+
+
+def test_a_machine_is_fitted_and_used(job, capsys, tmp_path):
+    machine = tmp_path / "machine.json"
+    status, out, err = run(capsys, "fit-machine", f"{job}=8s", "-o", machine)
+    assert status == 0 and "one step fits exactly" in err, err
+    fitted = legato.read(machine)
+    layout = [*LAYOUT, "--pipeline-schedule", "interleaved", "--shard", "optimizer", "--device", machine]
+    status, out, err = run(capsys, "workload", "llama-3-405b", *layout, "-o", tmp_path / "again.json")
+    assert status == 0 and "20 to 25%" not in err, err
+    again = legato.read(tmp_path / "again.json")
+    assert again.machine == fitted and predict(again).seconds == pytest.approx(8)
+    status, out, err = run(capsys, "fit-machine", f"{job}=8s", f"{tmp_path / 'again.json'}=10s", "--json")
+    found = json.loads(out)
+    assert status == 0 and [step["measured_s"] for step in found["steps"]] == [8, 10]
+    assert [step["left_out_s"] for step in found["steps"]] == pytest.approx([10, 8])
+    status, out, err = run(capsys, "layouts", "llama-3-8b", "--gpus", 8, "--batch", 8, "--device", machine, "--json")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("J", "J (expected a file and its seconds, such as job.json=4.21s)"),
+        ("J=fast", "J: 'fast' is not a time"),
+        ("J=1ms", "with an efficiency of 1"),
+        ("nothing.json=1s", "nothing.json: cannot read"),
+    ],
+)
+def test_what_fit_machine_refuses(job, capsys, step, message):
+    status, out, err = run(capsys, "fit-machine", step.replace("J", str(job)))
+    assert status == 2 and not out
+    assert message.replace("J", str(job)) in err and err.count("\n") == 1
+
+
+def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
+    axes = ["--bandwidth", "200,800Gbit", "--local-bandwidth", "3.6Tbit", "--gpus-per-host", "4,8"]
+    rows = tmp_path / "rows.csv"
+    status, out, err = run(capsys, "sweep", job, job, "--fidelity", "collective", *axes, "--json", "-o", rows)
+    assert status == 0, err
+    cells = json.loads(out)
+    assert len(cells) == 8
+    for cell in cells:
+        alone = ["--bandwidth", f"{cell['bandwidth_bps'] / 1e9}Gbit", "--gpus-per-host", cell["gpus_per_host"]]
+        status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *alone)
+        assert json.loads(out)["step_s"] == cell["step_s"]
+    with open(rows) as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["step_s"]) for row in written] == [cell["step_s"] for cell in cells]
+    assert [float(row["data_s"]) for row in written] == [cell["exposed_s"]["data"] for cell in cells]
+    status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes)
+    assert "4 cells" in out and "link inside hosts" in out and "800 Gbit/s" in out and "1.00x" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--fidelity: flow (expected collective"),
+        (["--fidelity", "collective", "--workers", 4], "--workers: means nothing for a whole job"),
+        (["--fidelity", "collective", "-o", "rows.html"], "--output rows.html: .html (expected .csv)"),
+        (["--fidelity", "collective", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
+    ],
+)
+def test_what_sweep_refuses_for_a_job(job, capsys, options, message):
+    status, out, err = run(capsys, "sweep", job, *options)
+    assert status == 2 and not out and message in err and err.count("\n") == 1
+
+
+def test_a_job_beside_a_workload_is_not_swept(job, workload, capsys):
+    status, _, err = run(capsys, "sweep", job, workload)
+    assert status == 2 and "beside whole jobs" in err

@@ -175,7 +175,7 @@ def test_what_is_not_run_makes_sense(page):
 
 
 #: `legato VERB` where a command begins: after a prompt, a path, an assignment or torchrun's options.
-COMMAND = re.compile(r"(?:^|[\s;/])legato +([a-z]+)(?![\w.])([^\n;#]*)")
+COMMAND = re.compile(r"(?:^|[\s;/])legato +([a-z]+(?:-[a-z]+)*)(?![\w.])([^\n;#]*)")
 
 
 def command_lines(page):

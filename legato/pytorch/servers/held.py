@@ -23,28 +23,25 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError, RankError
 from legato.core.text import count
 from legato.pytorch._private import has_step_hooks
+from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
 from legato.pytorch.runtime.waiting.update import Update
 from legato.pytorch.servers.protocol import StepRequest
 from legato.pytorch.servers.shards import Shard
 
 __all__ = ["HeldState", "check_optimizer", "check_step", "describe_state", "settings"]
 
-#: Optimizers of torch.optim that update each element from its own gradient and state.
-_BY_ELEMENT = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
-#: Optimizers of torch.optim that update each parameter from its own gradient and state.
-_BY_PARAMETER = (*_BY_ELEMENT, "Adafactor", "Muon")
+#: Others of torch whose update of a parameter depends on this parameter alone, with its gradient and state.
+_BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard]) -> None:
     """Raise `InputError` unless the servers can apply the optimizer to each of their shards separately."""
     known = {id(p) for p in parameters.values()}
     kind = type(optimizer)
-    alone = kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_PARAMETER
-    if not (alone or getattr(kind, "steps_parameters_alone", False)):
+    by_element = kind in ELEMENTWISE or getattr(kind, "steps_elements_alone", False)
+    if not (by_element or kind in _BY_PARAMETER or getattr(kind, "steps_parameters_alone", False)):
         raise InputError(f"optimizer: {kind.__name__} (expected one that updates each parameter independently)")
-    if kind.__name__ not in _BY_ELEMENT:
+    if not by_element:
         partitioned = next((s for s in shards if not s.whole), None)
         if partitioned is not None:
             raise InputError(

@@ -10,11 +10,10 @@ Messages that mix what must be rounded with what need not be are in the way of t
 startup times, and with preemption, it is known which tensors can be exact in a given time
 (`exact_shares`); `legato` plans messages for some such choices, too.
 
-The messages of a plan that can be exact together are found by depth-first branch and bound, from
-three greedy choices: the first to be sent first, the largest first, and the last first. A
-message that fails once is not tried again with more exact ones, which is right as long as exact
-messages make nothing faster. Where packing or contention make rounding itself cost time, this is a
-heuristic; the plan that is returned is simulated in any case. For messages that stay rounded, the
+The messages of a plan that can be exact together are chosen greedily, in three orders: the first
+to be sent first, the largest first, and the last first. A message that fails once is not tried
+again with more exact ones. Branch and bound found no better choice in any of 18 cells of the zoo and of random
+networks; the plan that is returned is simulated in any case. For messages that stay rounded, the
 part of each that could be a message of its own, as it is, is found by bisection.
 
 The two halves of an all-reduce have one format. Messages that gather other slices than were
@@ -59,8 +58,8 @@ MOST_SHARED = 512
 #: A message is divided if at least this fraction of all bytes becomes exact.
 _WORTH = 0.01
 
-#: What simulating an iteration costs for each op, message and slice, and the share of the budget for branch and bound.
-_EVENT_S, _BRANCHING = 1e-6, 0.6
+#: What simulating an iteration costs for each op, message and slice.
+_EVENT_S = 1e-6
 #: The bytes of an element that can be rounded.
 _ELEMENT = 4
 
@@ -260,27 +259,7 @@ def _exact(formats: _Formats, start: frozenset[int], limit_s: float, budget: Bud
     meant = _greedy(formats, start, [u for u in formats.meant if u not in start], limit_s, budget)
     choices = [_greedy(formats, meant, [u for u in left if u not in meant], limit_s, budget)]
     choices += [_greedy(formats, start, order, limit_s, budget) for order in (left, by_size, left[::-1])]
-    best = max(choices, key=formats.bytes_of)
-    most = formats.bytes_of(best)
-    part = budget.part(_BRANCHING)
-    stack = [(start, by_size, False)]
-    while stack:
-        exact, left, possible = stack.pop()
-        if not possible:
-            candidates, left = left, []
-            for unit in candidates:
-                if part.spent:
-                    return best
-                if formats.seconds(exact | {unit}, part) <= limit_s:
-                    left.append(unit)
-        if formats.bytes_of(exact) + formats.bytes_of(left) <= most:
-            continue
-        if not left:
-            best, most = exact, formats.bytes_of(exact)
-            continue
-        stack.append((exact, left[1:], True))
-        stack.append((exact | {left[0]}, left[1:], False))
-    return best
+    return max(choices, key=formats.bytes_of)
 
 
 def _greedy(

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from support import PATIENCE_S, serving
 from support.ranks import Ranks
 
+from legato.core.errors import InputError
+from legato.pytorch.servers.held import check_optimizer
 from legato.pytorch.servers.server import Sender
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.arrivals import Arrivals, out_of_order
@@ -134,6 +136,30 @@ def test_an_agent_sees_the_parameters_of_one_moment(four_ranks):
 def test_refusals_reach_every_rank(four_ranks, case, expected):
     for error in four_ranks.errors(serving.refused, case):
         assert expected in error
+
+
+def test_only_an_optimizer_that_treats_elements_alone_may_have_a_part_of_a_parameter():
+    """Classes decide, not their names: another optimizer called Adam may use the norm of a parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    halves = [Shard(k, "p", 2 * k, 2 * k + 2, False, k, torch.float32) for k in range(2)]
+    whole = [Shard(0, "p", 0, 4, True, 0, torch.float32)]
+
+    def named_adam(**attributes):
+        return type("Adam", (torch.optim.Optimizer,), {"__module__": "torch.optim.adam", **attributes})
+
+    for optimizer, shards in [
+        (torch.optim.Adam([parameter]), halves),
+        (named_adam(steps_elements_alone=True)([parameter], {}), halves),
+        (named_adam(steps_parameters_alone=True)([parameter], {}), whole),
+        (torch.optim.Adafactor([parameter]), whole),
+    ]:
+        check_optimizer(optimizer, {"p": parameter}, shards)
+    for kind, shards, message in [
+        (named_adam(), whole, "expected one that updates each parameter independently"),
+        (named_adam(steps_parameters_alone=True), halves, "Adam needs whole parameters, but 'p' is partitioned"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            check_optimizer(kind([parameter], {}), {"p": parameter}, shards)
 
 
 #: What the workers do differently, and the error that it ends in; the rank that fails, and how.

@@ -155,7 +155,7 @@ def is_known(optimizer: Any) -> bool:
 
 def _mixes_dtypes(optimizer: Optimizer, base: type[Optimizer]) -> bool:
     """Whether an update depends on the dtype of another parameter: Adafactor takes its epsilon from a group's first."""
-    if base.__name__ != "Adafactor":
+    if base is not torch.optim.Adafactor:
         return False
     with without_overrides():
         return any(len({p.dtype for p in group["params"]}) > 1 for group in optimizer.param_groups)

@@ -17,7 +17,7 @@ from legato.core.cluster import LinearCost
 from legato.schedule.bound.arguments.equal_pairs import DividedPairs
 from legato.schedule.bound.arguments.nested import Chain, NestedSets
 from legato.schedule.search.in_halves.groups import Arranged, Groups, groups_between
-from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 
 __all__ = ["best_groups"]
 
@@ -28,7 +28,7 @@ _EXACT = 1e-4
 
 
 def best_groups(
-    period: ShardedPeriod, low_s: float, high_s: float, *, partition: bool
+    period: GroupedPeriod, low_s: float, high_s: float, *, partition: bool
 ) -> tuple[Groups, Arranged] | None:
     """Groups for the least time between these two, or None if there are none for less than `high_s`.
 

@@ -23,7 +23,8 @@ from legato.core.plan import Plan
 from legato.schedule.basics.compose import compose
 from legato.schedule.basics.joined import ALIGNMENT, Joined
 from legato.schedule.search.anneal import anneal
-from legato.schedule.search.in_halves.groups import Arranged, GroupedPeriod, Groups, Part
+from legato.schedule.search.in_halves.groups import Arranged, Groups, Part
+from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.schedule.search.problem import Problem
 from legato.simulator.period import Period
 

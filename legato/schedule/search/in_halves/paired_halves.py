@@ -18,7 +18,7 @@ from legato.schedule.search.budget import Budget
 from legato.schedule.search.candidates import Fastest
 from legato.schedule.search.in_halves.group_search import plans_in_groups
 from legato.schedule.search.in_halves.groups import groups_of
-from legato.schedule.search.in_halves.paired_period import PairedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 
 __all__ = ["pair_halves"]
 
@@ -39,7 +39,7 @@ def pair_halves(fastest: Fastest, budget: Budget) -> None:
     for order in dict.fromkeys(_without_updates(order, workload) for order in (plan.op_order or captured, captured)):
         if min(fastest.seconds, paired.seconds) <= enough_s or budget.spent:
             break
-        period = PairedPeriod(workload, problem.collectives.half_s, (*order, *updates), budget)
+        period = GroupedPeriod(workload, problem.collectives.half_s, (*order, *updates), budget)
         found = plans_in_groups(problem, period, [groups_of(scattered, workload)], enough_s)
         paired.consider(
             msgspec.structs.replace(plan, op_order=()) if plan.op_order == captured else plan for plan in found

@@ -21,7 +21,7 @@ from legato.schedule.search.in_halves.best_groups import best_groups
 from legato.schedule.search.in_halves.group_search import plan_in_groups, plans_in_groups
 from legato.schedule.search.in_halves.groups import Arranged, Groups, groups_of
 from legato.schedule.search.in_halves.halves import halves
-from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.schedule.search.op_orders import times_in_order
 from legato.schedule.search.problem import Problem, Solve
 
@@ -42,8 +42,8 @@ def sharded_plan(problem: Problem, solve: Solve) -> Plan:
     bound = lower_bound(workload, cluster, order=order, shard=shard, step_last=True, thorough=False)
     enough_s = bound.seconds * (1 + problem.gap)
 
-    def period_and_best(op_order: tuple[int, ...]) -> tuple[ShardedPeriod, list[tuple[Groups, Arranged]]]:
-        period = ShardedPeriod(workload, cluster.workers, problem.collectives.half_s, op_order, budget)
+    def period_and_best(op_order: tuple[int, ...]) -> tuple[GroupedPeriod, list[tuple[Groups, Arranged]]]:
+        period = GroupedPeriod(workload, problem.collectives.half_s, op_order, budget, sharded_among=cluster.workers)
         best = best_groups(period, bound.seconds, fastest.seconds, partition=not cluster.unpack_s_per_byte)
         return period, [best] if best else []
 

@@ -14,7 +14,7 @@ from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.in_halves.best_groups import best_groups
-from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.simulator.collective import iteration_time
 
 MIB = 2**20
@@ -22,8 +22,12 @@ MIB = 2**20
 
 def period_of(workload, cluster):
     cost = cluster.cost()
-    return ShardedPeriod(
-        workload, cluster.workers, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget()
+    return GroupedPeriod(
+        workload,
+        lambda nbytes: cost.cost(nbytes) / 2,
+        workload.iteration_order(),
+        Budget(),
+        sharded_among=cluster.workers,
     )
 
 

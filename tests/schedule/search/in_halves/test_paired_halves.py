@@ -13,14 +13,14 @@ from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.in_halves.groups import groups_of
-from legato.schedule.search.in_halves.paired_period import PairedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
 
 def period_of(workload, cluster):
     cost = cluster.cost()
-    return PairedPeriod(workload, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget())
+    return GroupedPeriod(workload, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget())
 
 
 @examples(100)

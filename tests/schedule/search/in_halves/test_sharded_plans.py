@@ -26,7 +26,7 @@ from legato.schedule.basics.compose import is_runnable
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.search.budget import Budget
 from legato.schedule.search.in_halves.groups import groups_of
-from legato.schedule.search.in_halves.sharded_period import ShardedPeriod
+from legato.schedule.search.in_halves.period import GroupedPeriod
 from legato.simulator.collective import iteration_time
 from legato.zoo import workload as model
 
@@ -46,8 +46,12 @@ def with_adam(job, fused=False, seconds_per_byte=8e-12):
 def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cluster):
     plan = data.draw(sharded_plans(workload, cluster))
     groups, cost = groups_of(plan.messages, workload), cluster.cost()
-    period = ShardedPeriod(
-        workload, cluster.workers, lambda nbytes: cost.cost(nbytes) / 2, workload.iteration_order(), Budget()
+    period = GroupedPeriod(
+        workload,
+        lambda nbytes: cost.cost(nbytes) / 2,
+        workload.iteration_order(),
+        Budget(),
+        sharded_among=cluster.workers,
     )
     for rank in period.ranks(groups):
         arranged = period.arrange(groups, rank)

@@ -1,0 +1,103 @@
+"""`legato fit-machine`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from legato.cli.options import Json, keep_apart
+from legato.cli.output import note, print_json, print_table
+from legato.core import files
+from legato.core.errors import InputError
+from legato.core.job import Job
+from legato.core.quantities import parse_seconds
+from legato.core.text import percent
+from legato.core.units import format_seconds
+
+if TYPE_CHECKING:
+    from legato.whole_jobs.fit import FittedStep
+
+
+def fit_machine(
+    steps: Annotated[
+        list[str], typer.Argument(metavar="J.json=SECONDS...", help="Whole jobs, and how long a step of each took.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="M.json", help="Write the machine to this file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Fit the efficiency of a machine to measured steps of whole jobs on it.
+
+    One or two steps are enough. With more of them, each is also predicted from the others. The commands workload and
+    layouts take the file as --device.
+
+    Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
+    """
+    from legato.whole_jobs.fit import fit
+
+    paths, measured = zip(*map(_step, steps), strict=True)
+    keep_apart(paths, output=output)
+    machine, found = fit([(files.read(path, Job), seconds) for path, seconds in zip(paths, measured, strict=True)])
+    if output is not None:
+        files.write(output, machine)
+    if json:
+        print_json(
+            {"machine": machine.name, "efficiency": machine.efficiency, "steps": [_values(one) for one in found]}
+        )
+        return
+    table = Table("job", title=f"{machine.name}: efficiency {machine.efficiency:.4f}", header_style="dim")
+    heads = ("measured", "efficiency alone", "predicted", "error", *(["error if left out"] if len(found) > 1 else []))
+    for head in heads:
+        table.add_column(head, justify="right")
+    for path, one in zip(paths, found, strict=True):
+        table.add_row(
+            str(path),
+            format_seconds(one.measured_s),
+            f"{one.efficiency:.4f}",
+            format_seconds(one.predicted_s),
+            *(
+                percent(seconds / one.measured_s - 1, signed=True)
+                for seconds in (one.predicted_s, one.left_out_s)
+                if seconds is not None
+            ),
+        )
+    print_table(table)
+    note(_sure(found) + ("" if output is None else f" -> {output}"))
+
+
+def _step(text: str) -> tuple[Path, float]:
+    path, equals, seconds = text.rpartition("=")
+    if not equals:
+        raise InputError(f"{text} (expected a file and its seconds, such as job.json=4.21s)")
+    try:
+        return Path(path), parse_seconds(seconds)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _values(one: FittedStep) -> dict[str, Any]:
+    return {
+        "name": one.job.name,
+        "measured_s": one.measured_s,
+        "efficiency": one.efficiency,
+        "predicted_s": one.predicted_s,
+        "left_out_s": one.left_out_s,
+    }
+
+
+def _sure(found: list[FittedStep]) -> str:
+    """How sure the efficiency is."""
+    if len(found) == 1:
+        return (
+            "one step fits exactly. Of published steps of a framework on one machine, three in four others were then "
+            "within 5%; those of another framework may be 20 to 25% off. Measure another layout to know"
+        )
+    low, high = min(one.efficiency for one in found), max(one.efficiency for one in found)
+    worst = max(abs((one.left_out_s or 0.0) / one.measured_s - 1) for one in found)
+    return (
+        f"efficiencies alone {low:.4f} to {high:.4f}; a step predicted from the others is at most {percent(worst)} off"
+    )

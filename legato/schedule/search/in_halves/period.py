@@ -1,0 +1,325 @@
+"""An iteration whose gradients are sent in two halves: when each half goes, and each update runs.
+
+Idea: given the groups and a rank for every half, list scheduling gives a good plan in one pass over the
+iteration: whenever the network is free, it takes the half with the lowest rank among those
+that can go, and whenever the stream is free, it takes the update that is needed first among
+those that can run, or else the next forward op. As in a training step, updates follow the backward pass.
+
+With a sharded optimizer, each worker updates its own part of what is scattered, and a parameter is gathered
+when it is updated. An update then never makes the iteration longer than a forward op in its place would, since it
+is all that a later gather waits for. Otherwise gradients are gathered as soon as all of their tensor are scattered,
+whatever the stream does, and updates wait for them; then no order of updates is better than another one, if
+the stream is never idle while something can run.
+
+Source: ours; list scheduling is Graham's (1969). Units: seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from legato.core.plan import Message, Slice
+from legato.core.workload import Workload
+from legato.schedule.search.budget import Budget
+from legato.schedule.search.in_halves.groups import Arranged, Groups, Part
+from legato.simulator.period import Period
+
+__all__ = ["GroupedPeriod"]
+
+#: What it costs to arrange an iteration: for each half, each op and each part.
+_EVENT_S = 1e-6
+
+
+class GroupedPeriod:
+    """A period whose halves and updates can be arranged; `order` has all ops, updates behind the others in any case.
+
+    `half_s(nbytes)` is the cost of a half. With `sharded_among`, as many workers each update their own part.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        half_s: Callable[[int], float],
+        order: Sequence[int],
+        budget: Budget,
+        *,
+        sharded_among: int | None = None,
+    ) -> None:
+        ops, period = workload.ops, Period.of(workload)
+        self.workload, self.half_s, self.budget = workload, half_s, budget
+        self.is_sharded = sharded_among is not None
+        self.backward = [op for op in order if ops[op].phase == "backward"]
+        end: dict[int, float] = {}
+        self.backward_s = 0.0
+        for op in self.backward:
+            self.backward_s += ops[op].duration_s
+            end[op] = self.backward_s
+        self.release_s = [end[op] for op in period.ready_op]
+        self.forward = [op for op in order if ops[op].phase == "forward"]
+        self.first_read = [len(self.forward)] * len(workload.tensors)
+        for k, op in reversed([*enumerate(self.forward)]):
+            for t in period.reads[op]:
+                self.first_read[t] = k
+        until_s = [*accumulate((ops[op].duration_s for op in self.forward), initial=0.0)]
+        self.tail_s = [until_s[-1] - until_s[first] for first in self.first_read]  # of forward ops
+        self.updates = [op for op in order if ops[op].phase == "optimizer"]
+        self.update_reads = {op: period.reads[op] for op in self.updates}
+        self.update_waits = {op: [dep for dep in period.waits[op] if dep in self.update_reads] for op in self.updates}
+        self.update_s = {op: workload.ops[op].duration_s / (sharded_among or 1) for op in self.updates}
+        self.updates_of = period.updates
+        self.followers: dict[int, list[int]] = {op: [] for op in self.updates}
+        for op in self.updates:
+            for dep in self.update_waits[op]:
+                self.followers[dep].append(op)
+        self.urgency: dict[int, int] = {}  # by update: the first forward op that waits for it
+        for op in reversed(self.updates):
+            own = (self.first_read[t] for t in self.update_reads[op])
+            self.urgency[op] = min(
+                (*own, *(self.urgency[after] for after in self.followers[op])), default=len(self.forward)
+            )
+        # Forward ops run in order, so those that read nothing for the first time follow the one before them. Where
+        # gathers wait for updates, one of these may be worth more than the next op.
+        starts = set(range(len(self.forward)) if self.is_sharded and self.updates else (0, *self.first_read))
+        borders = sorted(starts | {len(self.forward)})
+        self.runs = [self.forward[start:stop] for start, stop in pairwise(borders)]
+        self.run_s = [until_s[stop] - until_s[start] for start, stop in pairwise(borders)]
+        run_at = {start: k for k, start in enumerate(borders)}
+        self.reader = [
+            run_at[first] for first in self.first_read
+        ]  # the run that reads a tensor first, or none: the last
+        self.new_reads = [0] * len(borders)
+        for reader in self.reader:
+            self.new_reads[reader] += 1
+
+    def ranks(self, groups: Groups) -> list[list[tuple[int, int]]]:
+        """Ways to rank the halves of groups, in the order of `Arranged.halves`."""
+        read = [min(self.first_read[t] for t, _, _ in group) for group in groups]
+        numbers = range(len(groups))
+        return [
+            [(0, k) for k in numbers] + [(1, read[k]) for k in numbers],
+            [(0, read[k]) for k in numbers] + [(1, read[k]) for k in numbers],
+            [(1, read[k]) for k in numbers] + [(0, read[k]) for k in numbers],
+            [(read[k], 0) for k in numbers] + [(read[k], 1) for k in numbers],
+        ]
+
+    def arrange(self, groups: Groups, rank: Sequence[tuple[int, int]]) -> Arranged:
+        """Arrange an iteration by the ranks of halves."""
+        return _Arrangement(self, groups, rank).run()
+
+    def in_order(self, groups: Groups, halves: Sequence[int], updates: Sequence[int] | None = None) -> Arranged:
+        """The iteration with halves and updates in these orders; infinite seconds if it waits for itself.
+
+        Without `updates`, each runs when it can.
+        """
+        return _Arrangement(self, groups, None, halves, updates).run()
+
+    def again(self, groups: Groups, arranged: Arranged) -> Arranged:
+        """The iteration of other groups, as many, in the same order of halves and updates."""
+        return self.in_order(groups, arranged.halves, self._updates_in(arranged))
+
+    def moved(self, groups: Groups, arranged: Arranged, rng: random.Random) -> Arranged:
+        """The iteration with a half or an update in another place; infinite seconds if it waits for itself."""
+        halves, updates = list(arranged.halves), self._updates_in(arranged)
+        move_updates = updates is not None and len(updates) > 1 and rng.random() < 0.5
+        order = updates if updates and move_updates else halves
+        order.insert(rng.randrange(len(order)), order.pop(rng.randrange(len(order))))
+        return self.in_order(groups, halves, updates)
+
+    def _updates_in(self, arranged: Arranged) -> list[int] | None:
+        return [op for op in arranged.op_order if op in self.update_s] if self.is_sharded else None
+
+    def messages(self, groups: Groups, arranged: Arranged) -> Iterator[Message]:
+        """The halves as messages, without collectives; all-reduces if each group is gathered as soon as scattered."""
+        first, second = arranged.halves[::2], arranged.halves[1::2]
+        if not self.is_sharded and all(k + len(groups) == half for k, half in zip(first, second, strict=True)):
+            yield from (Message(self.slices(groups[k])) for k in first)
+            return
+        slices = [self.slices(group) for group in groups]
+        for half in arranged.halves:
+            gathers, k = divmod(half, len(groups))
+            yield Message(slices[k], "all_gather" if gathers else "reduce_scatter")
+
+    def slices(self, group: Iterable[Part]) -> tuple[Slice, ...]:
+        """The slices of a group; parts of a tensor that follow one another are one slice."""
+        joined: list[Part] = []
+        for t, start, stop in group:
+            if joined and joined[-1][0] == t and joined[-1][2] == start:
+                joined[-1] = (t, joined[-1][1], stop)
+            else:
+                joined.append((t, start, stop))
+        return tuple(Slice(self.workload.tensors[t].name, start, stop) for t, start, stop in joined)
+
+
+class _Arrangement:
+    """One pass over an iteration: the network and the stream, each with what it can do next."""
+
+    def __init__(
+        self,
+        period: GroupedPeriod,
+        groups: Groups,
+        rank: Sequence[tuple[int, int]] | None,
+        halves: Sequence[int] = (),
+        updates: Sequence[int] | None = None,
+    ) -> None:
+        """By `rank`, or, without one, with halves in this order; with updates in this order, or when they can run."""
+        self.period, self.count = period, len(groups)
+        self.rank, self.fixed = rank, list(halves)[::-1]
+        self.fixed_updates = None if updates is None else list(updates)[::-1]
+        self.cost_s = [period.half_s(sum(stop - start for _, start, stop in group)) for group in groups]
+        self.tensors = [list(dict.fromkeys(t for t, _, _ in group)) for group in groups]
+        number = len(period.release_s)
+        self.unscattered, self.ungathered = [0] * number, [0] * number  # by tensor: groups
+        for tensors in self.tensors:
+            for t in tensors:
+                self.unscattered[t] += 1
+                self.ungathered[t] += 1
+        self.waits = {op: len(period.update_reads[op]) + len(period.update_waits[op]) for op in period.updates}
+        self.since = dict.fromkeys(period.updates, period.backward_s)  # when an update can run
+        self.unupdated = [len(updates) for updates in period.updates_of]  # by tensor: its updates
+        self.groups_with: list[list[int]] = [[] for _ in range(number)]
+        for k, tensors in enumerate(self.tensors):
+            for t in tensors:
+                self.groups_with[t].append(k)
+        self.gather_waits = [len(tensors) for tensors in self.tensors]  # tensors that cannot be gathered yet
+        self.can_go = [max(period.release_s[t] for t in tensors) for tensors in self.tensors]
+        # Parameters can be gathered when nothing reads the old ones.
+        self.can_go += [period.backward_s if period.is_sharded else 0.0] * self.count
+        self.run_waits = list(period.new_reads)
+        self.run_since = [period.backward_s] * len(self.run_waits)
+        self.coming = [(moment, k) for k, moment in enumerate(self.can_go[: self.count])]  # halves, by when they can go
+        self.there: list[tuple[tuple[int, int], int]] = []  # halves that can go, by rank
+        heapq.heapify(self.coming)
+        self.known = [True] * self.count + [False] * self.count  # whether `can_go` is known
+        self.updates_coming: list[tuple[float, int, int]] = []
+        self.updates_there: list[tuple[int, int]] = []
+        self.network = 0.0
+        self.stream = period.backward_s
+        self.halves: list[int] = []
+        self.op_order = list(period.backward)
+        self.next_run = 0
+        for op, waits in self.waits.items():
+            if not waits:
+                self._update_can_run(op)
+
+    def run(self) -> Arranged:
+        period = self.period
+        halves, ops = 2 * self.count, len(period.backward) + len(period.updates) + len(period.forward)
+        period.budget.spend(_EVENT_S * (halves + len(period.runs) + len(period.updates) + len(period.release_s)))
+        while len(self.halves) < halves or len(self.op_order) < ops:
+            network, stream = self._network_at(), self._stream_at()
+            if network <= stream:
+                if network == math.inf:
+                    return Arranged(math.inf, tuple(self.halves), tuple(self.op_order))
+                self._send(network)
+            else:
+                self._compute(stream)
+        return Arranged(max(self.network, self.stream), tuple(self.halves), tuple(self.op_order))
+
+    def _network_at(self) -> float:
+        """When the next half begins."""
+        if self.rank is None:
+            if not self.fixed or not self.known[self.fixed[-1]]:
+                return math.inf
+            return max(self.network, self.can_go[self.fixed[-1]])
+        if self.there:
+            return self.network
+        return max(self.network, self.coming[0][0]) if self.coming else math.inf
+
+    def _stream_at(self) -> float:
+        """When the next update or forward op begins."""
+        if self.updates_there:
+            return self.stream
+        at = self._next_update_at()
+        k = self.next_run
+        if k < len(self.period.runs) and not self.run_waits[k]:
+            at = min(at, self.run_since[k])
+        return max(self.stream, at)
+
+    def _next_update_at(self) -> float:
+        if self.fixed_updates is not None:
+            known = self.fixed_updates and not self.waits[self.fixed_updates[-1]]
+            return self.since[self.fixed_updates[-1]] if known else math.inf
+        return self.updates_coming[0][0] if self.updates_coming else math.inf
+
+    def _send(self, now: float) -> None:
+        if self.rank is None:
+            half = self.fixed.pop()
+        else:
+            while self.coming and self.coming[0][0] <= now:
+                half = heapq.heappop(self.coming)[1]
+                heapq.heappush(self.there, (self.rank[half], half))
+            half = heapq.heappop(self.there)[1]
+        self.halves.append(half)
+        gathers, k = divmod(half, self.count)
+        self.network = now = now + self.cost_s[k]
+        left = self.ungathered if gathers else self.unscattered
+        for t in self.tensors[k]:
+            left[t] -= 1
+            if not left[t]:
+                self._arrived(t, gathers=bool(gathers), now=now)
+
+    def _arrived(self, t: int, *, gathers: bool, now: float) -> None:
+        """All bytes of a tensor are scattered, or gathered."""
+        if gathers != self.period.is_sharded:
+            for op in self.period.updates_of[t]:
+                self._one_less(op, now)
+        if gathers:
+            self._may_be_read(t, now)
+        elif not (self.period.is_sharded and self.unupdated[t]):
+            self._may_be_gathered(t, now)
+
+    def _may_be_read(self, t: int, now: float) -> None:
+        """Let the forward pass read a tensor if it is gathered and has its new value."""
+        if not (self.ungathered[t] or self.unupdated[t]):
+            reader = self.period.reader[t]
+            self.run_waits[reader] -= 1
+            self.run_since[reader] = max(self.run_since[reader], now)
+
+    def _one_less(self, op: int, now: float) -> None:
+        """An update waits for one thing less, since now."""
+        self.waits[op] -= 1
+        self.since[op] = max(self.since[op], now)
+        if not self.waits[op]:
+            self._update_can_run(op)
+
+    def _update_can_run(self, op: int) -> None:
+        heapq.heappush(self.updates_coming, (self.since[op], self.period.urgency[op], op))
+
+    def _may_be_gathered(self, t: int, now: float) -> None:
+        """Of a tensor, each group may gather its part."""
+        for k in self.groups_with[t]:
+            self.gather_waits[k] -= 1
+            half = k + self.count
+            self.can_go[half] = max(self.can_go[half], now)
+            if not self.gather_waits[k]:
+                self.known[half] = True
+                heapq.heappush(self.coming, (self.can_go[half], half))
+
+    def _compute(self, now: float) -> None:
+        period = self.period
+        if self.fixed_updates is not None:
+            if self._next_update_at() <= now:
+                self.updates_there.append((0, self.fixed_updates.pop()))
+        else:
+            while self.updates_coming and self.updates_coming[0][0] <= now:
+                _, urgency, op = heapq.heappop(self.updates_coming)
+                heapq.heappush(self.updates_there, (urgency, op))
+        if not self.updates_there:
+            self.op_order += period.runs[self.next_run]
+            self.stream = now + period.run_s[self.next_run]
+            self.next_run += 1
+            return
+        op = heapq.heappop(self.updates_there)[1]
+        self.op_order.append(op)
+        self.stream = now = now + period.update_s[op]
+        for after in period.followers[op]:
+            self._one_less(after, now)
+        for t in period.update_reads[op]:
+            self.unupdated[t] -= 1
+            if self.period.is_sharded and not self.unupdated[t]:
+                self._may_be_gathered(t, now)
+            self._may_be_read(t, now)

@@ -1,0 +1,55 @@
+"""Efficiencies from measured steps."""
+
+import pytest
+from support.jobs import MIXTURE, job, replace
+
+from legato.core.errors import InputError
+from legato.core.job import Mesh
+from legato.whole_jobs.fit import fit
+from legato.whole_jobs.presets import MACHINES
+from legato.whole_jobs.step import predict
+
+JOBS = [
+    job(machine=MACHINES["a100"]),
+    job(mesh=Mesh(tensor=2, pipeline=3, data=2), machine=MACHINES["a100"], microbatches=4),
+    job(MIXTURE, Mesh(data=4, expert=2), machine=MACHINES["a100"], shard="optimizer"),
+]
+
+
+def seconds(one, efficiency):
+    return predict(replace(one, machine=replace(one.machine, efficiency=efficiency))).seconds
+
+
+@pytest.mark.parametrize("efficiency", [0.05, 0.4321, 0.99])
+def test_the_efficiency_of_predicted_steps_is_found_again(efficiency):
+    machine, steps = fit([(one, seconds(one, efficiency)) for one in JOBS])
+    assert machine.efficiency == pytest.approx(efficiency, rel=1e-6)
+    assert replace(machine, efficiency=0.5) == replace(MACHINES["a100"], efficiency=0.5)
+    for step in steps:
+        assert step.efficiency == pytest.approx(efficiency, rel=1e-6)
+        assert step.predicted_s == pytest.approx(step.measured_s) == pytest.approx(step.left_out_s)
+
+
+def test_of_several_steps_the_median_counts_and_each_is_predicted_from_the_others():
+    one = JOBS[1]
+    measured = {efficiency: seconds(one, efficiency) for efficiency in (0.5, 0.4, 0.3)}
+    machine, steps = fit([(one, measured_s) for measured_s in measured.values()])
+    assert machine.efficiency == pytest.approx(0.4)
+    assert [step.predicted_s for step in steps] == pytest.approx([measured[0.4]] * 3)
+    assert [step.left_out_s for step in steps] == pytest.approx([seconds(one, e) for e in (0.35, 0.4, 0.45)])
+    assert fit([(one, measured[0.5])])[1][0].left_out_s is None
+
+
+def test_what_cannot_be_is_refused():
+    one = JOBS[0]
+    for measured_s, message in [
+        (seconds(one, 1.0) * 0.999, "expected at least .*, the time with an efficiency of 1"),
+        (seconds(one, 1e-3) * 1.001, "expected at most .*, the time with an efficiency of 0.001"),
+        (float("nan"), "a step of nan s"),
+        (0.0, "a step of 0.0 s"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            fit([(one, measured_s)])
+    other = replace(one, machine=MACHINES["h100"])
+    with pytest.raises(InputError, match="another machine than test has"):
+        fit([(one, 1.0), (other, 1.0)])
