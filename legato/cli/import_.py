@@ -36,7 +36,7 @@ class Chosen:
     idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
     batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
     program: bool = setting(
-        False, "Write what all ranks compute and send, not the workload of one of them (kineto).", "--program"
+        False, "Write what all ranks compute and send, not the workload of one of them (kineto, chakra).", "--program"
     )
 
 
@@ -82,8 +82,8 @@ def import_(
         _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})
         if chosen.batch_size != 1:
             raise InputError("--batch-size means nothing for --program")
-        if format != "kineto":
-            raise InputError(f"--program means nothing for {format} (expected kineto)")
+        if format not in ("chakra", "kineto"):
+            raise InputError(f"--program means nothing for {format} (expected kineto or chakra)")
     only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
     with progress("reading") as advance:
         found = _read(format, traces, chosen, sends, only_step, advance)
@@ -151,9 +151,11 @@ def _read(
         read = import_kineto if format == "kineto" else import_execution_traces
         return read(traces, step=chosen.step, rank=chosen.rank, keep_idle=chosen.idle == "keep", **usual)
     if format == "chakra":
-        from legato.ingest.chakra.importer import import_chakra
+        from legato.ingest.chakra.importer import import_chakra, import_chakra_program
 
         _refuse(format, asdict(sends) | only_step)
+        if chosen.program:
+            return import_chakra_program(traces, name=chosen.name, progress=advance)
         return import_chakra(traces, rank=chosen.rank, **usual)
     if format == "send-trace":
         from legato.ingest.send_trace import import_send_trace

@@ -63,7 +63,7 @@ def test_a_program_is_imported_from_kineto_alone(tmp_path, capsys):
     paths = MeshJob().write(tmp_path)
     out = tmp_path / "p.json"
     for options, message in (
-        (["chakra", *paths, "--program"], "--program means nothing for chakra (expected kineto)"),
+        (["send-trace", *paths, "--program"], "--program means nothing for send-trace (expected kineto or chakra)"),
         (["kineto", *paths, "--program", "--rank", 1], "--rank means nothing for --program"),
         (["kineto", *paths[:3], "--program"], "traces of rank 3: missing (expected those of all 4 ranks)"),
     ):

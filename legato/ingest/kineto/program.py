@@ -18,38 +18,25 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
 from legato.core.errors import InputError
-from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
+from legato.core.program import Action, Compute, Lane, Program, Start, Wait
 from legato.core.text import count
 from legato.core.timeline import merge_intervals
-from legato.ingest.kineto.matching import Joint, matched
+from legato.ingest.communications import Joint, check, communications, matched
 from legato.ingest.kineto.step import TracedStep
 from legato.ingest.names import GROUPED, ranks_in_words
-from legato.ingest.source import one_line
 from legato.ingest.traced import Notes, TracedTransfer
 
-__all__ = ["program"]
+__all__ = ["clock_shifts", "program"]
 
-#: Operations of NCCL that cost what one of a `Program` costs.
-_SAME_COST = {"barrier": "all_reduce", "reduce": "broadcast"}
-_OPERATIONS = {*get_args(Operation), *_SAME_COST} - {"send"}
-_WORDS = {
-    "tensor": {"tensor", "tp"},
-    "pipeline": {"pipeline", "pipe", "pp"},
-    "expert": {"expert", "ep", "moe"},
-    "context": {"context", "cp"},
-    "data": {"data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard"},
-}
-_NOT_NAMED = {"", "default_pg", "undefined"}
 #: Less than the finest times of a trace, which are nanoseconds: sums of times differ by less where they are the same.
 _ROUNDING_S = 4e-10
 
@@ -69,11 +56,12 @@ def program(
             raise InputError(f"traces of {ranks_in_words(missing)}: missing (expected those of all {number} ranks)")
         notes.assume(f"all {number} ranks compute what rank {next(iter(steps))} computes")
     steps = {rank: _communicating(step) for rank, step in sorted(steps.items())}
-    _check(steps, number, notes)
-    joints = matched(steps)
-    shifts = _shifts(steps, joints)
+    transfers = {rank: step.transfers for rank, step in steps.items()}
+    check(transfers, number, notes, grouped=any(step.trace.marks.has_groups for step in steps.values()))
+    joints = matched(transfers)
+    shifts = clock_shifts(steps, joints)
     begin_s = min(steps[rank].begin_s + shift for rank, shift in shifts.items())
-    joints.sort(key=lambda joint: min(t.start_s + shifts[rank] for rank, t in joint.transfers(steps).items()))
+    joints.sort(key=lambda joint: min(t.start_s + shifts[rank] for rank, t in joint.of(transfers).items()))
     numbers: dict[int, dict[int, int]] = {rank: {} for rank in steps}
     for k, joint in enumerate(joints):
         for rank, part in joint.parts.items():
@@ -85,25 +73,7 @@ def program(
         lanes.append(Lane((rank,) if len(steps) == number else tuple(range(number)), tuple(actions)))
     _assume(notes, steps, max(steps[r].begin_s + shifts[r] - begin_s for r in steps), keep_idle)
     end_s = max(steps[rank].end_s + shift for rank, shift in shifts.items())
-    return Program(name, tuple(lanes), tuple(_communications(joints, steps, number, notes)), end_s - begin_s)
-
-
-def _check(steps: Mapping[int, TracedStep], number: int, notes: Notes) -> None:
-    """Raise `InputError` if a trace does not tell what one of its communications is."""
-    for rank, step in steps.items():
-        for transfer in step.transfers:
-            where, one_way = f"rank {rank}: {one_line(transfer.name, 60)}", transfer.kind in ("send", "recv")
-            if (transfer.peer is None) if one_way else (transfer.kind not in _OPERATIONS):
-                what = "send and receive" if transfer.kind == GROUPED else transfer.kind.replace("_", "-")
-                raise InputError(f"{where}: {what} (expected a collective, or a send or receive with its peer)")
-            if not (one_way or transfer.group):
-                if step.trace.marks.has_groups or transfer.ranks not in (None, number):
-                    raise InputError(f"{where}: of an unknown group (expected NCCL's Process Group Ranks)")
-                notes.lacks("the groups of collectives", "each collective is of all ranks")
-            if transfer.nbytes is None and transfer.kind != "barrier":
-                raise InputError(f"{where}: of unknown size (expected a trace with record_shapes=True)")
-            if outside := [other for other in (*transfer.group, transfer.peer or 0) if other >= number]:
-                raise InputError(f"{where}: with rank {outside[0]} (expected ranks below {number})")
+    return Program(name, tuple(lanes), tuple(communications(joints, transfers, number, notes)), end_s - begin_s)
 
 
 def _communicating(step: TracedStep) -> TracedStep:
@@ -131,16 +101,17 @@ def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_
         notes.assume(f"ranks begin the step up to {apart_s * 1e3:.3g} ms apart, as traced")
 
 
-def _shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
+def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
     """What to add to the times of each rank, so that communications end at the same time on all of their ranks.
 
     Ranks that share none, even through others, begin at the same time.
     """
-    of_rank: dict[int, list[tuple[Joint, dict[int, TracedTransfer]]]] = {rank: [] for rank in steps}
+    of_rank: dict[int, list[dict[int, TracedTransfer]]] = {rank: [] for rank in steps}
+    transfers = {rank: step.transfers for rank, step in steps.items()}
     for joint in joints:
-        transfers = joint.transfers(steps)
+        same = joint.of(transfers)
         for rank in joint.parts:
-            of_rank[rank].append((joint, transfers))
+            of_rank[rank].append(same)
     shifts: dict[int, float] = {}
     for root in steps:
         if root in shifts:
@@ -148,9 +119,9 @@ def _shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[in
         shifts[root], queue = -steps[root].begin_s, [root]
         for rank in queue:
             apart: dict[int, list[float]] = {}
-            for _, transfers in of_rank[rank]:
-                for other in transfers.keys() - shifts.keys():
-                    apart.setdefault(other, []).append(transfers[rank].end_s - transfers[other].end_s)
+            for same in of_rank[rank]:
+                for other in same.keys() - shifts.keys():
+                    apart.setdefault(other, []).append(same[rank].end_s - same[other].end_s)
             for other, found in apart.items():
                 shifts[other] = shifts[rank] + statistics.median(found)
                 queue.append(other)
@@ -257,78 +228,18 @@ class _Walk:
                         ready = end
             until = max(until, op.end_s)
         begins = [op.start_s for op in self.ops]
+        updates = [op.start_s for op in self.ops if op.phase == "optimizer"]
         for number in sorted(left):
             if step.transfers[number].end_s <= step.end_s + _ROUNDING_S:
-                moment = self._hidden(number, begins)
+                moment = self._hidden(number, begins, updates)
                 found.append(_Pause(moment, moment, number))
         return sorted(found)
 
-    def _hidden(self, number: int, begins: list[float]) -> float:
+    def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
         """When a communication is waited for that ends while something is computed."""
         transfer, issued = self.step.transfers[number], self.step.issued_s[number]
-        for k in range(bisect.bisect_left(begins, transfer.end_s - _ROUNDING_S), len(begins)):
-            gradients = transfer.carries_gradients and self.ops[k].phase != "optimizer"
-            if self.host_s[k] >= issued and not gradients:
-                return begins[k]
-        return self.step.end_s
-
-
-def _communications(
-    joints: Sequence[Joint], steps: Mapping[int, TracedStep], number: int, notes: Notes
-) -> list[Communication]:
-    """The communications with their kinds, sizes and traced times."""
-    everyone = tuple(range(number))
-    parts = [list(joint.transfers(steps).values()) for joint in joints]
-    gradients = {
-        joint.group or everyone
-        for joint, same in zip(joints, parts, strict=True)
-        if joint.kind == "reduce_scatter" and any(t.carries_gradients for t in same)
-    }
-    result = []
-    for joint, same in zip(joints, parts, strict=True):
-        group = joint.group or everyone
-        operation = _SAME_COST.get(joint.kind, joint.kind)
-        if joint.kind == "reduce":
-            notes.assume("a reduce takes as long as a broadcast")
-        nbytes = max(t.nbytes or 0 for t in same)
-        if min(t.nbytes or 0 for t in same) < nbytes:
-            if operation != "all_to_all":
-                sizes = ", ".join(f"{t.nbytes:,}" for t in same[:4])
-                raise InputError(f"bytes of {joint.kind} of {ranks_in_words(group)}: {sizes} (expected the same)")
-            notes.assume("an all-to-all of unequal parts takes as long as one of the largest")
-        kind = _named(next((t.purpose for t in same if t.purpose), ""))
-        sent = any(t.carries_gradients for t in same) or (joint.kind == "all_gather" and group in gradients)
-        kind = kind or ("data" if sent else _described(operation, group, number))
-        result.append(
-            Communication(
-                kind,
-                operation,  # type: ignore[arg-type]
-                (group,),
-                nbytes * (len(group) if operation == "all_gather" else 1),
-                traced_s=min(t.end_s - t.start_s for t in same),
-            )
-        )
-    return result
-
-
-def _named(purpose: str) -> str:
-    """The kind that a program's name of a group tells; its own name if that is another one; "" if it has none."""
-    name = purpose.lower()
-    words = set(re.split(r"[^a-z]+", name))
-    kinds = [kind for kind, known in _WORDS.items() if words & known]
-    for part_of in ("context", "expert"):  # experts have data parallelism, too, and gradients are summed over contexts
-        if len(kinds) > 1 and part_of in kinds:
-            kinds.remove(part_of)
-    if len(kinds) == 1:
-        return kinds[0]
-    return "" if name in _NOT_NAMED else name
-
-
-def _described(operation: str, group: tuple[int, ...], number: int) -> str:
-    """What a trace tells of a communication whose group has no name: what it is, and of which ranks."""
-    what = operation.replace("_", "-")
-    if operation == "send":
-        return what
-    if len(group) == number:
-        return f"{what} of all ranks"
-    return f"{what} of groups like {ranks_in_words([rank - group[0] for rank in group])}"
+        ended = transfer.end_s - _ROUNDING_S
+        if transfer.carries_gradients:
+            return next(iter(updates[bisect.bisect_left(updates, ended) :]), self.step.end_s)
+        later = range(bisect.bisect_left(begins, ended), len(begins))
+        return next((begins[k] for k in later if self.host_s[k] >= issued), self.step.end_s)
