@@ -11,8 +11,8 @@ from rich.table import Table
 
 from legato.cli.options import Json, quantity
 from legato.cli.output import note, print_json, print_table
-from legato.cli.whole_jobs import values, waits
-from legato.cli.workload import Shape, language_shape
+from legato.cli.whole_jobs import refuse_others, values, waits
+from legato.cli.workload import Shape, model_of_job
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -29,6 +29,7 @@ _MEMORY_SHARE = 0.9
 
 
 def layouts(  # noqa: PLR0913 (its options)
+    typed: typer.Context,
     name: Annotated[
         str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
     ],
@@ -65,8 +66,7 @@ def layouts(  # noqa: PLR0913 (its options)
     from legato.whole_jobs.step import predict
 
     if (path := Path(name)).suffix == ".json":
-        if gpus is not None or batch is not None or output is not None or shape.given():
-            raise InputError(f"{name}: a job (expected no --gpus, --batch, -o or shape beside it)")
+        refuse_others(typed, {"name", "report", "json"})
         best, found = predict(files.read(path, Job)), None
     else:
         found = _search(name, shape, gpus, batch, device, preset, gpus_per_host, bandwidth, memory, number)
@@ -102,7 +102,6 @@ def _search(  # noqa: PLR0913 (what was asked)
     number: int,
 ) -> Layouts:
     from legato.whole_jobs.layouts import fastest
-    from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.presets import framework_named, machine_named
 
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
@@ -116,7 +115,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes
     if memory is not None:
         allowed = quantity("memory", memory, parse_bytes)
-    model = of_shape(language_shape(name, shape.given()))
+    model = model_of_job(name, shape.given())
     assert gpus is not None and batch is not None
     found = fastest(name, model, framework_named(preset), machine, gpus, batch, allowed, number)
     if found.nearest is not None:

@@ -26,7 +26,6 @@ from legato.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from legato.simulator.flow import Network
     from legato.whole_jobs.step import Step
-    from legato.zoo import Shape
 
 __all__ = [
     "OF_NETWORK",
@@ -163,12 +162,11 @@ def refuse_others(typed: typer.Context, used: set[str]) -> None:
             raise InputError(f"--{name.replace('_', '-')}: means nothing for a whole job")
 
 
-def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, output: Path | None) -> None:
+def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageModel, output: Path | None) -> None:
     """The verb `legato workload` for a whole job, with the other options as they were typed."""
-    from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.step import predict
 
-    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *shape.__dataclass_fields__})
+    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *model.__struct_fields__})
     given = typed.params
     machine = {
         "device": given["device"],
@@ -177,7 +175,7 @@ def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, out
         else quantity("device-flops", given["device_flops"], parse_flops),
         "efficiency": given["efficiency"],
     }
-    job = layout.job(name, of_shape(shape), machine, recompute=given["recompute"])
+    job = layout.job(name, model, machine, recompute=given["recompute"])
     step = predict(job)
     if output is not None:
         files.write(output, job)

@@ -115,6 +115,8 @@ def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
         ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: means nothing for a whole job"),
         ("llama-3-70b", ["--data", 2, "--recompute", "--recompute-only", "core"], "--recompute and --recompute-only"),
         ("resnet-v1-50", ["--data", 2], "resnet-v1-50: no language model (expected one of llm, gpt3"),
+        ("deepseek-v3", ["--layers", 4], "deepseek-v3: only as a whole job (expected --gpus"),
+        ("deepseek-v3", ["--data", 2, "--heads", 64], "kv_heads: 128 (expected a divisor of the 64 heads)"),
         ("llm", ["--data", 2], "--layers, --hidden, --heads, --vocab: missing"),
     ],
 )
@@ -212,3 +214,19 @@ def test_what_sweep_refuses_for_a_job(job, capsys, options, message):
 def test_a_job_beside_a_workload_is_not_swept(job, workload, capsys):
     status, _, err = run(capsys, "sweep", job, workload)
     assert status == 2 and "beside whole jobs" in err
+
+
+def test_deepseek_is_named_as_a_whole_job(capsys, tmp_path):
+    path = tmp_path / "job.json"
+    options = ["--layers", 5, "--gpus", 64, "--expert", 64, "--microbatches", 2, "--device", "b200"]
+    status, out, err = run(capsys, "workload", "deepseek-v3", *options, "-o", path)
+    assert status == 0, err
+    assert "deepseek-v3 on 64 x b200 (data 64, expert 64)" in err and "expert" in out
+    model = legato.read(path).model
+    assert (model.layers, len(model.mixtures), model.latent.query) == (5, 2, 1536)
+
+
+@pytest.mark.parametrize("option", [["--device", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
+def test_the_layout_and_machine_of_a_job_stay(job, capsys, option):
+    status, out, err = run(capsys, "layouts", job, *option)
+    assert status == 2 and not out and err == f"legato: {option[0]}: means nothing for a whole job\n"
