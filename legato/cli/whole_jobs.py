@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OF_NETWORK",
     "Layout",
+    "caveats",
     "is_given",
     "job_of",
     "jobs_of",
@@ -183,7 +185,8 @@ def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageMo
         print_json({"job": None if output is None else str(output), **values(step)})
         return
     note(_describe(job) + (f" -> {output}" if output else ""))
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
     tiers = {"host": "inside hosts", "network": "between hosts"}
     for head in tiers.values():
@@ -225,7 +228,8 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     if given["json"]:
         print_json(values(step))
         return
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("of the step", title=f"{_describe(job)}{where}, {fidelity} fidelity", header_style="dim")
     table.add_column("predicted", justify="right")
     table.add_column("share", justify="right")
@@ -388,18 +392,20 @@ def _describe(job: Job) -> str:
     )
 
 
-def _warn(step: Step) -> None:
+def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
     from legato.whole_jobs.presets import MACHINES
 
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
     if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        note(
+        yield (
             f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
             "20 to 25% more or less; legato fit-machine fits it)"
         )
+    else:
+        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
     if step.layer_s < _SMALL_S:
-        note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"
