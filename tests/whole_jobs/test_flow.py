@@ -185,6 +185,30 @@ def test_what_shares_a_card_by_hand():
     assert times_of(both, replace(IDEAL, gpus_per_host=2), [(0, 1, 2, 3), (0,)]) == pytest.approx([2, 2, 2, 2])
 
 
+def test_a_worker_that_waits_for_a_late_one_is_idle():
+    """Each of two is half as fast for a while, first the one, then the other one: both wait for each other, but for the
+    pass of a layer, by which they may be ahead."""
+    machine = replace(IDEAL, gpus_per_host=1, card_bytes_per_s=1e25)
+    one = job(LLAMA, Mesh(data=2), machine=machine, shard="gradients", microbatches=4)
+    whole_s = predict(one).seconds
+    late = Disturbance(kind="compute", number=0, factor=2, start_s=0, end_s=whole_s / 4)
+    later = Disturbance(kind="compute", number=1, factor=2, start_s=whole_s * 3 / 4, end_s=whole_s * 7 / 8)
+    step = simulate(one, network_of(one, disturbances=(late, later))).step
+    assert step.seconds == pytest.approx(whole_s * (1 + 1 / 8 + 1 / 16), rel=0.02)
+    assert step.computing_s == pytest.approx(predict(one).computing_s + whole_s / 8, rel=1e-9)
+    assert step.bubble_s == pytest.approx(whole_s / 16, rel=0.2) and step.exposed_s["data"] == pytest.approx(0)
+
+
+def test_backward_passes_go_from_the_last_layer_to_the_first():
+    """Of a mixture, layers 1 to 5 exchange tokens, but not the embeddings and layer 0."""
+    made = program(job(MIXTURE, Mesh(tensor=2, data=2, expert=2), microbatches=1))
+    starts = [action.communication for action in made.lanes[0].actions if isinstance(action, Start)]
+    kinds = [made.communications[number].kind for number in starts if made.communications[number].kind != "data"]
+    first, last = kinds.index("expert"), kinds[::-1].index("expert")
+    assert first == 4  # the embeddings', two of layer 0 as one, and two of the first mixture
+    assert last == 1 and set(kinds[len(kinds) - last :]) == {"tensor"}
+
+
 def test_too_many_workers_that_differ_are_refused(monkeypatch):
     monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
     one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
