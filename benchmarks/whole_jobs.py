@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import resource
 import statistics
 import sys
 import time
@@ -26,7 +27,9 @@ from unittest import mock
 from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
+from legato.simulator.flow import Disturbance
 from legato.whole_jobs import layer, stages
+from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
 from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
@@ -420,6 +423,12 @@ def show_speed() -> None:
     print(
         f"Llama 3 405B on {job.mesh.workers:,} GPUs: a step of {seconds:.2f} s in {time.perf_counter() - start:.2f} s"
     )
+    slow = Disturbance(kind="link", number=7, factor=4)
+    for words, disturbances in {"rails": (), "rails, of which a link is slow": (slow,)}.items():
+        start = time.perf_counter()
+        seconds = simulate(job, network_of(job, topology="rails", disturbances=disturbances)).step.seconds
+        took_s, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        print(f"the same link by link, on {words}: {seconds:.2f} s in {took_s:.1f} s and {most:.0f} MiB")
     machine = MACHINES["h100"]
     layouts = list(itertools.islice(jobs("llama", llama_405b(1, 128, 16).model, CORE, machine, 1024, 512), 100))
     networks = [replace(machine, card_bytes_per_s=bandwidth_bps / 8) for bandwidth_bps in (200e9, 400e9, 800e9)]

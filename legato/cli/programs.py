@@ -13,7 +13,7 @@ from rich.table import Table
 from legato.cli.options import quantity
 from legato.cli.output import note, print_json, print_table
 from legato.cli.share import one_each, whole
-from legato.cli.whole_jobs import is_given, links, refuse_others
+from legato.cli.whole_jobs import OF_NETWORK, is_given, links, network_given, refuse_network, refuse_others
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.program import Program
@@ -43,13 +43,18 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
     """The verb `legato simulate` for a program, with the other options as they were typed."""
     from legato.whole_jobs.traced import predict, repeated, replay
 
-    refuse_others(typed, _USED)
-    if typed.params["fidelity"] != "collective":
-        raise InputError("--fidelity: flow (expected collective for a program)")
-    machine = _machine(typed)
+    refuse_others(typed, _USED | set(OF_NETWORK))
+    machine, fidelity = _machine(typed), typed.params["fidelity"]
     (workers,) = one_each("workers", typed.params["workers"], 1, whole, None)
     many = repeated(program, workers) if workers is not None and is_given(typed, "workers") else program
-    step = predict(many, machine)
+    if fidelity == "flow":
+        from legato.whole_jobs.flow.step import simulate_program as simulate
+
+        network, where = network_given(typed, machine, _workers(many))
+        step = simulate(many, machine, network)
+    else:
+        refuse_network(typed)
+        step, where = predict(many, machine), ""
     known = all(one.traced_s is not None for one in many.communications)
     traced = replay(many) if known else None
     if typed.params["json"]:
@@ -70,7 +75,7 @@ def simulate_program(typed: typer.Context, program: Program) -> None:
             f"assumed: {copies} copies of the job, which compute and send as much as traced; between copies go only "
             "communications of the kind data"
         )
-    table = Table("of the step", title=f"{describe_program(many)}, collective fidelity", header_style="dim")
+    table = Table("of the step", title=f"{describe_program(many)}{where}, {fidelity} fidelity", header_style="dim")
     for head in [*(["as traced"] if traced else []), "predicted", "share"]:
         table.add_column(head, justify="right")
     for kind, seconds in _parts(step).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -24,12 +25,26 @@ from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from legato.simulator.flow import Network
     from legato.whole_jobs.step import Step
 
 __all__ = [
-    "Layout", "is_given", "job_of", "jobs_of", "links", "refuse_others", "simulate_job", "sweep_jobs", "values",
-    "waits", "write_job",
-]  # fmt: skip
+    "OF_NETWORK",
+    "Layout",
+    "caveats",
+    "is_given",
+    "job_of",
+    "jobs_of",
+    "links",
+    "network_given",
+    "refuse_network",
+    "refuse_others",
+    "simulate_job",
+    "sweep_jobs",
+    "values",
+    "waits",
+    "write_job",
+]
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
@@ -38,7 +53,7 @@ _OF_MACHINE = {
 }  # fmt: skip
 _OF_SIMULATE = {"workloads", "fidelity", *_OF_MACHINE}
 #: At flow fidelity: the network, and the timeline.
-_OF_NETWORK = (
+OF_NETWORK = (
     "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
 )  # fmt: skip
 #: Cells of a sweep: a prediction of a large job takes a tenth of a second. And how many of them are shown.
@@ -170,7 +185,8 @@ def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageMo
         print_json({"job": None if output is None else str(output), **values(step)})
         return
     note(_describe(job) + (f" -> {output}" if output else ""))
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
     tiers = {"host": "inside hosts", "network": "between hosts"}
     for head in tiers.values():
@@ -202,19 +218,18 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     from legato.whole_jobs.step import predict
 
     given, fidelity = typed.params, typed.params["fidelity"]
-    refuse_others(typed, _OF_SIMULATE | {"json", *_OF_NETWORK, "output"})
+    refuse_others(typed, _OF_SIMULATE | {"json", *OF_NETWORK, "output"})
     job = replace(job, machine=links(typed, job.machine))
     if fidelity == "flow":
         step, where = _simulate_links(typed, job)
     else:
-        if unused := [name for name in (*_OF_NETWORK, "output") if is_given(typed, name)]:
-            option = unused[0].replace("_", "-")
-            raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
+        refuse_network(typed, "output")
         step, where = predict(job), ""
     if given["json"]:
         print_json(values(step))
         return
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("of the step", title=f"{_describe(job)}{where}, {fidelity} fidelity", header_style="dim")
     table.add_column("predicted", justify="right")
     table.add_column("share", justify="right")
@@ -230,18 +245,33 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
 
 def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, str]:
     """The step on the network of the options, and that network in words; writes the timeline."""
-    from legato.simulator.flow.network.disturbances import parse_disturbances
-    from legato.whole_jobs.flow.step import network_of, simulate
+    from legato.whole_jobs.flow.step import simulate
 
-    given = {name: typed.params[name] for name in _OF_NETWORK if is_given(typed, name)}
+    network, words = network_given(typed, job.machine, job.mesh.workers)
+    found = simulate(job, network)
+    if (output := typed.params["output"]) is not None:
+        files.write(output, found.timeline(words.removeprefix(", ")))
+    return found.step, words
+
+
+def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:
+    """The machine's network for so many workers, with what the options say of it; and that in words."""
+    from legato.simulator.flow.network.disturbances import parse_disturbances
+    from legato.whole_jobs.flow.step import network_of
+
+    given = {name: typed.params[name] for name in OF_NETWORK if is_given(typed, name)}
     words = [BY_NAME[name].say(BY_NAME[name].write(value)) for name, value in given.items() if BY_NAME[name].words]
     fields = {BY_NAME[name].field: value for name, value in given.items() if name != "disturb"}
     if "disturb" in given:
         fields["disturbances"] = parse_disturbances(given["disturb"])
-    found = simulate(job, network_of(job, **fields))
-    if (output := typed.params["output"]) is not None:
-        files.write(output, found.timeline(", ".join(words)))
-    return found.step, "".join(f", {one}" for one in words)
+    return network_of(machine, workers, **fields), "".join(f", {one}" for one in words)
+
+
+def refuse_network(typed: typer.Context, *more: str) -> None:
+    """Raise `InputError` if an option was given that needs links, at collective fidelity."""
+    if unused := [name for name in (*OF_NETWORK, *more) if is_given(typed, name)]:
+        option = unused[0].replace("_", "-")
+        raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
 
 
 def sweep_jobs(
@@ -362,18 +392,20 @@ def _describe(job: Job) -> str:
     )
 
 
-def _warn(step: Step) -> None:
+def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
     from legato.whole_jobs.presets import MACHINES
 
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
     if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        note(
+        yield (
             f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
             "20 to 25% more or less; legato fit-machine fits it)"
         )
+    else:
+        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
     if step.layer_s < _SMALL_S:
-        note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"

@@ -144,6 +144,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         if any(len(place) > 1 for place in places):
             raise InputError(f"{self.describe(number)}: groups on several lanes at one place (expected groups alike)")
         every = set().union(*places)
+        if one.operation == "send" and len(every) == 1:
+            raise InputError(f"{self.describe(number)}: from a lane to itself (expected to another one)")
         members = len(one.groups) * len(one.groups[0])
         if sum(len(self.lanes[lane].workers) for lane in every) != members:
             raise InputError(f"{self.describe(number)}: only some workers of a lane (expected all of them)")

@@ -150,7 +150,7 @@ def machines(machine: Machine) -> dict[str, Machine]:
     return {
         "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),
         "network cards twice as fast": replace(machine, card_bytes_per_s=2 * machine.card_bytes_per_s),
-        "both twice as fast": replace(
+        "links and cards twice as fast": replace(
             machine, link_bytes_per_s=2 * machine.link_bytes_per_s, card_bytes_per_s=2 * machine.card_bytes_per_s
         ),
         "half the latency": replace(machine, **{field: getattr(machine, field) / 2 for field in latencies}),

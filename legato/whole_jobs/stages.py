@@ -18,6 +18,7 @@ __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
 #: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
 #: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale.
 _OWNED, _GRADIENT_TIMES = 46, 4
+_NOTHING = Passes()
 
 
 def passes(job: Job) -> list[list[tuple[Passes, int]]]:
@@ -49,7 +50,7 @@ def passes(job: Job) -> list[list[tuple[Passes, int]]]:
 def _received(job: Job, stage: int) -> Passes:
     """What a stage gathers of activations that its neighbours sent in parts (arXiv 2104.04473, section 4.1)."""
     if not job.framework.divides_sends or job.sequence_parallel:
-        return Passes()
+        return _NOTHING
     gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
     last = len(job.split) - 1
     away = [is_away(job, stage - 1), is_away(job, stage)]

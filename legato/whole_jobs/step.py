@@ -116,15 +116,15 @@ def _work(job: Job, stages: list[_Costs]) -> Cost:
 
 def _stages(job: Job) -> list[_Costs]:
     """The passes of one micro-batch through each stage."""
-    known: dict[int, _Costs] = {}  # all layers of a kind are one object
-    stages, result = passes(job), []
-    for parts in stages:
-        total = _Costs()
-        for own, times in parts:
-            if id(own) not in known:
-                known[id(own)] = _Costs(*(work.cost(job) for work in own))
-            total = _Costs(*(a + b * times for a, b in zip(total, known[id(own)], strict=True)))
-        result.append(total)
+    every = passes(job)
+    known: dict[tuple[tuple[int, int], ...], _Costs] = {}  # layers of a kind are one object, and most stages alike
+    result = []
+    for parts in every:
+        key = tuple((id(own), times) for own, times in parts)
+        if key not in known:
+            costs = [_Costs(*(work.cost(job) * times for work in own)) for own, times in parts]
+            known[key] = _Costs(*(reduce(Cost.__add__, column) for column in zip(*costs, strict=True)))
+        result.append(known[key])
     return result
 
 

@@ -46,12 +46,25 @@ def test_other_networks_and_more_workers_are_options(program, capsys):
     assert found("--workers", 4) == usual
 
 
+def test_a_program_is_simulated_link_by_link(program, capsys):
+    def step_s(*options):
+        status, out, err = run(capsys, "simulate", program, "--json", "--bandwidth", "1Gbit", *options)
+        assert status == 0, err
+        return json.loads(out)["predicted"]["step_s"]
+
+    apart = ("--gpus-per-host", 1)
+    assert step_s(*apart) >= step_s(*apart, *COLLECTIVE) * (1 - 1e-9)
+    assert step_s(*apart, "--disturb", "link:0:4:0") > step_s(*apart)
+    assert step_s(*apart, "--racks", 2, "--oversubscription", 4) > step_s(*apart)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--fidelity: flow (expected collective for a program)"),
+        (["--fabric", "ring"], "--fabric: means nothing for a whole job"),
+        (["--disturb", "link:4:2:0"], "link: 4 (expected 0 to 3)"),
         ([*COLLECTIVE, "--workers", 6], "workers: 6 (expected a multiple of the program's 4)"),
-        ([*COLLECTIVE, "--racks", 2], "--racks: means nothing for a whole job"),
+        ([*COLLECTIVE, "--racks", 2], "--racks: means nothing at collective fidelity (expected --fidelity flow)"),
     ],
 )
 def test_what_means_nothing_is_refused(program, capsys, options, message):

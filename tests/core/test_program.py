@@ -37,6 +37,7 @@ def test_valid_programs():
         ((Wait(2),), (), [], r"communication: 2 \(expected below 0\)"),
         ((), (), [Communication("data", "all_gather", ((0, 4),), 1.0)], r"worker 4 \(expected 0 to 3\)"),
         ((), (), [Communication("data", "all_gather", ((0, 2), (3, 1)), 1.0)], "several lanes at one place"),
+        ((Start(0),), (), [Communication("x", "send", ((0, 1),), 1.0)], "from a lane to itself"),
         ((), (), [Communication("data", "all_gather", ((0, 2),), 1.0)], "only some workers of a lane"),
     ],
 )
@@ -63,5 +64,7 @@ def test_numbers():
             Compute(value, "x")
         with pytest.raises(InputError, match="nbytes of data all_reduce"):
             Communication("data", "all_reduce", ((0, 1),), value)
+    with pytest.raises(InputError, match="times of data all_reduce: 0"):
+        Communication("data", "all_reduce", ((0, 1),), 1.0, 0)
     with pytest.raises(InputError, match="expected 2 workers"):
         Communication("pipeline", "send", ((0, 1, 2),), 1.0)

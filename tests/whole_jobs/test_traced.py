@@ -9,6 +9,7 @@ from support.mesh_samples import MeshJob
 from legato.core.errors import InputError
 from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
 from legato.ingest.kineto.importer import import_kineto
+from legato.whole_jobs.flow.step import network_of, simulate_program
 from legato.whole_jobs.presets import machine_named
 from legato.whole_jobs.traced import Traffic, predict, repeated, replay, run, traffic
 
@@ -55,6 +56,10 @@ def test_what_is_waited_for_is_priced_on_the_links_of_its_group(operation, one_h
         step = predict(blocking(everyone(operation, 1e6, workers), workers=workers), MACHINE)
         assert step.exposed_s["data"] == pytest.approx(seconds)
         assert step.seconds == pytest.approx(0.5 + seconds)
+        program = blocking(everyone(operation, 1e6, workers), workers=workers)
+        linked = simulate_program(program, MACHINE, network_of(MACHINE, workers))
+        assert linked.seconds == pytest.approx(step.seconds) and linked.exposed_s == pytest.approx(step.exposed_s)
+        assert (linked.computing_s, linked.idle_s, linked.sent) == (0.5, 0.0, step.sent)
     assert step.computing_s == 0.5
 
 

@@ -38,6 +38,7 @@ class _Program:
         self.overlapped, self.hidden = ("pipeline" in job.framework.hidden), ("data" in job.framework.hidden)
         self.lanes: list[list[Action]] = [[] for _ in range(self.workers)]
         self.communications: list[Communication] = []
+        self.like: dict[tuple[object, ...], Communication] = {}
         self.parts = stages.passes(job)
         self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
         self.known: dict[tuple[object, ...], Groups] = {}
@@ -154,7 +155,10 @@ class _Program:
         return self.sent[key]
 
     def _add(self, kind: str, operation: Operation, groups: Groups, nbytes: float, times: int = 1) -> int:
-        self.communications.append(Communication(kind, operation, groups, nbytes, times))
+        key = (kind, operation, id(groups), nbytes, times)
+        if key not in self.like:  # most are like one before, and a check of many groups takes time
+            self.like[key] = Communication(kind, operation, groups, nbytes, times)
+        self.communications.append(self.like[key])
         return len(self.communications) - 1
 
     def _groups(self, worker: int, dimensions: tuple[str, ...]) -> Groups:

@@ -71,12 +71,11 @@ class Quotient:
     def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:
         """Workers differ by lane and disturbance, links by rate and disturbance, groups by what they are groups of."""
         workers = len(self.lane_of)
-        joins, group_first = [np.empty((0, 3), np.int64)], [np.empty((0, 3), np.int64)]
-        for k, ((groups, shape), own) in enumerate(zip(self.groups, self.found, strict=True)):
+        joins, group_first = [np.empty((0, 2), np.int64)], [np.empty((0, 3), np.int64)]
+        for k, ((groups, _), own) in enumerate(zip(self.groups, self.found, strict=True)):
             members = np.array(groups)
             number = (self.first[k] + np.arange(len(members))).repeat(members.shape[1])
-            role = np.tile(np.arange(members.shape[1]) * (shape == "send"), len(members))
-            joins.append(np.column_stack([number, members.ravel(), role]))
+            joins.append(np.column_stack([number, members.ravel()]))
             group_first.append(np.column_stack([np.full(len(members), k), own.rings, own.hosts]))
         lanes = np.column_stack([self.lane_of, _numbered(self.profiles.compute, workers)])
         rates = np.unique(s_per_byte, return_inverse=True)[1]
@@ -85,8 +84,8 @@ class Quotient:
             "group": _rows(np.concatenate(group_first)),
             "link": _rows(np.column_stack([rates, _numbered(self.profiles.links, len(s_per_byte))])),
         }
-        group, worker, role = np.concatenate(joins).T
-        edges = [Edges(("group", "worker"), (group, worker), role)]
+        group, worker = np.concatenate(joins).T
+        edges = [Edges(("group", "worker"), (group, worker), np.zeros(len(group), np.int64))]
         edges.append(Edges(("group", "link"), (uses[:, 0], uses[:, 1]), uses[:, 2]))
         return refined(first, edges)
 
