@@ -26,7 +26,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
-from legato.whole_jobs import cost, layer, step
+from legato.whole_jobs import layer, stages
 from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
 from legato.whole_jobs.presets import FRAMEWORKS, MACHINES
@@ -360,8 +360,8 @@ CODE_WITHOUT: dict[str, tuple[object, str, object]] = {
     "attention as full squares": (layer, "_attention_s", full_squares),
     "no grouped products": (layer, "_grouped_s", lambda *_: (0.0, 0.0, 0.0)),
     "no output layer": (layer, "output", lambda *_: layer.Passes()),
-    "no data parallelism": (step, "_over_data", lambda *_, **__: cost.Cost()),
-    "no optimizer": (step, "_optimizer", lambda *_: cost.Cost()),
+    "no data parallelism": (stages, "over_data", lambda *_: ()),
+    "no optimizer": (stages, "optimizer_s", lambda *_: 0.0),
 }
 
 

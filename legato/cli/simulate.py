@@ -69,8 +69,9 @@ def simulate(
     With --share, several jobs run on one network, and a row per job compares its iteration beside the others with
     that alone on the same hosts.
 
-    A whole job, as legato workload --tensor writes it, is simulated at collective fidelity, and so is a traced one, as
-    legato import --program writes it, also on more --workers.
+    A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
+    topology and the disturbances that are given here, or at collective fidelity. A traced one, as legato import
+    --program writes it, is simulated at collective fidelity, also on more --workers.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """

@@ -38,6 +38,10 @@ _OF_MACHINE = {
     "bandwidth": "card_bytes_per_s", "local_bandwidth": "link_bytes_per_s", "gpus_per_host": "gpus_per_host"
 }  # fmt: skip
 _OF_SIMULATE = {"workloads", "fidelity", *_OF_MACHINE}
+#: At flow fidelity: the network, and the timeline.
+_OF_NETWORK = (
+    "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
+)  # fmt: skip
 #: Cells of a sweep: a prediction of a large job takes a tenth of a second. And how many of them are shown.
 _MOST_CELLS, _MOST_SHOWN = 10_000, 40
 #: A layer's forward and backward pass in less time may be bound by the host.
@@ -199,16 +203,21 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     """The verb `legato simulate` for a whole job, with the other options as they were typed."""
     from legato.whole_jobs.step import predict
 
-    refuse_others(typed, _OF_SIMULATE | {"json"})
-    given = typed.params
-    if given["fidelity"] != "collective":
-        raise InputError("--fidelity: flow (expected collective: whole jobs are not simulated link by link)")
-    step = predict(replace(job, machine=links(typed, job.machine)))
+    given, fidelity = typed.params, typed.params["fidelity"]
+    refuse_others(typed, _OF_SIMULATE | {"json", *_OF_NETWORK, "output"})
+    job = replace(job, machine=links(typed, job.machine))
+    if fidelity == "flow":
+        step, where = _simulate_links(typed, job)
+    else:
+        if unused := [name for name in (*_OF_NETWORK, "output") if is_given(typed, name)]:
+            option = unused[0].replace("_", "-")
+            raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
+        step, where = predict(job), ""
     if given["json"]:
         print_json(values(step))
         return
     _warn(step)
-    table = Table("of the step", title=f"{_describe(job)}, collective fidelity", header_style="dim")
+    table = Table("of the step", title=f"{_describe(job)}{where}, {fidelity} fidelity", header_style="dim")
     table.add_column("predicted", justify="right")
     table.add_column("share", justify="right")
     for kind, seconds in {"computing": step.computing_s, "bubble": step.bubble_s, **step.exposed_s}.items():
@@ -217,6 +226,24 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     table.add_row("step", format_seconds(step.seconds), percent(1.0), style="bold green")
     print_table(table)
     note(f"{step.tokens_per_s:,.0f} tokens/s, model FLOPs utilization {percent(step.utilization)}")
+    if given["output"] is not None:
+        note(f"timeline of the lanes that differ -> {given['output']}")
+
+
+def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, str]:
+    """The step on the network of the options, and that network in words; writes the timeline."""
+    from legato.simulator.flow.network.disturbances import parse_disturbances
+    from legato.whole_jobs.flow.step import network_of, simulate
+
+    given = {name: typed.params[name] for name in _OF_NETWORK if is_given(typed, name)}
+    words = [BY_NAME[name].say(BY_NAME[name].write(value)) for name, value in given.items() if BY_NAME[name].words]
+    fields = {BY_NAME[name].field: value for name, value in given.items() if name != "disturb"}
+    if "disturb" in given:
+        fields["disturbances"] = parse_disturbances(given["disturb"])
+    found = simulate(job, network_of(job, **fields))
+    if (output := typed.params["output"]) is not None:
+        files.write(output, found.timeline(", ".join(words)))
+    return found.step, "".join(f", {one}" for one in words)
 
 
 def sweep_jobs(

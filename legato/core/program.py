@@ -14,8 +14,9 @@ __all__ = ["Action", "Communication", "Compute", "Lane", "Operation", "Program",
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
-#: Actions of all lanes, and workers of all groups of all communications: a check takes seconds beyond them.
+#: Actions of all lanes, and workers of all groups, those that communications share once: a check takes seconds beyond.
 _MOST_ACTIONS, _MOST_MEMBERS = 2**22, 2**26
+_MOST_TIMES = 2**20
 
 
 class Compute(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="do", tag="compute"):
@@ -50,17 +51,21 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `nbytes` are those of the result of an all-gather, of each worker's input of a reduce-scatter or all-reduce, of what
     one worker holds before an all-to-all (its own part included), and of what a broadcast or a send carries. `kind` is
     what it is for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the
-    first to the second one. `traced_s` is what it took where it was traced, when all had started it.
+    first to the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took
+    where it was traced, when all had started it.
     """
 
     kind: str
     operation: Operation
     groups: tuple[tuple[int, ...], ...]
     nbytes: float
+    times: int = 1
     traced_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"{self.kind} {self.operation}"
+        if not 1 <= self.times <= _MOST_TIMES:
+            raise InputError(f"times of {where}: {self.times} (expected 1 to {_MOST_TIMES:,})")
         if not (math.isfinite(self.nbytes) and self.nbytes >= 0):
             raise InputError(f"nbytes of {where}: {self.nbytes} (expected a finite number, at least 0)")
         if self.traced_s is not None and not (math.isfinite(self.traced_s) and self.traced_s >= 0):
@@ -104,7 +109,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     def __post_init__(self) -> None:
         if sum(len(lane.actions) for lane in self.lanes) > _MOST_ACTIONS:
             raise TooLargeError(f"actions of all lanes: more than {_MOST_ACTIONS:,}")
-        if sum(len(one.groups) * len(one.groups[0]) for one in self.communications) > _MOST_MEMBERS:
+        groups = {id(one.groups): one.groups for one in self.communications}.values()
+        if sum(len(one) * len(one[0]) for one in groups) > _MOST_MEMBERS:
             raise TooLargeError(f"workers of all groups: more than {_MOST_MEMBERS:,}")
         workers = sorted(worker for lane in self.lanes for worker in lane.workers)
         if not workers or workers != list(range(len(workers))):
@@ -123,21 +129,25 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     def _starters(self) -> list[set[int]]:
         """The lanes that have to start each communication."""
         lane_of = {worker: k for k, lane in enumerate(self.lanes) for worker in lane.workers}
-        result = []
+        known: dict[tuple[int, bool], set[int]] = {}  # many communications have the same groups
         for number, one in enumerate(self.communications):
-            if unknown := [worker for group in one.groups for worker in group if worker not in lane_of]:
-                raise InputError(f"{self.describe(number)}: worker {unknown[0]} (expected 0 to {len(lane_of) - 1})")
-            places = [{lane_of[worker] for worker in place} for place in zip(*one.groups, strict=True)]
-            if any(len(place) > 1 for place in places):
-                raise InputError(
-                    f"{self.describe(number)}: groups on several lanes at one place (expected groups alike)"
-                )
-            every = set().union(*places)
-            members = len(one.groups) * len(one.groups[0])
-            if sum(len(self.lanes[lane].workers) for lane in every) != members:
-                raise InputError(f"{self.describe(number)}: only some workers of a lane (expected all of them)")
-            result.append(places[0] if one.operation == "send" else every)
-        return result
+            key = (id(one.groups), one.operation == "send")
+            if key not in known:
+                known[key] = self._starters_of(number, lane_of)
+        return [known[id(one.groups), one.operation == "send"] for one in self.communications]
+
+    def _starters_of(self, number: int, lane_of: dict[int, int]) -> set[int]:
+        one = self.communications[number]
+        if unknown := [worker for group in one.groups for worker in group if worker not in lane_of]:
+            raise InputError(f"{self.describe(number)}: worker {unknown[0]} (expected 0 to {len(lane_of) - 1})")
+        places = [{lane_of[worker] for worker in place} for place in zip(*one.groups, strict=True)]
+        if any(len(place) > 1 for place in places):
+            raise InputError(f"{self.describe(number)}: groups on several lanes at one place (expected groups alike)")
+        every = set().union(*places)
+        members = len(one.groups) * len(one.groups[0])
+        if sum(len(self.lanes[lane].workers) for lane in every) != members:
+            raise InputError(f"{self.describe(number)}: only some workers of a lane (expected all of them)")
+        return places[0] if one.operation == "send" else every
 
     def _check_starts(self, starters: list[set[int]]) -> None:
         """Each communication is started once by all of its lanes, in one order where groups are the same."""

@@ -121,7 +121,8 @@ def _entry(
 def _messages(timeline: Timeline | None) -> int | None:
     if timeline is None:
         return None
-    return sum(s.kind == "message" and s.worker == drawn_worker(timeline) for s in timeline.spans)
+    worker = drawn_worker(timeline)
+    return sum(s.kind == "message" and s.worker == worker for s in timeline.spans)
 
 
 def _comparable(table: Sequence[Entry]) -> tuple[Kind, list[Entry]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple
 
-from legato.core.job import Machine, WorkerGroup
+from legato.core.job import Job, Machine, WorkerGroup
+from legato.core.program import Operation
 
-__all__ = ["COMPUTING", "KINDS", "Cost", "all_to_all", "collective", "send"]
+__all__ = ["COMPUTING", "KINDS", "Beside", "Cost", "Exchange", "Work", "all_to_all", "collective", "cost_of", "send"]
 
 COMPUTING = "computing"
 #: The kinds of communication, and the step of the optimizer.
@@ -51,6 +55,64 @@ def _sum(a: dict, b: dict) -> dict:  # type: ignore[type-arg]
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in a | b}
 
 
+class Exchange(NamedTuple):
+    """A communication among the workers that differ only in these dimensions of the mesh (those of `Mesh.hosts`).
+
+    `nbytes` are those of a `Communication`; it is made `times` times in a row.
+    """
+
+    kind: str
+    operation: Operation
+    dimensions: tuple[str, ...]
+    nbytes: float
+    times: int = 1
+
+
+class Beside(NamedTuple):
+    """Exchanges, one after another, beside `seconds` of a piece of work's computing, from `after_s` of it on."""
+
+    seconds: float
+    exchanges: tuple[Exchange, ...]
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of a pass: computing, exchanges `beside` it, and those that the worker waits for `behind` it."""
+
+    computing_s: float = 0.0
+    beside: tuple[Beside, ...] = ()
+    behind: tuple[Exchange, ...] = ()
+
+    def and_then(self, other: Work) -> Work:
+        """Both as one piece, whose exchanges have the computing of both."""
+        return Work(self.computing_s + other.computing_s, self.beside + other.beside, self.behind + other.behind)
+
+    def window_s(self, one: Beside) -> float:
+        """The seconds of computing that exchanges can run beside."""
+        return max(0.0, min(one.seconds, self.computing_s - one.after_s))
+
+    def cost(self, job: Job) -> Cost:
+        """What it costs if each exchange has the network for itself."""
+        total = Cost.computing(self.computing_s) + cost_of(job, self.behind)
+        for one in self.beside:
+            total += cost_of(job, one.exchanges).behind(self.window_s(one))
+        return total
+
+
+def cost_of(job: Job, exchanges: Iterable[Exchange]) -> Cost:
+    """The exchanges one after another, each with the network for itself."""
+    return reduce(Cost.__add__, (_cost(job, one) for one in exchanges), Cost())
+
+
+def _cost(job: Job, one: Exchange) -> Cost:
+    group = job.group(*one.dimensions)
+    if one.operation == "all_to_all":
+        return all_to_all(one.kind, job.machine, group, one.nbytes) * one.times
+    halves = 2 if one.operation == "all_reduce" else 1
+    return collective(one.kind, job.machine, group, one.nbytes, halves) * one.times
+
+
 def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, halves: int = 1) -> Cost:
     """An all-gather or reduce-scatter of `nbytes` in all, or, of two `halves`, an all-reduce.
 
@@ -63,7 +125,8 @@ def collective(kind: str, machine: Machine, group: WorkerGroup, nbytes: float, h
     bus = machine.link_bytes_per_s * machine.link_share
     latency_s, away = machine.latency_s, 0.0
     if group.hosts > 1:
-        bus = min(bus, machine.card_bytes_per_s * group.per_host * machine.card_share)
+        cards = machine.card_bytes_per_s * group.per_host * machine.card_share
+        bus = min(bus, cards) if group.per_host > 1 else cards
         latency_s, away = _network_latency_s(machine, group), group.hosts / group.size
     return Cost({kind: latency_s + sent / bus}, {(kind, "host"): sent * (1 - away), (kind, "network"): sent * away})
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from legato.core.job import Job
-from legato.whole_jobs.cost import Cost, all_to_all, collective
+from legato.whole_jobs.cost import Beside, Exchange, Work
 from legato.whole_jobs.parameters import vocabulary_part
 
 __all__ = ["Passes", "embeddings", "layer", "output", "tokens", "width"]
@@ -31,14 +31,11 @@ _FORWARD = 1 / 3
 
 
 class Passes(NamedTuple):
-    """The cost of the forward pass, of the gradients of activations (with what is recomputed), and of weights."""
+    """The forward pass, gradients of activations (with what is recomputed), and those of weights."""
 
-    forward: Cost = Cost()
-    backward: Cost = Cost()
-    weights: Cost = Cost()
-
-    def plus(self, other: Passes, times: int = 1) -> Passes:
-        return Passes(*(own + more * times for own, more in zip(self, other, strict=True)))
+    forward: Work = Work()
+    backward: Work = Work()
+    weights: Work = Work()
 
 
 def tokens(job: Job) -> int:
@@ -66,16 +63,24 @@ def layer(job: Job, mixture: bool) -> Passes:
     }[job.recompute]
     forward_s = sum(products) + attention_s[0] + grouped[0] + elementwise_s[0] + _FORWARD * fixed_s
     backward_s = sum(products) + attention_s[1] + grouped[1] + elementwise_s[1] + (1 - _FORWARD) * fixed_s + again_s
-    forward, backward = Cost.computing(forward_s), Cost.computing(backward_s + job.framework.host_s)
+    forward, backward = Work(forward_s), Work(backward_s + job.framework.host_s)
+    full = job.recompute == "full"
+    before_s = again_s if full else 0.0  # of the backward pass, in which the forward pass runs again
     for kind, part in _communication(job, mixture).items():
         hidden = kind in job.framework.hidden
         # Of tensor parallelism, only collectives beside the products of matrices divided by columns can be hidden.
-        beside_s = 2 * sum(products) if kind == "tensor" else backward_s
-        forward += part.forward.behind(forward_s, hidden and kind != "tensor")
-        backward += part.backward + part.beside.behind(beside_s, hidden)
-        if job.recompute == "full":
-            backward += part.forward.behind(forward_s, hidden and kind != "tensor")
-    return Passes(forward, backward, Cost.computing(sum(products) + grouped[2]))
+        beside_s = 2 * sum(products) if kind == "tensor" else backward_s - before_s
+        forward = forward.and_then(_placed(part.forward, forward_s, hidden and kind != "tensor"))
+        if full:
+            backward = backward.and_then(_placed(part.forward, before_s, hidden and kind != "tensor"))
+        backward = backward.and_then(Work(behind=part.backward))
+        backward = backward.and_then(_placed(part.beside, beside_s, hidden, before_s))
+    return Passes(forward, backward, Work(sum(products) + grouped[2]))
+
+
+def _placed(exchanges: tuple[Exchange, ...], seconds: float, hidden: bool, after_s: float = 0.0) -> Work:
+    """Exchanges beside these seconds of computing if they are hidden, and behind it otherwise."""
+    return Work(beside=(Beside(seconds, exchanges, after_s),)) if hidden else Work(behind=exchanges)
 
 
 def _product_s(job: Job, *sizes: float) -> float:
@@ -169,23 +174,22 @@ def _elementwise(job: Job, mixture: bool) -> list[tuple[float, float]]:
 
 
 class _Sends(NamedTuple):
-    """Collectives of the forward pass, of the backward pass, and of those which the framework may hide in it."""
+    """Exchanges of the forward pass, of the backward pass, and of those which the framework may hide in it."""
 
-    forward: Cost
-    backward: Cost
-    beside: Cost
+    forward: tuple[Exchange, ...] = ()
+    backward: tuple[Exchange, ...] = ()
+    beside: tuple[Exchange, ...] = ()
 
 
 def _communication(job: Job, mixture: bool) -> dict[str, _Sends]:
     """What a layer sends, by kind; where experts are divided by tensor parallelism, for all rows of a mixture."""
     activation = 2 * tokens(job) * job.model.hidden
-    mlp = activation * job.model.active_experts if mixture else activation
-    tensor = [_tensor(job, nbytes) for nbytes in (activation, mlp)]
-    return {
-        "tensor": _Sends(*(a + b for a, b in zip(*tensor, strict=True))),
-        "context": _context(job),
-        "expert": _expert(job) if mixture else _Sends(Cost(), Cost(), Cost()),
-    }
+    if mixture:
+        both = _tensor(job, activation), _tensor(job, activation * job.model.active_experts)
+        tensor = _Sends(*(a + b for a, b in zip(*both, strict=True)))
+    else:
+        tensor = _Sends(*(tuple(one._replace(times=2 * one.times) for one in a) for a in _tensor(job, activation)))
+    return {"tensor": tensor, "context": _context(job), "expert": _expert(job) if mixture else _Sends()}
 
 
 def _tensor(job: Job, nbytes: float) -> _Sends:
@@ -195,42 +199,42 @@ def _tensor(job: Job, nbytes: float) -> _Sends:
     last one, divided by rows. Backward the reverse, and a gather of the inputs again (not in DTensor, which keeps
     them, but where products are selected to be recomputed). Without: an all-reduce each.
     """
-    machine, group = job.machine, job.group("tensor")
     if not job.sequence_parallel:
-        both = collective("tensor", machine, group, nbytes, halves=2)
-        return _Sends(both, Cost(), both)
-    half = collective("tensor", machine, group, nbytes)
+        both = (Exchange("tensor", "all_reduce", ("tensor",), nbytes),)
+        return _Sends(both, (), both)
+    gather = Exchange("tensor", "all_gather", ("tensor",), nbytes)
+    reduce_scatter = Exchange("tensor", "reduce_scatter", ("tensor",), nbytes)
     again = job.framework.gathers_inputs or job.recompute == "selective"
-    return _Sends(half * 2, half, half * (2 if again else 1))
+    return _Sends((gather, reduce_scatter), (gather,), (reduce_scatter, gather) if again else (reduce_scatter,))
 
 
 def _context(job: Job) -> _Sends:
     """A gather of all keys and values (arXiv 2407.21783, section 3.3.2); backward again, and a reduce-scatter."""
-    model, group = job.model, job.group("context")
+    model = job.model
     if model.latent is None:
         each = 2 * model.kv_heads * model.head_size
     else:
         each = model.heads * (2 * model.head_size + model.latent.rope)
-    nbytes = 2 * tokens(job) * group.size * each / job.mesh.tensor
-    half = collective("context", job.machine, group, nbytes)
-    return _Sends(half, Cost(), half * 2)
+    nbytes = 2 * tokens(job) * job.mesh.context * each / job.mesh.tensor
+    gather = Exchange("context", "all_gather", ("context",), nbytes)
+    return _Sends((gather,), (), (gather, Exchange("context", "reduce_scatter", ("context",), nbytes)))
 
 
 def _expert(job: Job) -> _Sends:
     """Tokens to their experts and back, T h x active experts each, in both passes."""
     nbytes = 2 * _rows(job) * job.model.hidden / job.mesh.tensor
-    both = all_to_all("expert", job.machine, job.group("expert"), nbytes) * 2
-    return _Sends(both, Cost(), both)
+    both = (Exchange("expert", "all_to_all", ("expert",), nbytes, 2),)
+    return _Sends(both, (), both)
 
 
 def embeddings(job: Job) -> Passes:
     """The table, divided by its rows: its gradients are dense, cleared, added up and read for each micro-batch."""
-    machine, group, nbytes = job.machine, job.group("tensor"), 2 * tokens(job) * job.model.hidden
-    forward = collective("tensor", machine, group, nbytes, 1 if job.sequence_parallel else 2)
-    backward = collective("tensor", machine, group, nbytes) if job.sequence_parallel else Cost()
+    nbytes = 2 * tokens(job) * job.model.hidden
+    forward = Exchange("tensor", "reduce_scatter" if job.sequence_parallel else "all_reduce", ("tensor",), nbytes)
+    backward = (Exchange("tensor", "all_gather", ("tensor",), nbytes),) if job.sequence_parallel else ()
     table = vocabulary_part(job) * job.model.hidden
     traffic_s = _memory_s(job, [(4 + 2 * job.framework.gradient_nbytes) * table])
-    return Passes(forward, backward, Cost.computing(traffic_s))
+    return Passes(Work(behind=(forward,)), Work(behind=backward), Work(traffic_s))
 
 
 def output(job: Job) -> Passes:
@@ -241,9 +245,8 @@ def output(job: Job) -> Passes:
     forward_s, backward_s = (
         _memory_s(job, [width(job) * norm[k], tokens(job) * part * loss[k]]) + product_s for k in range(2)
     )
+    gather = Exchange("tensor", "all_gather", ("tensor",), 2 * width(job) * job.mesh.tensor)
+    forward = (gather,) if job.sequence_parallel else ()
     sends = _tensor(job, 2 * tokens(job) * job.model.hidden)
-    forward = collective("tensor", job.machine, job.group("tensor"), 2 * width(job) * job.mesh.tensor)
-    forward = forward if job.sequence_parallel else Cost()
-    backward = Cost.computing(backward_s)
-    backward += sends.beside.behind(2 * product_s, "tensor" in job.framework.hidden)
-    return Passes(Cost.computing(forward_s) + forward, backward, Cost.computing(product_s))
+    backward = Work(backward_s).and_then(_placed(sends.beside, 2 * product_s, "tensor" in job.framework.hidden))
+    return Passes(Work(forward_s, behind=forward), backward, Work(product_s))

@@ -110,7 +110,7 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
     """The step on the links of a machine, whose hosts have neighbouring workers."""
-    costs = [_cost(one, machine) for one in program.communications]
+    costs = [_cost(one, machine) * one.times for one in program.communications]
     workers = sum(len(lane.workers) for lane in program.lanes)
     shares = [
         len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers
@@ -233,11 +233,14 @@ def repeated(program: Program, workers: int) -> Program:
         raise InputError(f"workers: {workers} (expected {own}: nothing in the program is data-parallel)")
     shifts = range(0, workers, own)
     lanes = [Lane(tuple(w + shift for shift in shifts for w in lane.workers), lane.actions) for lane in program.lanes]
+    groups: dict[tuple[tuple[tuple[int, ...], ...], bool], tuple[tuple[int, ...], ...]] = {}  # shared, as they are many
     communications = []
     for one in program.communications:
-        moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
-        joined = tuple(sum(same, ()) for same in zip(*moved, strict=True))
-        groups = joined if one.kind == "data" else sum(moved, ())
-        traced = None if one.kind == "data" else one.traced_s
-        communications.append(changed(one, groups=groups, traced_s=traced))
+        data = one.kind == "data"
+        if (one.groups, data) not in groups:
+            moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
+            joined = tuple(sum(same, ()) for same in zip(*moved, strict=True))
+            groups[one.groups, data] = joined if data else sum(moved, ())
+        traced = None if data else one.traced_s
+        communications.append(changed(one, groups=groups[one.groups, data], traced_s=traced))
     return Program(program.name, tuple(lanes), tuple(communications))

@@ -50,13 +50,40 @@ def test_links_of_the_machine_are_options_of_simulate(job, capsys):
     assert step_s("--local-bandwidth", "7200Gbit") < step_s() < step_s("--gpus-per-host", 1)
 
 
+def test_a_job_is_simulated_link_by_link(tmp_path, capsys):
+    job, timeline = tmp_path / "small.json", tmp_path / "t.json"
+    layout = ["--tensor", 2, "--pipeline", 4, "--data", 8, "--microbatches", 4, "--shard", "optimizer"]
+    status, _, err = run(capsys, "workload", "llama-3-8b", *layout, "-o", job)
+    assert status == 0, err
+
+    def step(*options):
+        status, out, err = run(capsys, "simulate", job, "--json", *options)
+        assert status == 0, err
+        return json.loads(out)
+
+    plain, slow = step("--topology", "rails"), step("--topology", "rails", "--disturb", "compute:9:2:0", "-o", timeline)
+    assert plain["step_s"] < slow["step_s"] < 2 * plain["step_s"]
+    drawn = legato.read(timeline)
+    assert drawn.iteration_s == slow["step_s"] == max(span.end_s for span in drawn.spans)
+    assert (9, 1) in drawn.members and sum(number for _, number in drawn.members) == 64
+    assert {span.kind for span in drawn.spans} == {"forward", "backward", "optimizer", "message"}
+    for verb, made in (("report", "r.html"), ("trace", "trace.json")):
+        status, _, err = run(capsys, verb, timeline, "-o", tmp_path / made)
+        assert status == 0, err
+    status, out, err = run(capsys, "simulate", job, "--racks", 4, "--oversubscription", 2)
+    assert status == 0 and "4 racks, oversubscription 2:1, flow fidelity" in " ".join(out.split()), err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--fidelity: flow (expected collective"),
-        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing for a whole job"),
+        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing at collective fidelity (expected"),
+        (["--topology", "rails", "--gpus-per-host", 1], "topology: rails for hosts of 1 on one card"),
+        (["--racks", 3000], "racks: 3000 (expected 1 to the 2048 hosts)"),
+        (["--disturb", "link:16384:2:0"], "link: 16384 (expected 0 to 16383)"),
+        (["--disturb", "compute:3:2"], "disturb: 'compute:3:2' (expected something like"),
         (["--fidelity", "collective", "--workers", 8], "--workers: means nothing for a whole job"),
-        (["--fidelity", "collective", "-o", "t.json"], "--output: means nothing for a whole job"),
+        (["--fidelity", "collective", "-o", "t.json"], "--output: means nothing at collective fidelity"),
         (["--fidelity", "collective", "--share"], "--share: means nothing for a whole job"),
     ],
 )

@@ -54,12 +54,15 @@ CLOSED_FORMS = {
 
 
 def max_min_by_linear_programs(routes, capacity):
-    """Raise the smallest rates as far as they go, fix those that cannot go further, repeat."""
+    """Raise the smallest rates as far as they go, fix those that cannot go further, repeat.
+
+    A route that has a link several times takes its rate as often there.
+    """
     fixed = {}
     while len(fixed) < len(routes):
         free = [f for f in range(len(routes)) if f not in fixed]
         # Variables: all rates, and t, the smallest free one.
-        rows = [[float(k in route) for route in routes] + [0.0] for k in range(len(capacity))]
+        rows = [[float(list(route).count(k)) for route in routes] + [0.0] for k in range(len(capacity))]
         rows += [[-float(f == g) for g in range(len(routes))] + [1.0] for f in free]
         limits = [*capacity, *[0.0] * len(free)]
         bounds = [(fixed.get(f, 0), fixed.get(f)) for f in range(len(routes))] + [(0, None)]

@@ -37,7 +37,7 @@ def traced(paths):
 
 
 def everyone(operation, nbytes, workers, kind="data"):
-    return Communication(kind, operation, (tuple(range(workers)),), nbytes, 0.25)
+    return Communication(kind, operation, (tuple(range(workers)),), nbytes, traced_s=0.25)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_a_send_begins_when_the_sender_starts_it_and_the_receiver_waits_for_othe
 
 def test_twice_the_bandwidth_halves_what_grows_with_the_bytes_of_a_kind():
     """Two sizes tell latency (1 s) from bandwidth (1 s per MB); one size does not."""
-    ones = [Communication("tensor", "all_reduce", ((0, 1),), mb * 1e6, 1.0 + mb) for mb in (1, 3)]
-    other = Communication("data", "all_reduce", ((0, 1),), 1e6, 2.0)
+    ones = [Communication("tensor", "all_reduce", ((0, 1),), mb * 1e6, traced_s=1.0 + mb) for mb in (1, 3)]
+    other = Communication("data", "all_reduce", ((0, 1),), 1e6, traced_s=2.0)
     tensor, data, both = traffic(blocking(*ones, other))
     assert (tensor.kind, tensor.seconds, tensor.exposed_s, tensor.at_most) == ("tensor", 6.0, 6.0, False)
     assert (data.kind, data.seconds, data.at_most) == ("data", 2.0, True)

@@ -51,12 +51,14 @@ def run_fair(
     profiles: ServiceProfiles | None = None,
     changes: Sequence[tuple[float, int, float]] = (),
     priority: NDArray[np.int64] | None = None,
+    weight: NDArray[np.int64] | None = None,
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and
     links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have
-    the same `priority`, if there is one; higher ones go first.
+    the same `priority`, if there is one; higher ones go first. Service i takes `weight[i]` times its flow's rate of its
+    link (None: once), as if it were so many flows that have to be equally fast; then there are no priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -70,7 +72,7 @@ def run_fair(
     link = np.array([change[1] for change in changes], np.int64)
     to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
     of_flows = None if priority is None else priority[by_flow[first[:-1]]]
-    return int(_run(records, successors, flows, 1 / s_per_byte, (change_s, link, to), profiles, of_flows))
+    return int(_run(records, successors, flows, 1 / s_per_byte, (change_s, link, to), profiles, of_flows, weight))
 
 
 @compiled
@@ -111,18 +113,18 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
+def fair_rates(links, first, capacity, weight=None):  # type: ignore[no-untyped-def]
     """The max-min fair rate of each flow, in the unit of `capacity[link]`.
 
-    Flow f uses `links[first[f]:first[f + 1]]`, each listed once. A flow on no
-    link has an infinite rate.
+    Flow f uses `links[first[f]:first[f + 1]]`, each listed once, `weight` times its rate there (None: its rate). A flow
+    on no link has an infinite rate.
     """
     flows, num_links = len(first) - 1, len(capacity)
     rate = np.full(flows, np.inf)
     left = capacity.copy()
     users = np.zeros(num_links, np.int64)
-    for at in links:
-        users[at] += 1
+    for k in range(len(links)):
+        users[links[k]] += 1 if weight is None else weight[k]
     undecided = np.sum(first[1:] > first[:-1])
     decided = np.zeros(flows, np.bool_)
     while undecided > 0:
@@ -140,8 +142,9 @@ def fair_rates(links, first, capacity):  # type: ignore[no-untyped-def]
                 decided[f] = True
                 undecided -= 1
                 for at in range(first[f], first[f + 1]):
-                    left[links[at]] = max(left[links[at]] - share, 0.0)
-                    users[links[at]] -= 1
+                    used = 1 if weight is None else weight[at]
+                    left[links[at]] = max(left[links[at]] - used * share, 0.0)
+                    users[links[at]] -= used
     return rate
 
 
@@ -170,12 +173,12 @@ def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-unt
 
 @compiled
 def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
-    """The links of the active flows, each once per flow, as arguments for `fair_rates`."""
+    """The links of the active flows, each once per flow, as arguments for `fair_rates`, and the services on them."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
     for f in active:
         count += first[f + 1] - first[f]
-    links = np.empty(count, np.int64)
+    links, services = np.empty(count, np.int64), np.empty(count, np.int64)
     at = 0
     for k in range(len(active)):
         for m in range(first[active[k]], first[active[k] + 1]):
@@ -184,10 +187,10 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
             for seen in range(starts[k], at):
                 known = known or links[seen] == link
             if not known:
-                links[at] = link
+                links[at], services[at] = link, by_flow[m]
                 at += 1
         starts[k + 1] = at
-    return links[:at], starts
+    return links[:at], starts, services[:at]
 
 
 @compiled
@@ -270,8 +273,9 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):  # type
 
 
 @compiled
-def _run(records, successors, flows, capacity, changes, profiles, priority):  # type: ignore[no-untyped-def]
-    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows."""
+def _run(records, successors, flows, capacity, changes, profiles, priority, weight):  # type: ignore[no-untyped-def]
+    """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows, and
+    `weight` that of services."""
     change_s, change_link, change_to = changes
     states, changed, now, done = _states(records, successors, flows), 0, 0.0, 0
     waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # may start at ready_s
@@ -292,11 +296,13 @@ def _run(records, successors, flows, capacity, changes, profiles, priority):  # 
             done += flows.first[f + 1] - flows.first[f]
         if len(active) > 0:
             chosen = np.array(active)
-            links, starts = _links_of(records, chosen, flows.by_flow, flows.first)
-            if priority is None:
-                rates = fair_rates(links, starts, capacity)
-            else:
+            links, starts, chosen_services = _links_of(records, chosen, flows.by_flow, flows.first)
+            if priority is not None:
                 rates = _rates_by_priority(links, starts, capacity, priority[chosen])
+            elif weight is not None:
+                rates = fair_rates(links, starts, capacity, weight[chosen_services])
+            else:
+                rates = fair_rates(links, starts, capacity)
             for k in range(len(chosen)):
                 states[chosen[k]].rate = rates[k]
     return done

@@ -122,6 +122,18 @@ class Topology:
     def _local_in_link(self, host: Hosts) -> Hosts:
         return 2 * (self._hosts + host) + 1
 
+    def local_links(self, worker: ArrayLike) -> Hosts:
+        """[..., 2]: the links of workers inside their hosts, out and in."""
+        worker = np.asarray(worker)
+        return np.stack([self._local_out_link(worker), self._local_in_link(worker)], axis=-1)
+
+    def route(self, source: ArrayLike, target: ArrayLike) -> Hosts:
+        """[..., hop]: the links from hosts to hosts in their order, NO_LINK where a route has fewer."""
+        source, target = np.broadcast_arrays(source, target)
+        first, between, last = self._routes(source, target, (source, target))
+        between = np.broadcast_to(between, (*source.shape, between.shape[-1]))
+        return np.concatenate([first[..., None], between, last[..., None]], axis=-1)
+
     def links_of(self, kind: str, number: int) -> list[int]:
         """The links of a worker ("link"), a server, a leaf to its spines ("uplink"), or a spine, in both directions.
 

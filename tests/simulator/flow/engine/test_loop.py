@@ -97,6 +97,27 @@ def test_fair_rates_are_max_min_fair(routes, capacity):
     assert found == pytest.approx(max_min_by_linear_programs(routes, capacity), rel=1e-6)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=6),
+    st.lists(st.integers(1, 8), min_size=4, max_size=4),
+)
+@examples(60)
+def test_weighted_rates_are_max_min_fair(routes, capacity):
+    first = np.cumsum([0, *(len(set(route)) for route in routes)])
+    links = np.array([link for route in routes for link in sorted(set(route))])
+    weight = np.array([route.count(link) for route in routes for link in sorted(set(route))])
+    found = fair_rates(links, first, np.array(capacity, dtype=float), weight)
+    assert found == pytest.approx(max_min_by_linear_programs(routes, capacity), rel=1e-6)
+
+
+def test_a_flow_that_takes_a_link_three_times():
+    """Links of 1 byte a second. The flow of 2 bytes takes 3/4 of the first link, so it moves at 1/4 until 4, when the
+    other one, of 1 byte, has ended; then its last byte at 1/3."""
+    graph = built([(0, 2.0, 0, 0, []), (1, 2.0, 0, 0, [(0, True)]), (0, 1.0, 0, 0, [])])
+    assert run_fair(graph, np.ones(LINKS), weight=np.array([3, 2, 1])) == 3
+    assert list(graph.records["end_s"]) == pytest.approx([7, 7, 4])
+
+
 def test_two_flows_share_a_link_and_the_one_left_takes_it_all():
     """Links of 1 byte a second. 6 bytes at 0 and 2 bytes at 1: halves from 1 on, so the second ends at 5, the first,
     with 3 left then, at 8."""

@@ -1,0 +1,112 @@
+"""The links that the groups of a communication use, and how many of its connections are on each of them.
+
+[Note: connections]
+A collective of a group is one flow, whose connections are equally fast. A ring goes through each host once, and as many
+rings as the group has workers on a host do so, each over another worker's card: a card has one connection, and a
+worker's link inside the host one of each ring. Inside a host alone there are as many rings as workers. In an all-to-all
+each worker has a connection with each other one, and a send is one connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.job import Machine
+from legato.core.program import Communication, Operation
+from legato.simulator.flow.engine.services import NO_LINK
+from legato.simulator.flow.network.topology import Topology
+
+__all__ = ["Connections", "connections", "nbytes_of", "shape_of"]
+
+Ints = NDArray[np.int64]
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Connections(NamedTuple):
+    """Of groups of one shape: the rings of each (1 if there are none), its hosts, and, as rows of `uses`, the group, a
+    link, and how many of its connections are there."""
+
+    rings: Ints
+    hosts: Ints
+    uses: Ints
+
+    def latency_s(self, group: int, machine: Machine) -> float:
+        """Of a collective with its skew, as in `cost.py`."""
+        further = int(self.hosts[group]) - 1
+        return machine.network_latency_s + machine.hop_s * further if further else machine.latency_s
+
+
+def shape_of(operation: Operation) -> str:
+    """Which connections an operation has: `ring`, `all_to_all` or `send`."""
+    return operation if operation in ("all_to_all", "send") else "ring"
+
+
+def nbytes_of(one: Communication, rings: int) -> float:
+    """Bytes over each connection, all times of a communication together."""
+    size = len(one.groups[0])
+    sent = {
+        "all_gather": (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_reduce": 2 * (size - 1) / size,
+        "all_to_all": 1 / size,
+        "broadcast": 1.0,
+        "send": 1.0,
+    }[one.operation]
+    return one.nbytes * one.times * sent / rings
+
+
+def connections(topology: Topology, shape: str, groups: Groups) -> Connections:
+    """The connections of groups, whose workers are in the order of their rings."""
+    members = np.array(groups)
+    on_host = members // topology.shape.gpus
+    hosts = 1 + (np.diff(np.sort(on_host)) != 0).sum(1)
+    if shape == "ring":
+        rings, hops, inside = _rings(on_host, members)
+    else:
+        rings, inside = np.ones(len(groups), np.int64), np.empty((0, 3), np.int64)
+        if shape == "send":
+            hops = np.column_stack([np.arange(len(groups)), members])
+        else:
+            size = members.shape[1]
+            a, b = np.nonzero(~np.eye(size, dtype=bool))
+            number = np.repeat(np.arange(len(groups)), len(a))
+            hops = np.column_stack([number, members[:, a].ravel(), members[:, b].ravel()])
+    route = topology.route(hops[:, 1], hops[:, 2])
+    there = route != NO_LINK
+    number = np.broadcast_to(hops[:, :1], route.shape)[there]
+    rows = [np.column_stack([number, route[there], np.ones(len(number), np.int64)])]
+    local = topology.local_links(inside[:, 1])
+    rows += [np.column_stack([inside[:, 0], local[:, side], inside[:, 2]]) for side in range(2)]
+    return Connections(rings, hosts, _summed(np.concatenate(rows), topology.num_links))
+
+
+def _rings(on_host: Ints, members: Ints) -> tuple[Ints, Ints, Ints]:
+    """The rings of each group; (group, worker, worker) of each hop between hosts; and (group, worker, rings) where a
+    worker has several inside its host."""
+    rings, hops, inside = [], [(0, 0, 0)][:0], [(0, 0, 0)][:0]
+    for number, (own, group) in enumerate(zip(on_host.tolist(), members.tolist(), strict=True)):
+        by_host: dict[int, list[int]] = {}
+        for host, worker in zip(own, group, strict=True):
+            by_host.setdefault(host, []).append(worker)
+        rings.append(max(map(len, by_host.values())))
+        hops += _hops(number, rings[-1], list(by_host.values()))
+        inside += [(number, worker, rings[-1]) for mine in by_host.values() if len(mine) > 1 for worker in mine]
+    return np.array(rings), np.array(hops, np.int64).reshape(-1, 3), np.array(inside, np.int64).reshape(-1, 3)
+
+
+def _hops(number: int, rings: int, by_host: list[list[int]]) -> Iterator[tuple[int, int, int]]:
+    """A ring leaves and enters a host by the cards of one of its workers."""
+    if len(by_host) > 1:
+        for mine, others in zip(by_host, [*by_host[1:], by_host[0]], strict=True):
+            for ring in range(rings):
+                yield number, mine[ring % len(mine)], others[ring % len(others)]
+
+
+def _summed(rows: Ints, links: int) -> Ints:
+    """The same with each link of a group once."""
+    pairs, which = np.unique(rows[:, 0] * links + rows[:, 1], return_inverse=True)
+    return np.column_stack([*np.divmod(pairs, links), np.bincount(which, rows[:, 2], len(pairs)).astype(np.int64)])

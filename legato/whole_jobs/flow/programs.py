@@ -1,0 +1,184 @@
+"""A job as a `Program`: the actions of its pipeline's schedule, with the computing and the exchanges of each pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from legato.core.job import Job
+from legato.core.program import Action, Communication, Compute, Lane, Operation, Program, Start, Wait
+from legato.whole_jobs import schedules, stages
+from legato.whole_jobs.cost import Beside, Exchange, Work
+from legato.whole_jobs.layer import Passes
+
+__all__ = ["OPTIMIZER", "program"]
+
+OPTIMIZER = "optimizer"
+Groups = tuple[tuple[int, ...], ...]
+
+
+def program(job: Job) -> Program:
+    """What the workers of each stage do in a step.
+
+    A pass is its parts one after another, those of a backward pass from the last one on: each computes, beside the
+    exchanges that are hidden in it, and then makes those that are not. Of hidden data-parallel exchanges, those of
+    gradients run from the beginning of the last micro-batch's backward pass on, and those of parameters until the end
+    of the first one's forward pass.
+    """
+    return _Program(job).written()
+
+
+class _Program:
+    """The program while it is written, lane by lane."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.workers = job, job.mesh.pipeline
+        self.overlapped, self.hidden = ("pipeline" in job.framework.hidden), ("data" in job.framework.hidden)
+        self.lanes: list[list[Action]] = [[] for _ in range(self.workers)]
+        self.communications: list[Communication] = []
+        self.parts = stages.passes(job)
+        self.sent: dict[tuple[int, int, str], int] = {}  # numbers of sends, by their targets' passes
+        self.known: dict[tuple[object, ...], Groups] = {}
+        names = [part for name in job.mesh.order for part in (("replica", "expert") if name == "data" else (name,))]
+        sizes = {"replica": job.mesh.data // job.mesh.expert} | {
+            name: getattr(job.mesh, name) for name in ("tensor", "context", "pipeline", "expert")
+        }
+        ranks = np.arange(job.mesh.workers).reshape([sizes[name] for name in names])
+        self.names = [name for name in names if name != "pipeline"]
+        self.ranks = np.moveaxis(ranks, names.index("pipeline"), 0)  # [worker of the pipeline, other dimensions]
+
+    def written(self) -> Program:
+        job = self.job
+        plan = schedules.schedule(job.schedule, self.workers, job.microbatches, job.chunks)
+        for worker, actions in enumerate(plan):
+            self._lane(worker, actions)
+        lanes = [
+            Lane(tuple(self.ranks[worker].ravel().tolist()), tuple(actions))
+            for worker, actions in enumerate(self.lanes)
+        ]
+        return Program(job.name, tuple(lanes), tuple(self.communications))
+
+    def _lane(self, worker: int, actions: list[schedules.Action]) -> None:
+        tail, last = stages.tail(self.job, worker), self.job.microbatches - 1
+        gathers = [*self._start(worker, tail.parameters)] if self.hidden else []
+        reduces: list[int] | None = None
+        first = max(at for at, one in enumerate(actions) if one.kind == "forward" and one.microbatch == 0)
+        for at, action in enumerate(actions):
+            if self.hidden and reduces is None and action.kind == "backward" and action.microbatch == last:
+                reduces = [*self._start(worker, tail.gradients)]
+            self._pass(worker, action)
+            if at == first:
+                self._wait(worker, gathers)
+        self._wait(worker, reduces or [])
+        if not self.hidden:
+            self._blocking(worker, tail.gradients)
+        if tail.tied_nbytes:
+            self._tied(worker, tail.tied_nbytes)
+        self._compute(worker, tail.optimizer_s, OPTIMIZER)
+        if not self.hidden:
+            self._blocking(worker, tail.parameters)
+
+    def _pass(self, worker: int, action: schedules.Action) -> None:
+        stage, microbatch, kind = action
+        last = len(self.parts) - 1
+        from_stage = stage - 1 if kind == "forward" else stage + 1
+        to_stage = 2 * stage - from_stage
+        sends = self.workers > 1 and kind != "weights"
+        if sends and 0 <= from_stage <= last:
+            self._wait(worker, [self._send(from_stage, action)])
+        label = f"{kind} {microbatch}" + (f" of stage {stage}" if self.job.chunks > 1 else "")
+        for part, times in self.parts[stage] if kind == "forward" else reversed(self.parts[stage]):
+            for _ in range(times):
+                self._work(worker, _of(part, kind), label)
+        if sends and 0 <= to_stage <= last:
+            number = self._send(stage, action._replace(stage=to_stage))
+            self.lanes[worker].append(Start(number))
+            if not self.overlapped:
+                self._wait(worker, [number])
+
+    def _work(self, worker: int, work: Work, label: str) -> None:
+        """Computing, with what starts and what is waited for in between; at one moment, starts come last."""
+        moments: list[tuple[float, int, Beside]] = []
+        for one in work.beside:
+            if one.exchanges:
+                window_s = work.window_s(one)
+                moments += [(one.after_s, 1, one), (one.after_s + window_s, 0 if window_s else 2, one)]
+        done, started = 0.0, {}
+        for moment, order, one in sorted(moments, key=lambda entry: entry[:2]):
+            self._compute(worker, moment - done, label)
+            done = max(done, moment)
+            if order == 1:
+                started[id(one)] = self._start(worker, one.exchanges)
+            else:
+                self._wait(worker, started[id(one)])
+        self._compute(worker, work.computing_s - done, label)
+        self._blocking(worker, work.behind)
+
+    def _compute(self, worker: int, seconds: float, label: str) -> None:
+        if seconds > 0:
+            self.lanes[worker].append(Compute(seconds, label))
+
+    def _wait(self, worker: int, numbers: Iterable[int]) -> None:
+        self.lanes[worker] += map(Wait, numbers)
+
+    def _blocking(self, worker: int, exchanges: Iterable[Exchange]) -> None:
+        for one in exchanges:
+            self._wait(worker, self._start(worker, [one]))
+
+    def _start(self, worker: int, exchanges: Iterable[Exchange]) -> list[int]:
+        numbers = []
+        for one in exchanges:
+            groups = self._groups(worker, one.dimensions)
+            if len(groups[0]) > 1:
+                numbers.append(self._add(one.kind, one.operation, groups, one.nbytes, one.times))
+                self.lanes[worker].append(Start(numbers[-1]))
+        return numbers
+
+    def _tied(self, worker: int, nbytes: float) -> None:
+        """The first and the last lane sum the gradients of a tied table."""
+        key = (-1, -1, "tied")
+        if key not in self.sent:
+            self.sent[key] = self._add("pipeline", "all_reduce", self._pairs(0, self.workers - 1), nbytes)
+        self.lanes[worker].append(Start(self.sent[key]))
+        self._wait(worker, [self.sent[key]])
+
+    def _send(self, stage: int, target: schedules.Action) -> int:
+        """The number of the transfer from a stage to the pass that needs it."""
+        key = (target.stage, target.microbatch, target.kind)
+        if key not in self.sent:
+            groups = self._pairs(stage % self.workers, target.stage % self.workers)
+            nbytes = stages.sent_nbytes(self.job, min(stage, target.stage))
+            self.sent[key] = self._add("pipeline", "send", groups, nbytes)
+        return self.sent[key]
+
+    def _add(self, kind: str, operation: Operation, groups: Groups, nbytes: float, times: int = 1) -> int:
+        self.communications.append(Communication(kind, operation, groups, nbytes, times))
+        return len(self.communications) - 1
+
+    def _groups(self, worker: int, dimensions: tuple[str, ...]) -> Groups:
+        """The groups of a lane's workers that differ only in these dimensions."""
+        key = (worker, dimensions)
+        if key not in self.known:
+            inside = {*dimensions} | ({"expert", "replica"} if "data" in dimensions else set())
+            axes = [axis for axis, name in enumerate(self.names) if name in inside]
+            ranks = self.ranks[worker]
+            size = math.prod(ranks.shape[axis] for axis in axes)
+            moved = np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, size)
+            self.known[key] = tuple(map(tuple, moved.tolist()))
+        return self.known[key]
+
+    def _pairs(self, worker: int, other: int) -> Groups:
+        """Each worker of a lane with its counterpart in another one."""
+        key = (worker, other)
+        if key not in self.known:
+            self.known[key] = tuple(
+                zip(self.ranks[worker].ravel().tolist(), self.ranks[other].ravel().tolist(), strict=True)
+            )
+        return self.known[key]
+
+
+def _of(passes: Passes, kind: str) -> Work:
+    work: Work = getattr(passes, kind)
+    return work

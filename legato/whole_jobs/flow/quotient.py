@@ -1,0 +1,132 @@
+"""The classes of a program's workers, groups and links on a network, and what stands for each (`symmetry.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.core.job import Machine
+from legato.core.program import Program
+from legato.simulator.flow import Network
+from legato.simulator.flow.engine.graph import Graph
+from legato.simulator.flow.network.disturbances import Profile, Profiles
+from legato.simulator.flow.network.topology import Topology
+from legato.whole_jobs.flow.connections import connections, shape_of
+from legato.whole_jobs.flow.symmetry import Edges, refined
+
+__all__ = ["Quotient"]
+
+Ints = NDArray[np.int64]
+
+
+class Quotient:
+    """A program on a network, with one worker, group and link for each class of those that are alike.
+
+    `standing` has the number of the one that stands for each class, by kind (`worker`, `group`, `link`), and `links`,
+    for each class of groups, the classes of their links, with the number of connections that one link carries of all
+    groups of the class. Groups are numbered through: those of communication n are `found[number_of[n]]`, and the first
+    of them is group `first[number_of[n]]`. Communications with the same `order_of` run in the order of their starts.
+    Without `alike`, no two workers are.
+    """
+
+    def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
+        self.program, self.machine = program, machine
+        topology = Topology(Graph(), network, network.workers, 0, network.host_shape)
+        self.profiles = Profiles.of(network.disturbances, topology.links_of)
+        self.groups = self._numbered_groups()
+        self.found = [connections(topology, shape, groups) for groups, shape in self.groups]
+        self.first = np.cumsum([0, *(len(groups) for groups, _ in self.groups)])
+        workers = sum(len(lane.workers) for lane in program.lanes)
+        self.lane_of = np.empty(workers, np.int64)
+        for k, lane in enumerate(program.lanes):
+            self.lane_of[list(lane.workers)] = k
+        uses = [one.uses + np.array([first, 0, 0]) for one, first in zip(self.found, self.first, strict=False)]
+        every = np.concatenate([np.empty((0, 3), np.int64), *uses])
+        s_per_byte = topology.s_per_byte()
+        self.classes = self._classes(every, s_per_byte, alike)
+        self.standing = {kind: np.unique(own, return_index=True)[1] for kind, own in self.classes.items()}
+        self.s_per_byte = s_per_byte[self.standing["link"]]
+        self.links = self._weighed(every)
+        self._group_of = self._groups_of_workers()
+
+    def _numbered_groups(self) -> list[tuple[Any, str]]:
+        """All tuples of groups with a shape; those with equal groups, other than sends, run in one order."""
+        known: dict[tuple[int, str], tuple[int, int]] = {}  # many communications have the same groups
+        numbers: dict[tuple[Any, str], int] = {}
+        orders: dict[tuple[Any, bool], int] = {}
+        self.number_of: list[int] = []
+        self.order_of: list[int] = []
+        for one in self.program.communications:
+            key = (id(one.groups), shape_of(one.operation))
+            if key not in known:
+                order = orders.setdefault((one.groups, key[1] == "send"), len(orders))
+                known[key] = numbers.setdefault((one.groups, key[1]), len(numbers)), order
+            number, order = known[key]
+            self.number_of.append(number)
+            self.order_of.append(order)
+        return list(numbers)
+
+    def _classes(self, uses: Ints, s_per_byte: NDArray[np.float64], alike: bool) -> dict[str, Ints]:
+        """Workers differ by lane and disturbance, links by rate and disturbance, groups by what they are groups of."""
+        workers = len(self.lane_of)
+        joins, group_first = [np.empty((0, 3), np.int64)], [np.empty((0, 3), np.int64)]
+        for k, ((groups, shape), own) in enumerate(zip(self.groups, self.found, strict=True)):
+            members = np.array(groups)
+            number = (self.first[k] + np.arange(len(members))).repeat(members.shape[1])
+            role = np.tile(np.arange(members.shape[1]) * (shape == "send"), len(members))
+            joins.append(np.column_stack([number, members.ravel(), role]))
+            group_first.append(np.column_stack([np.full(len(members), k), own.rings, own.hosts]))
+        lanes = np.column_stack([self.lane_of, _numbered(self.profiles.compute, workers)])
+        rates = np.unique(s_per_byte, return_inverse=True)[1]
+        first = {
+            "worker": _rows(lanes) if alike else np.arange(workers),
+            "group": _rows(np.concatenate(group_first)),
+            "link": _rows(np.column_stack([rates, _numbered(self.profiles.links, len(s_per_byte))])),
+        }
+        group, worker, role = np.concatenate(joins).T
+        edges = [Edges(("group", "worker"), (group, worker), role)]
+        edges.append(Edges(("group", "link"), (uses[:, 0], uses[:, 1]), uses[:, 2]))
+        return refined(first, edges)
+
+    def _weighed(self, uses: Ints) -> dict[int, dict[int, int]]:
+        group, link = self.classes["group"][uses[:, 0]], self.classes["link"][uses[:, 1]]
+        stands = self.standing["link"][link] == uses[:, 1]
+        result: dict[int, dict[int, int]] = {}
+        for one, at, weight in np.column_stack([group, link, uses[:, 2]])[stands].tolist():
+            mine = result.setdefault(one, {})
+            mine[at] = mine.get(at, 0) + weight
+        return result
+
+    def _groups_of_workers(self) -> list[Ints]:
+        result = []
+        for k, (groups, _) in enumerate(self.groups):
+            mine = np.full(len(self.lane_of), -1)
+            mine[np.array(groups)] = self.classes["group"][self.first[k] : self.first[k + 1], None]
+            result.append(mine)
+        return result
+
+    @property
+    def num_classes(self) -> int:
+        """The number of workers that are not alike."""
+        return len(self.standing["worker"])
+
+    def group_of(self, number: int, worker: int) -> int:
+        """The class of a worker's group in a communication."""
+        return int(self._group_of[self.number_of[number]][worker])
+
+
+def _rows(rows: Ints) -> Ints:
+    """The number of each row, the same for equal ones."""
+    numbers: Ints = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
+    return numbers
+
+
+def _numbered(profiles: dict[int, Profile], count: int) -> Ints:
+    """The profile of each thing, numbered: 0 is none."""
+    known: dict[Profile, int] = {}
+    result = np.zeros(count, np.int64)
+    for number, profile in profiles.items():
+        result[number] = known.setdefault(profile, len(known) + 1)
+    return result

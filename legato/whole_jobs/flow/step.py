@@ -1,0 +1,135 @@
+"""The step of a job on a network that its communication shares (docs/whole_jobs.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from legato.core.errors import InputError
+from legato.core.job import Job
+from legato.core.program import Communication, Compute, Program
+from legato.core.timeline import Span, SpanKind, Timeline
+from legato.simulator.flow import Network
+from legato.whole_jobs.cost import KINDS
+from legato.whole_jobs.flow.programs import OPTIMIZER, program
+from legato.whole_jobs.flow.quotient import Quotient
+from legato.whole_jobs.flow.simulation import LaneTimes, run
+from legato.whole_jobs.step import Step, predict
+
+__all__ = ["FlowStep", "network_of", "simulate"]
+
+#: A timeline is for looking at.
+_MOST_DRAWN = 32
+_KINDS: dict[str, SpanKind] = {
+    "forward": "forward", "backward": "backward", "weights": "backward", OPTIMIZER: "optimizer"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStep:
+    """A step, and the lanes that were simulated: one for each class of workers that are alike."""
+
+    step: Step
+    program: Program
+    lanes: list[LaneTimes]
+
+    def timeline(self, network: str = "") -> Timeline:
+        """The lanes to look at, `network` in words: of each stage, those that are done last; all if these are few.
+
+        A lane has the name of its first worker, and `members` says for how many it stands. Communication is drawn where
+        it is waited for.
+        """
+        drawn = sorted(self.lanes, key=lambda lane: (lane.lane, -lane.end_s))
+        if len(drawn) > _MOST_DRAWN:
+            drawn = [next(lane for lane in drawn if lane.lane == stage) for stage in range(len(self.program.lanes))]
+        return Timeline(
+            self.step.job.name,
+            "predicted",
+            self.step.seconds,
+            tuple(span for lane in drawn for span in self._spans(lane)),
+            members=tuple((int(lane.workers[0]), len(lane.workers)) for lane in drawn),
+            job=self.step.job.name,
+            network=network,
+        )
+
+    def _spans(self, lane: LaneTimes) -> list[Span]:
+        worker, spans = int(lane.workers[0]), [Span(0, "", "", 0.0, 0.0, "forward")][:0]
+        for at, (begin_s, end_s) in lane.times.items():
+            action = self.program.lanes[lane.lane].actions[at]
+            if not isinstance(action, Compute):
+                one, flow = self.program.communications[action.communication], lane.flows[at]
+                name, nbytes = f"{one.kind} {one.operation}", round(one.nbytes * one.times)
+                spans.append(Span(worker, one.kind, name, flow.begin_s, flow.end_s, "message", nbytes))
+            elif spans and spans[-1].name == action.label and spans[-1].end_s == begin_s:
+                spans[-1] = structs.replace(spans[-1], end_s=end_s)
+            else:
+                spans.append(
+                    Span(worker, "compute", action.label, begin_s, end_s, _KINDS[action.label.partition(" ")[0]])
+                )
+        return spans
+
+
+def network_of(job: Job, **options: object) -> Network:
+    """The network of a job's machine, whose hosts are full; `options` are further fields of `Network`."""
+    machine = job.machine
+    hosts = -(-job.mesh.workers // machine.gpus_per_host)
+    return Network(
+        workers=hosts * machine.gpus_per_host,
+        gpus_per_host=machine.gpus_per_host,
+        bandwidth_bps=8 * machine.card_bytes_per_s * machine.card_share,
+        local_bandwidth_bps=8 * machine.link_bytes_per_s * machine.link_share,
+        sharing="fair",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
+    """Simulate a step on a network of `network_of`; without `alike`, every worker (for tests).
+
+    Of the busiest worker: it computes, waits for each kind of communication from the moment at which all have started
+    it, and else is idle. As in `predict`, `pipeline` is by how much longer the step takes than without a pipeline's
+    sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and `TooLargeError`
+    on too many workers that are not alike.
+    """
+    if network.workers < job.mesh.workers:
+        raise InputError(f"workers: {network.workers} (expected at least the job's {job.mesh.workers})")
+    for one in network.disturbances:
+        if one.kind in ("link", "compute") and one.number >= job.mesh.workers:
+            raise InputError(f"{one.kind}: {one.number} (expected 0 to {job.mesh.workers - 1})")
+    made = program(job)
+    quotient = Quotient(made, job.machine, network, alike=alike)
+    lanes = run(quotient)
+    seconds = max(lane.end_s for lane in lanes)
+    of_lanes = [_of_worker(made, lane) for lane in lanes]
+    computing_s, exposed_s = max(of_lanes, key=lambda one: one[0] + sum(one[1].values()))
+    idle_s = max(0.0, seconds - computing_s - sum(exposed_s.values()))
+    if any(one.kind == "pipeline" for one in made.communications):
+        free_s = max(lane.end_s for lane in run(quotient, free=["pipeline"]))
+        exposed_s["pipeline"] = min(idle_s, max(0.0, seconds - free_s))
+    step = replace(
+        predict(job),
+        seconds=seconds,
+        computing_s=computing_s,
+        bubble_s=idle_s - exposed_s["pipeline"],
+        exposed_s=exposed_s,
+    )
+    return FlowStep(step, made, lanes)
+
+
+def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:
+    """Seconds of computing, and of waiting for each kind but the pipeline, with the optimizer's."""
+    actions = made.lanes[lane.lane].actions
+    computing_s, exposed_s = 0.0, dict.fromkeys(KINDS, 0.0)
+    for at, (begin_s, end_s) in lane.times.items():
+        action = actions[at]
+        if isinstance(action, Compute):
+            if action.label == OPTIMIZER:
+                exposed_s[OPTIMIZER] += end_s - begin_s
+            else:
+                computing_s += end_s - begin_s
+            continue
+        one: Communication = made.communications[action.communication]
+        if one.kind != "pipeline":
+            exposed_s[one.kind] += max(0.0, end_s - max(begin_s, lane.flows[at].started_s))
+    return computing_s, exposed_s

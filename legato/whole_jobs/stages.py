@@ -1,0 +1,135 @@
+"""What the stages of a job's pipeline do in a step: their passes, what they send, and what is behind the last pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from legato.core.job import Job
+from legato.whole_jobs import layer
+from legato.whole_jobs.cost import Beside, Exchange, Work
+from legato.whole_jobs.layer import Passes
+from legato.whole_jobs.memory import owned
+from legato.whole_jobs.parameters import Parameters, embeddings, held, output, vocabulary_part
+from legato.whole_jobs.parameters import layer as layer_parameters
+
+__all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]
+
+#: Bytes that the optimizer's step moves: of each owned parameter the norm (4), clipping (8), Adam (28) and the copy to
+#: 16 bits (6); and of each gradient clearing, checking, and reading and writing for its scale.
+_OWNED, _GRADIENT_TIMES = 46, 4
+
+
+def passes(job: Job) -> list[list[tuple[Passes, int]]]:
+    """The parts of each stage in their order, each with how many of them there are in a row, for one micro-batch.
+
+    Unless gradients of weights wait (`zero-bubble`), they are in the backward pass.
+    """
+    counts, mesh, mixtures = job.split, job.mesh, job.model.mixtures
+    kinds = {
+        mixture: _sharded(
+            job, layer.layer(job, mixture), layer_parameters(job.model, mixture, mesh.tensor, mesh.expert)
+        )
+        for mixture in {index in mixtures for index in range(job.model.layers)}
+    }
+    result, first = [], 0
+    for stage, number in enumerate(counts):
+        parts = [(_received(job, stage), 1)]
+        if stage == 0:
+            parts.append((_sharded(job, layer.embeddings(job), embeddings(job)), 1))
+        for mixture, times in Counter(index in mixtures for index in range(first, first + number)).items():
+            parts.append((kinds[mixture], times))
+        if stage == len(counts) - 1:
+            parts.append((_sharded(job, layer.output(job), output(job)), 1))
+        result.append(parts)
+        first += number
+    return result
+
+
+def _received(job: Job, stage: int) -> Passes:
+    """What a stage gathers of activations that its neighbours sent in parts (arXiv 2104.04473, section 4.1)."""
+    if not job.framework.divides_sends or job.sequence_parallel:
+        return Passes()
+    gather = Work(behind=(Exchange("tensor", "all_gather", ("tensor",), 2 * layer.tokens(job) * job.model.hidden),))
+    last = len(job.split) - 1
+    away = [is_away(job, stage - 1), is_away(job, stage)]
+    return Passes(gather if stage > 0 and away[0] else Work(), gather if stage < last and away[1] else Work())
+
+
+def is_away(job: Job, stage: int) -> bool:
+    """Whether the worker of the stage behind this one is on another host."""
+    hosts = job.mesh.hosts(["pipeline"], job.machine.gpus_per_host)
+    return hosts[stage % len(hosts)] != hosts[(stage + 1) % len(hosts)]
+
+
+def sent_nbytes(job: Job, stage: int) -> float:
+    """Bytes that a worker sends to the next stage, or gets back from it: an activation, or its part of one."""
+    divided = job.framework.divides_sends and not job.sequence_parallel and is_away(job, stage)
+    return 2 * layer.width(job) / (job.mesh.tensor if divided else 1)
+
+
+def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
+    """The passes of a part of the model, with the exchanges of its sharded gradients or parameters.
+
+    Without a pipeline, gradients are reduced in each micro-batch, and sharded parameters gathered for each pass
+    (arXiv 1910.02054, section 7: three times the parameters); the stages of a pipeline do so once a step. These run
+    beside the part's own passes, and are exposed where they are longer, as those of the embeddings are.
+    """
+    joined = own if job.schedule == "zero-bubble" else Passes(own.forward, own.backward.and_then(own.weights))
+    if job.mesh.pipeline > 1 or job.shard not in ("gradients", "parameters"):
+        return joined
+    reduce_scatter = over_data(job, parameters, "reduce_scatter", job.framework.gradient_nbytes)
+    gather = over_data(job, parameters, "all_gather", 2) if job.shard == "parameters" else ()
+    behind_s = own.backward.computing_s + own.weights.computing_s
+    return Passes(
+        joined.forward.and_then(Work(beside=(Beside(own.forward.computing_s, gather),))),
+        joined.backward.and_then(Work(beside=(Beside(behind_s, gather + reduce_scatter),))),
+        joined.weights,
+    )
+
+
+def over_data(job: Job, own: Parameters, operation: str, nbytes: int) -> tuple[Exchange, ...]:
+    """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas."""
+    shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)  # type: ignore[arg-type]
+    replicas = shared._replace(dimensions=("replica", "context"), nbytes=nbytes * own.experts)
+    return (shared, replicas) if own.experts else (shared,)
+
+
+class Tail(NamedTuple):
+    """What a worker does once a step, behind its last pass; `gradients` and `parameters` may be hidden beside passes.
+
+    `tied_nbytes` are those of a tied table's gradients, summed between the first and the last stage (arXiv 1909.08053,
+    section 4).
+    """
+
+    gradients: tuple[Exchange, ...]
+    parameters: tuple[Exchange, ...]
+    tied_nbytes: float
+    optimizer_s: float
+
+
+def tail(job: Job, worker: int) -> Tail:
+    """That of a worker of the pipeline: gradients are summed, and sharded parameters gathered."""
+    own = Parameters(0)
+    for stage in range(worker, len(job.split), job.mesh.pipeline):
+        own = own.plus(held(job, stage))
+    gradient = job.framework.gradient_nbytes
+    gathers = over_data(job, own, "all_gather", 2)
+    if job.shard == "none":
+        reduces, gathers = over_data(job, own, "all_reduce", gradient), ()
+    elif job.mesh.pipeline == 1 and job.shard != "optimizer":
+        reduces, gathers = (), gathers if job.shard == "gradients" else ()
+    else:
+        reduces = over_data(job, own, "reduce_scatter", gradient)
+    last = job.mesh.pipeline - 1
+    tied = job.model.tied and last > 0 and worker in (0, last)
+    nbytes = gradient * job.model.hidden * vocabulary_part(job) if tied else 0
+    return Tail(reduces, gathers, nbytes, optimizer_s(job, own))
+
+
+def optimizer_s(job: Job, own: Parameters) -> float:
+    """The optimizer's step is bound by memory."""
+    part = sum(own) if job.shard == "none" else owned(job, own)
+    gradients = part if job.shard in ("gradients", "parameters") else sum(own)
+    nbytes = _GRADIENT_TIMES * job.framework.gradient_nbytes * gradients + _OWNED * part
+    return nbytes / (job.machine.memory_bytes_per_s * job.machine.memory_share)

@@ -1,0 +1,186 @@
+"""Whole jobs link by link: formulas where nothing is shared, and worker by worker in fractions where much is."""
+
+import random
+
+import pytest
+from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
+from support.shared_links import simulated
+
+from legato.core.errors import TooLargeError
+from legato.core.job import Framework, Mesh
+from legato.core.program import Communication, Compute, Lane, Program, Start, Wait
+from legato.simulator.flow import Disturbance
+from legato.whole_jobs.flow import simulation
+from legato.whole_jobs.flow.programs import program
+from legato.whole_jobs.flow.quotient import Quotient
+from legato.whole_jobs.flow.simulation import run
+from legato.whole_jobs.flow.step import network_of, simulate
+from legato.whole_jobs.step import predict
+
+LATENT = replace(IDEAL, latency_s=1e-5, network_latency_s=2e-5, hop_s=1e-6)
+SMALL = replace(LLAMA, layers=2)
+
+
+def small_job(draw, alone):
+    """A job whose communication has links of its own if `alone`: each stage is a host, and no two kinds run at once."""
+    model = draw.choice([LLAMA, replace(GPT, tied=False), MIXTURE] if alone else [SMALL, replace(GPT, layers=2)])
+    pipeline, tensor, context, data = (draw.choice([1, 2]) for _ in range(4))
+    if not alone:
+        pipeline, data = draw.choice([1, 2, 3]) if model is not SMALL else draw.choice([1, 2]), draw.choice([1, 2, 4])
+    pipeline = min(pipeline, model.layers)
+    stage = tensor * context * data
+    kinds = ("tensor", "context", "expert", "pipeline", "data")
+    hidden = tuple(kind for kind in kinds if draw.random() < 0.5)
+    shard = draw.choice(["none", "optimizer", "gradients", "parameters"])
+    schedule = draw.choice(
+        ["gpipe", "1f1b", "zero-bubble"] if alone else ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    )
+    schedule = "1f1b" if schedule == "interleaved" and pipeline * 2 > model.layers else schedule
+    if alone:
+        hidden = (draw.choice(kinds[:3]),) if pipeline > 1 or shard in ("none", "optimizer") else ()
+    expert = draw.choice([1, data]) if model is MIXTURE and shard in ("none", "optimizer") else 1
+    order = draw.sample(("data", "context"), 2) if alone else draw.sample(("pipeline", "data", "context", "tensor"), 4)
+    mesh = Mesh(tensor, context, pipeline, data, expert, ("pipeline", *order, "tensor") if alone else tuple(order))
+    hosts = stage if alone and pipeline > 1 else draw.choice([one for one in (1, 2, 4, 8) if mesh.workers % one == 0])
+    return job(
+        model, mesh, Framework("x", hidden=hidden, divides_sends=not alone and draw.random() < 0.5),
+        replace(LATENT, gpus_per_host=hosts), microbatches=2 * pipeline if alone else draw.choice([1, 2]) * pipeline,
+        schedule=schedule, chunks=2 if schedule == "interleaved" else 1, shard=shard,
+        recompute=draw.choice(["none", "full"]), sequence_parallel=tensor > 1 and draw.random() < 0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_alone_on_its_links_it_is_the_formula(seed):
+    one = small_job(random.Random(seed), alone=True)
+    step, formula = simulate(one, network_of(one)).step, predict(one)
+    assert step.seconds == pytest.approx(formula.seconds, rel=1e-9)
+    assert step.computing_s == pytest.approx(formula.computing_s, rel=1e-9)
+    assert step.bubble_s == pytest.approx(formula.bubble_s, rel=1e-9, abs=1e-12)
+    assert step.exposed_s == pytest.approx(formula.exposed_s, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("data", [2, 4])
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_gradients_that_are_hidden_run_beside_exposed_communication_too(data, shard):
+    """Between hosts, beside tensor parallelism inside them; the formula counts computing alone."""
+    machine = replace(LATENT, gpus_per_host=2, card_bytes_per_s=1e9)
+    one = job(LLAMA, Mesh(tensor=2, data=data), Framework(hidden=("data",)), machine, shard=shard)
+    step, formula = simulate(one, network_of(one)).step, predict(one)
+    assert 0 < formula.exposed_s["data"] - step.exposed_s["data"] <= formula.exposed_s["tensor"] * (1 + 1e-9)
+    assert step.seconds + formula.exposed_s["data"] - step.exposed_s["data"] == pytest.approx(formula.seconds)
+    fast = replace(one, machine=replace(machine, card_bytes_per_s=1e13))
+    assert predict(fast).exposed_s["data"] == 0
+    assert simulate(fast, network_of(fast)).step.seconds == pytest.approx(predict(fast).seconds, rel=1e-9)
+
+
+def disturbed(draw, one, hosts):
+    """Random topology and disturbances of a job's network."""
+    options = {"disturbances": []}
+    leaves = 0
+    gpus = one.machine.gpus_per_host
+    topology = draw.choice(["one", "racks", "fat-tree", "rails"] if gpus > 1 else ["one", "racks", "fat-tree"])
+    if topology == "racks" and hosts > 1:
+        leaves = draw.choice([2, hosts])
+        options |= {"racks": leaves, "spines": draw.choice([1, 2, 3])}
+    elif topology == "fat-tree":
+        options |= {"topology": "fat-tree", "core_oversubscription": draw.choice([1, 2])}
+    elif topology == "rails":
+        options |= {"topology": "rails", "spines": draw.choice([0, 1, 2])}
+        leaves = gpus if options["spines"] else 0
+    if topology != "one" and leaves:
+        options |= {"oversubscription": draw.choice([1, 1.5, 4]), "balance": draw.choice(["ecmp", "spray"])}
+    for kind in draw.sample(["link", "compute", "uplink"] if leaves else ["link", "compute"], draw.choice([0, 1, 2])):
+        fails, start = draw.random() < 0.5, draw.choice([0, 2.0**-12, 2.0**-10])
+        options["disturbances"].append(
+            Disturbance(
+                kind=kind, number=draw.randrange(leaves if kind == "uplink" else one.mesh.workers),
+                factor=float("inf") if fails else draw.choice([2, 4]), start_s=start,
+                end_s=start + 2.0**-11 if fails or draw.random() < 0.5 else float("inf"),
+            )
+        )  # fmt: skip
+    return options | {"disturbances": tuple(options["disturbances"])}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
+    draw = random.Random(seed)
+    one = small_job(draw, alone=False)
+    network = network_of(one, **disturbed(draw, one, one.mesh.workers // one.machine.gpus_per_host))
+    made = program(one)
+    quotient, whole = (Quotient(made, one.machine, network, alike=alike) for alike in (True, False))
+    assert quotient.num_classes <= whole.num_classes == one.mesh.workers
+    ends = [{}, {}]
+    for found, these in zip(ends, (quotient, whole), strict=True):
+        for lane in run(these):
+            found |= dict.fromkeys(lane.workers.tolist(), lane.end_s)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    if one.mesh.workers * sum(len(lane.actions) for lane in made.lanes) < 3000:
+        exact = simulated(made, one.machine, network)
+        assert ends[1] == pytest.approx({worker: float(end) for worker, end in exact.items()}, rel=1e-9)
+
+
+def random_program(draw):
+    """Collectives and sends of random groups, which all workers start in one order and wait for at once or later."""
+    workers = draw.choice([4, 8])
+    actions, communications = [[] for _ in range(workers)], []
+    later = [[] for _ in range(workers)]
+    for number in range(draw.randint(1, 8)):
+        operation = draw.choice(["all_reduce", "all_gather", "all_to_all", "broadcast", "send"])
+        group = tuple(draw.sample(range(workers), 2 if operation == "send" else draw.randint(2, workers)))
+        communications.append(Communication("data", operation, (group,), draw.choice([1e6, 3e6]), draw.choice([1, 2])))
+        for place, worker in enumerate(group):
+            if draw.random() < 0.5:
+                actions[worker].append(Compute(draw.choice([1e-4, 2e-4])))
+            if place == 0 or operation != "send":
+                actions[worker].append(Start(number))
+            (actions if draw.random() < 0.5 else later)[worker].append(Wait(number))
+    lanes = [Lane((k,), tuple(mine + rest)) for k, (mine, rest) in enumerate(zip(actions, later, strict=True))]
+    return Program("random", tuple(lanes), tuple(communications))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_are_as_in_fractions(seed):
+    draw = random.Random(seed)
+    made, machine = random_program(draw), replace(LATENT, gpus_per_host=draw.choice([1, 2, 4]))
+    one = job(GPT, Mesh(data=len(made.lanes)), machine=machine)
+    network = network_of(one, **disturbed(draw, one, len(made.lanes) // machine.gpus_per_host))
+    found = {lane.lane: lane.end_s for lane in run(Quotient(made, machine, network))}
+    exact = simulated(made, machine, network)
+    assert found == pytest.approx({lane: float(exact.get(lane, 0)) for lane in found}, rel=1e-9)
+
+
+def times_of(communications, machine, starts):
+    """The ends of communications that are all started at once, by workers as `starts` says, and then waited for."""
+    workers = 1 + max(worker for one in communications for group in one.groups for worker in group)
+    lanes = []
+    for worker in range(workers):
+        own = [k for k, one in enumerate(communications) if worker in one.groups[0]]
+        mine = [Start(k) for k in own if worker in starts[k]]
+        lanes.append(Lane((worker,), tuple(mine + [Wait(k) for k in own])))
+    one = job(GPT, Mesh(data=workers), machine=machine)
+    made = Program("by hand", tuple(lanes), tuple(communications))
+    lanes_s = {lane.lane: lane.end_s for lane in run(Quotient(made, machine, network_of(one)))}
+    return [lanes_s[worker] for worker in range(workers)]
+
+
+def test_what_shares_a_card_by_hand():
+    """Cards of 10^10 bytes/s. Two sends of a worker, of 1 and 3 x 10^10 bytes: halves until 2, and the rest at 4. A
+    send beside a reduce-scatter of four workers on two hosts, two rings of 10^10 bytes a connection: 2 s for both."""
+    alone = replace(IDEAL, gpus_per_host=1)
+    sends = [Communication("pipeline", "send", ((0, k),), k * 1e10) for k in (1, 3)]
+    assert times_of(sends, alone, [(0,), (0,)]) == pytest.approx([4, 2, 0, 4])
+    both = [
+        Communication("data", "reduce_scatter", ((0, 1, 2, 3),), 2e10 * 4 / 3),
+        Communication("pipeline", "send", ((0, 2),), 1e10),
+    ]
+    assert times_of(both, replace(IDEAL, gpus_per_host=2), [(0, 1, 2, 3), (0,)]) == pytest.approx([2, 2, 2, 2])
+
+
+def test_too_many_workers_that_differ_are_refused(monkeypatch):
+    monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
+    one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
+    assert simulate(one, network_of(one)).step.seconds == pytest.approx(predict(one).seconds)
+    uneven = tuple(Disturbance(kind="compute", number=k, factor=1 + k / 32) for k in range(32))
+    with pytest.raises(TooLargeError, match="more than 1,000 flows and computations of 32 workers that differ"):
+        simulate(one, network_of(one, disturbances=uneven))
