@@ -8,9 +8,10 @@ and the one before it in its groups has ended, and has the links for itself: it 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 
 from msgspec.structs import replace as changed
 
@@ -110,7 +111,9 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
     """The step on the links of a machine, whose hosts have neighbouring workers."""
-    costs = [_cost(one, machine) * one.times for one in program.communications]
+    shared = {id(one.groups): one.groups for one in program.communications}
+    shapes = {key: _shapes(groups, machine) for key, groups in shared.items()}
+    costs = [_cost(one, shapes[id(one.groups)], machine) * one.times for one in program.communications]
     workers = sum(len(lane.workers) for lane in program.lanes)
     shares = [
         len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers
@@ -120,23 +123,25 @@ def predict(program: Program, machine: Machine) -> ProgramStep:
     return replace(run(program, [cost.total_s for cost in costs]), sent=dict(sorted(total.sent.items())))
 
 
-def _cost(one: Communication, machine: Machine) -> Cost:
-    """The cost of a communication in the slowest of its groups."""
-    if one.operation == "send":
-        hosts = [[worker // machine.gpus_per_host for worker in group] for group in one.groups]
-        return send(one.kind, machine, one.nbytes, any(a != b for a, b in hosts))
-    costs = []
-    for group in one.groups:
-        on_host = Counter(worker // machine.gpus_per_host for worker in group)
-        shape = WorkerGroup(len(group), len(on_host), max(on_host.values()))
+def _shapes(groups: Sequence[Sequence[int]], machine: Machine) -> set[WorkerGroup]:
+    """The groups by size and hosts."""
+    on_hosts = (Counter(worker // machine.gpus_per_host for worker in group) for group in groups)
+    return {WorkerGroup(hosts.total(), len(hosts), max(hosts.values())) for hosts in on_hosts}
+
+
+def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -> Cost:
+    """The cost of a communication in the slowest of its groups, which have these shapes."""
+
+    def of(shape: WorkerGroup) -> Cost:
+        if one.operation == "send":
+            return send(one.kind, machine, one.nbytes, shape.hosts > 1)
         if one.operation == "all_to_all":
-            costs.append(all_to_all(one.kind, machine, shape, one.nbytes))
-        elif one.operation == "broadcast":  # a ring carries each byte once over each of its links
-            whole = one.nbytes * shape.size / (shape.size - 1)
-            costs.append(collective(one.kind, machine, shape, whole))
-        else:
-            costs.append(collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1))
-    return max(costs, key=lambda cost: cost.total_s)
+            return all_to_all(one.kind, machine, shape, one.nbytes)
+        if one.operation == "broadcast":  # a ring carries each byte once over each of its links
+            return collective(one.kind, machine, shape, one.nbytes * shape.size / (shape.size - 1))
+        return collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1)
+
+    return max(map(of, shapes), key=lambda cost: cost.total_s)
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
@@ -239,8 +244,8 @@ def repeated(program: Program, workers: int) -> Program:
         data = one.kind == "data"
         if (one.groups, data) not in groups:
             moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
-            joined = tuple(sum(same, ()) for same in zip(*moved, strict=True))
-            groups[one.groups, data] = joined if data else sum(moved, ())
+            joined = [tuple(chain.from_iterable(same)) for same in zip(*moved, strict=True)] if data else chain(*moved)
+            groups[one.groups, data] = tuple(joined)
         traced = None if data else one.traced_s
         communications.append(changed(one, groups=groups[one.groups, data], traced_s=traced))
     return Program(program.name, tuple(lanes), tuple(communications))
