@@ -101,6 +101,10 @@ def lost(trace, found):
     trace["traceEvents"] = [e for e in trace["traceEvents"] if e["args"] is not found[-1]]
 
 
+def moved(trace, _):
+    trace["distributedInfo"]["pg_config"][0]["ranks"] = [1, 2]
+
+
 def ungrouped(trace, found):
     for args in found:
         del args["Process Group Ranks"], args["Process Group Name"]
@@ -109,6 +113,7 @@ def ungrouped(trace, found):
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
+        (moved, "rank 1: 0 collectives of ranks 0, 1 (expected 6, as on rank 0)"),
         (lost, "rank 1: 5 collectives of ranks 0, 1 (expected 6, as on rank 0)"),
         (lambda _, found: found[0].update({"Collective name": "allgather"}), "rank 1: all_gather in ranks 0, 1"),
         (lambda _, found: found[0].update({"In msg nelems": 7}), "bytes of all_reduce of ranks 0, 1: 2,048, 28"),
