@@ -193,7 +193,7 @@ def test_a_worker_that_waits_for_a_late_one_is_idle():
     whole_s = predict(one).seconds
     late = Disturbance(kind="compute", number=0, factor=2, start_s=0, end_s=whole_s / 4)
     later = Disturbance(kind="compute", number=1, factor=2, start_s=whole_s * 3 / 4, end_s=whole_s * 7 / 8)
-    step = simulate(one, network_of(one, disturbances=(late, later))).step
+    step = simulate(one, network_of(one.machine, one.mesh.workers, disturbances=(late, later))).step
     assert step.seconds == pytest.approx(whole_s * (1 + 1 / 8 + 1 / 16), rel=0.02)
     assert step.computing_s == pytest.approx(predict(one).computing_s + whole_s / 8, rel=1e-9)
     assert step.bubble_s == pytest.approx(whole_s / 16, rel=0.2) and step.exposed_s["data"] == pytest.approx(0)
