@@ -198,7 +198,25 @@ def test_backward_passes_go_from_the_last_layer_to_the_first():
     kinds = [made.communications[number].kind for number in starts if made.communications[number].kind != "data"]
     first, last = kinds.index("expert"), kinds[::-1].index("expert")
     assert first == 4  # the embeddings', two of layer 0 as one, and two of the first mixture
-    assert last == 1 and set(kinds[len(kinds) - last :]) == {"tensor"}
+    assert last == 1 and made.communications[starts[-2]].times == 2  # those of layer 0, before all gradients
+
+
+def test_hidden_data_parallelism_is_beside_the_first_and_the_last_micro_batch():
+    one = job(LLAMA, Mesh(data=2), Framework(hidden=("data",)), shard="optimizer", microbatches=2)
+    made = program(one)
+    actions = [
+        action.label
+        if isinstance(action, Compute)
+        else (type(action), made.communications[action.communication].operation)
+        for action in made.lanes[0].actions
+    ]
+    passes = dict.fromkeys(label for label in actions if isinstance(label, str))
+    assert list(passes) == ["forward 0", "backward 0", "forward 1", "backward 1", "optimizer"]
+    plain = [one for one in actions if not isinstance(one, str)]
+    gather, reduce = "all_gather", "reduce_scatter"
+    assert plain == [(Start, gather), (Wait, gather), (Start, reduce), (Wait, reduce)]
+    assert actions[0] == (Start, gather) and actions[actions.index((Wait, gather)) + 1] == "backward 0"
+    assert actions[actions.index((Start, reduce)) + 1] == "backward 1" and actions[-2:] == [(Wait, reduce), "optimizer"]
 
 
 def test_too_many_workers_that_differ_are_refused(monkeypatch):
