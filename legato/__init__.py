@@ -25,6 +25,7 @@ from legato.core import __version__
 from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.errors import CaptureError, FileError, InputError, LegatoError, PlanError, RankError
 from legato.core.files import identity, read, write
+from legato.core.job import Job, Machine
 from legato.core.plan import Message, Plan, Slice, check_plan
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
@@ -51,8 +52,10 @@ __all__ = [
     "GradScaler",
     "Group",
     "InputError",
+    "Job",
     "LegatoError",
     "LinearCost",
+    "Machine",
     "Message",
     "Op",
     "OptimizerState",

@@ -33,6 +33,7 @@ from legato.schedule import schedule
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.schedule.published.ddp import ddp
 from legato.simulator.collective import iteration_time, simulate
+from legato.whole_jobs.traced import Traffic, replay, traffic
 
 __all__ = [
     "Advice",
@@ -141,6 +142,8 @@ class Advice(msgspec.Struct, frozen=True):
     the line to try. `missing` and `assumed` are what the traces lack, and what is
     assumed instead. `groups` are those of FSDP2, `costs` what its collectives cost,
     and `comparison` are other groups beside the traced ones, which are the first row.
+    `traffic` are the kinds of communication of a job that sends more than gradients, of a step
+    that takes all ranks together `step_s`, and `replayed_s` as these waits explain it.
     """
 
     name: str
@@ -160,6 +163,9 @@ class Advice(msgspec.Struct, frozen=True):
     groups: tuple[ShardedGroup, ...] = ()
     costs: tuple[Fit, ...] = ()
     comparison: Comparison | None = None
+    traffic: tuple[Traffic, ...] = ()
+    step_s: float | None = None
+    replayed_s: float | None = None
     missing: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
@@ -223,9 +229,50 @@ def advise(imported: Imported, cluster: Cluster | None = None, workers: int | No
     `workers` workers. If the traces lack what a plan needs, the verdict tells
     where the time goes and what is missing.
     """
-    found = _advised(imported, cluster, workers)
+    found = _with_traffic(_advised(imported, cluster, workers), imported)
     notes = imported.notes
     return msgspec.structs.replace(found, missing=tuple(notes.missing), assumed=tuple(notes.assumed))
+
+
+def _with_traffic(known: Advice, imported: Imported) -> Advice:
+    """The kinds of traffic, with what faster links would win, of a job that sends more than gradients and buffers."""
+    others = {t.kind for t in imported.transfers if not t.carries_gradients} - {"broadcast", "barrier"}
+    whole = imported.whole
+    if not others or imported.fsdp or whole is None:
+        return known
+    if whole.program is None:
+        imported.notes.lacks(f"traffic by kind: {whole.lacking}")
+        return known
+    if not whole.program.communications:
+        return known
+    for line in whole.notes.missing:
+        imported.notes.lacks(line)
+    for line in whole.notes.assumed:
+        imported.notes.assume(line)
+    rows, replayed_s = traffic(whole.program), replay(whole.program).seconds
+    step_s = whole.program.traced_s or replayed_s
+    off = abs(replayed_s / step_s - 1) if step_s > 0 else 0.0
+    told = [
+        _told_traffic(row, step_s, off) for row in rows[: max(len(rows) - 1, 1)] if row.exposed_s >= _WORTH * step_s
+    ]
+    if not told:
+        least = "at most " if rows[-1].at_most else ""
+        told = [
+            f"No kind of traffic is waited for {percent(_WORTH, 0)} of the step: twice the bandwidth of all links is "
+            f"predicted to win {least}{percent(rows[-1].win)}."
+        ]
+    return msgspec.structs.replace(
+        known, verdict=(*known.verdict, *told), traffic=tuple(rows), step_s=step_s, replayed_s=replayed_s
+    )
+
+
+def _told_traffic(row: Traffic, step_s: float, off: float) -> str:
+    """What a kind of traffic costs a step, and what faster links would win."""
+    hint = f" Take it as a hint: the replayed step is itself off by {percent(off)}." if off > row.win else ""
+    return (
+        f"{row.kind[0].upper()}{row.kind[1:]}: ranks wait {percent(row.exposed_s / step_s)} of the step; twice the "
+        f"bandwidth of its links is predicted to win {'at most ' if row.at_most else ''}{percent(row.win)}.{hint}"
+    )
 
 
 def _advised(imported: Imported, cluster: Cluster | None, workers: int | None) -> Advice:
@@ -427,7 +474,8 @@ def told(advice: Advice, changed: Sequence[str] = ()) -> tuple[TextTable | str, 
     """
     kinds, plans = _kinds_table(advice.ranks), _plans_table(advice)
     found: list[TextTable | str] = [_times_table(advice)]
-    found += [table for table in (kinds, _groups_table(advice.groups), plans) if table is not None]
+    tables = (kinds, _traffic_table(advice), _groups_table(advice.groups), plans)
+    found += [table for table in tables if table is not None]
     found += map(str, advice.costs)
     if advice.comparison is not None:
         found.append(advice.comparison.table("Ways to group modules"))
@@ -521,6 +569,27 @@ def _kinds_table(ranks: Sequence[RankTimes]) -> TextTable | None:
                 str(alone[kind].exposed_s) if alone else format_seconds(exposed),
             )
             for kind, (n, exposed) in found.items()
+        ),
+    )
+
+
+def _traffic_table(advice: Advice) -> TextTable | None:
+    """The kinds of traffic, and what twice the bandwidth would win."""
+    if not advice.traffic or not advice.step_s or advice.replayed_s is None:
+        return None
+    off = percent(advice.replayed_s / advice.step_s - 1, signed=True)
+    return TextTable(
+        f"Traffic of the step of all ranks, {format_seconds(advice.step_s)} as traced (replayed: {off}), in means over "
+        "the ranks",
+        ("traffic", "transferring", "waited for", "share", "twice the bandwidth wins"),
+        tuple(
+            (
+                row.kind,
+                *map(format_seconds, (row.seconds, row.exposed_s)),
+                percent(row.exposed_s / advice.step_s),
+                f"{'at most ' if row.at_most and row.win > 0 else ''}{percent(row.win)}",
+            )
+            for row in advice.traffic
         ),
     )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import fsdp_samples
 from support import kineto_samples as samples
 from support.command import run
+from support.mesh_samples import BEGIN_US, DATA, GRADIENT, TENSOR, MeshJob
 from support.strategies import examples
 
 from legato.advice import (
@@ -28,10 +29,12 @@ from legato.advice import (
 )
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
+from legato.core.text import percent
 from legato.core.wrapping import Group, Wrapping
 from legato.fsdp.costs import Costs
 from legato.fsdp.units import Precision, Unit
 from legato.ingest.kineto.importer import import_kineto
+from legato.ingest.network import cluster_of
 from legato.schedule.bound.lower_bound import lower_bound
 from legato.simulator.collective import simulate
 
@@ -253,6 +256,45 @@ def test_collectives_that_carry_no_gradients_make_no_plan_but_have_their_times(t
     assert status == 0 and "No plan: none of the job's collectives carries gradients" in out
     assert "Exposed communication takes 20% of the time: all-reduce 20%." in out
     assert "no operator runs 56% of the time" in out
+
+
+def test_kinds_of_traffic_and_what_faster_links_would_win(tmp_path, capsys):
+    """Nothing hides the sums of activations: the job's own model says what half of their time would win."""
+    job = MeshJob(layers=4, seed=1)
+    job.sums = 400
+    status, out, err = run(capsys, "advise", *job.write(tmp_path), "--json")
+    assert status == 0, err
+    (found,) = json.loads(out)["jobs"]
+    step, faster = (BEGIN_US + max(job.run({TENSOR: sums, DATA: job.gradients})) for sums in (400, 200))
+    rows = {row["kind"]: row for row in found["traffic"]}
+    assert list(rows) == ["tensor", "data", "all kinds"] and rows["tensor"]["at_most"]
+    assert rows["tensor"]["win"] == pytest.approx(1 - faster / step)
+    assert rows["tensor"]["seconds"] == pytest.approx(8 * 400e-6)
+    assert found["step_s"] == pytest.approx(step * 1e-6) == found["replayed_s"]
+    share = percent(rows["tensor"]["exposed_s"] / found["step_s"])
+    told = f"Tensor: ranks wait {share} of the step; twice the bandwidth of its links is predicted to win at most"
+    assert any(line.startswith(told) for line in found["verdict"])
+
+
+def test_plans_are_for_the_workers_that_share_gradients_on_what_their_collectives_cost(tmp_path):
+    job = MeshJob(data=3)
+    job.sums = 500
+    found = import_kineto(job.write(tmp_path))
+    assert (found.workers, found.replicas) == (6, 3)
+    cluster = cluster_of(found)
+    assert cluster.workers == 3
+    assert cluster.cost().cost(4 * GRADIENT) == pytest.approx(job.gradients * 1e-6)
+
+
+def test_a_job_that_sends_gradients_alone_has_no_table_of_traffic(tmp_path, capsys):
+    status, out, _ = run(capsys, "advise", *MeshJob(tensor=1).write(tmp_path))
+    assert status == 0 and "raffic" not in out
+
+
+def test_traffic_needs_the_traces_of_all_ranks(tmp_path, capsys):
+    status, out, err = run(capsys, "advise", *MeshJob().write(tmp_path)[:3])
+    assert status == 0 and "Traffic" not in out
+    assert "missing: traffic by kind: traces of rank 3: missing (expected those of all 4 ranks)" in err
 
 
 def test_communication_that_is_short_is_not_said_to_be_hidden():

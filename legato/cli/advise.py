@@ -93,7 +93,7 @@ def _network(job: Imported, given: Given) -> Cluster | None:
         raise InputError("--latency without --bandwidth (expected both or neither)")
     if bandwidth is None:
         return None
-    count = workers or job.workers
+    count = workers or job.replicas
     if count is None or count < 2:
         raise InputError("the trace does not tell the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster

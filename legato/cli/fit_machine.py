@@ -38,6 +38,7 @@ def fit_machine(
     Example: [bold]legato fit-machine job.json=4.21s -o machine.json[/]
     """
     from legato.whole_jobs.fit import fit
+    from legato.whole_jobs.presets import MACHINES
 
     paths, measured = zip(*map(_step, steps), strict=True)
     keep_apart(paths, output=output)
@@ -49,7 +50,11 @@ def fit_machine(
             {"machine": machine.name, "efficiency": machine.efficiency, "steps": [_values(one) for one in found]}
         )
         return
-    table = Table("job", title=f"{machine.name}: efficiency {machine.efficiency:.4f}", header_style="dim")
+    usual = sorted(one.efficiency for one in MACHINES.values())
+    title = (
+        f"{machine.name}: efficiency {machine.efficiency:.4f} (of published steps {usual[0]:.2f} to {usual[-1]:.2f})"
+    )
+    table = Table("job", title=title, header_style="dim")
     heads = ("measured", "efficiency alone", "predicted", "error", *(["error if left out"] if len(found) > 1 else []))
     for head in heads:
         table.add_column(head, justify="right")
@@ -84,6 +89,7 @@ def _values(one: FittedStep) -> dict[str, Any]:
         "name": one.job.name,
         "measured_s": one.measured_s,
         "efficiency": one.efficiency,
+        "product_share": one.product_share,
         "predicted_s": one.predicted_s,
         "left_out_s": one.left_out_s,
     }
@@ -93,7 +99,8 @@ def _sure(found: list[FittedStep]) -> str:
     """How sure the efficiency is."""
     if len(found) == 1:
         return (
-            "one step fits exactly. Of published steps of a framework on one machine, three in four others were then "
+            f"one step fits exactly; 1% more or less of it is {percent(0.01 / found[0].product_share)} of the "
+            "efficiency. Of published steps of a framework on one machine, three in four others were then "
             "within 5%; those of another framework may be 20 to 25% off. Measure another layout to know"
         )
     low, high = min(one.efficiency for one in found), max(one.efficiency for one in found)

@@ -35,6 +35,9 @@ class Chosen:
     step: str | None = setting(None, "Step to import.", show_default="the one of median length")
     idle: Literal["keep", "drop"] = setting("keep", "Whether op times keep a device's waits for its host.")
     batch_size: int = setting(1, "Batch size, which is written into the workload.", min=1)
+    program: bool = setting(
+        False, "Write what all ranks compute and send, not the workload of one of them (kineto, chakra).", "--program"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,18 @@ def import_(
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
+    if chosen.program:
+        _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})
+        if chosen.batch_size != 1:
+            raise InputError("--batch-size means nothing for --program")
+        if format not in ("chakra", "kineto"):
+            raise InputError(f"--program means nothing for {format} (expected kineto or chakra)")
     only_step = {"step": chosen.step, "timeline": timeline, "cluster": cluster}
     with progress("reading") as advance:
         found = _read(format, traces, chosen, sends, only_step, advance)
+    if chosen.program:
+        _write_program(found, traces, output, json)
+        return
     if timeline is not None and found.timeline is not None:
         files.write(timeline, found.timeline)
     if cluster is not None:
@@ -104,6 +116,23 @@ def import_(
         note(f"{_described(found.workload)}{' and waiting for the host' if waits else ''} -> {output}")
 
 
+def _write_program(found: Imported, traces: list[Path], output: Path, json: bool) -> None:
+    from legato.cli.programs import describe_program, program_values
+    from legato.ingest.source import named
+
+    assert found.whole is not None
+    program, notes = found.whole.program, found.whole.notes
+    if program is None:
+        raise InputError(f"no program: {found.whole.lacking}: {named(traces)}")
+    files.write(output, program)
+    if json:
+        print_json({"program": str(output), **program_values(program, notes)})
+        return
+    show_measures(found.ranks)
+    show_notes(notes)
+    note(f"{describe_program(program)} -> {output}")
+
+
 def _read(
     format: str,
     traces: list[Path],
@@ -122,9 +151,11 @@ def _read(
         read = import_kineto if format == "kineto" else import_execution_traces
         return read(traces, step=chosen.step, rank=chosen.rank, keep_idle=chosen.idle == "keep", **usual)
     if format == "chakra":
-        from legato.ingest.chakra.importer import import_chakra
+        from legato.ingest.chakra.importer import import_chakra, import_chakra_program
 
         _refuse(format, asdict(sends) | only_step)
+        if chosen.program:
+            return import_chakra_program(traces, name=chosen.name, progress=advance)
         return import_chakra(traces, rank=chosen.rank, **usual)
     if format == "send-trace":
         from legato.ingest.send_trace import import_send_trace

@@ -9,10 +9,10 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import Json, quantity
+from legato.cli.options import Json, check_file, keep_apart, quantity
 from legato.cli.output import note, print_json, print_table
-from legato.cli.whole_jobs import values, waits
-from legato.cli.workload import Shape, language_shape
+from legato.cli.whole_jobs import caveats, refuse_others, values, waits
+from legato.cli.workload import Shape, model_of_job
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.job import Job
@@ -21,14 +21,20 @@ from legato.core.text import percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from legato.report.model import Breakdown, ModelReport, TextTable
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
 #: What allocators and libraries take is not predicted.
-_MEMORY_SHARE = 0.9
+_MEMORY_SHARE, _UNCOUNTED = 0.9, "memory that allocators and libraries take is not counted"
+_DRAWN = (
+    "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
+    "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
+)
 
 
 def layouts(  # noqa: PLR0913 (its options)
+    typed: typer.Context,
     name: Annotated[
         str, typer.Argument(metavar="NAME|J.json", help="A language model, or a whole job, whose layout stays.")
     ],
@@ -53,6 +59,9 @@ def layouts(  # noqa: PLR0913 (its options)
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="J.json", help="Write the job with the fastest layout.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="L.html", help="Draw what the layouts, and better machines, wait for.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Find the fastest layouts of a model on a number of GPUs, and what a faster machine would win.
@@ -64,9 +73,10 @@ def layouts(  # noqa: PLR0913 (its options)
     """
     from legato.whole_jobs.step import predict
 
+    keep_apart([Path(name), Path(device)], output=output, report=report)
+    check_file("report", report, ".html")
     if (path := Path(name)).suffix == ".json":
-        if gpus is not None or batch is not None or output is not None or shape.given():
-            raise InputError(f"{name}: a job (expected no --gpus, --batch, -o or shape beside it)")
+        refuse_others(typed, {"name", "report", "json"})
         best, found = predict(files.read(path, Job)), None
     else:
         found = _search(name, shape, gpus, batch, device, preset, gpus_per_host, bandwidth, memory, number)
@@ -74,19 +84,27 @@ def layouts(  # noqa: PLR0913 (its options)
         if output is not None:
             files.write(output, best.job)
     faster = _faster(best)
+    if report is not None:
+        from legato.report.html import write_report
+        from legato.report.model import Report
+
+        write_report(report, Report((_report(best, found, faster),)))
     if json:
         print_json(
             {
                 "layouts": [] if found is None else [_layout(step) | values(step) for step in found.best],
                 "compared": None if found is None else found.number,
                 "complete": None if found is None else found.complete,
-                "faster": {label: step.seconds for label, step in faster.items()},
+                "faster": {label: step.seconds for label, step in faster.items() if step is not best},
             }
         )
         return
     if found is not None:
-        _show(found)
-    _show_faster(best, faster)
+        _print(_table(found))
+        note(_verdict(found))
+    _print(_machines_table(best, faster))
+    if report is not None:
+        note(f"report -> {report}")
 
 
 def _search(  # noqa: PLR0913 (what was asked)
@@ -102,7 +120,6 @@ def _search(  # noqa: PLR0913 (what was asked)
     number: int,
 ) -> Layouts:
     from legato.whole_jobs.layouts import fastest
-    from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.presets import framework_named, machine_named
 
     for option, value in (("gpus", gpus), ("batch", batch), ("number", number)):
@@ -116,7 +133,7 @@ def _search(  # noqa: PLR0913 (what was asked)
     allowed: float = _MEMORY_SHARE * machine.memory_nbytes
     if memory is not None:
         allowed = quantity("memory", memory, parse_bytes)
-    model = of_shape(language_shape(name, shape.given()))
+    model = model_of_job(name, shape.given())
     assert gpus is not None and batch is not None
     found = fastest(name, model, framework_named(preset), machine, gpus, batch, allowed, number)
     if found.nearest is not None:
@@ -131,7 +148,9 @@ def _faster(best: Step) -> dict[str, Step]:
     from legato.whole_jobs.layouts import machines
     from legato.whole_jobs.step import predict
 
-    return {label: predict(replace(best.job, machine=machine)) for label, machine in machines(best.job.machine).items()}
+    steps = {"the machine as it is": best}
+    found = {name: predict(replace(best.job, machine=machine)) for name, machine in machines(best.job.machine).items()}
+    return steps | dict(sorted(found.items(), key=lambda one: one[1].seconds))
 
 
 def _layout(step: Step) -> dict[str, Any]:
@@ -157,43 +176,96 @@ def _words(job: Job) -> str:
     return ", ".join(one for one in sizes if not one.endswith(" 1")) or "one GPU"
 
 
-def _show(found: Layouts) -> None:
-    job = found.best[0].job
-    tokens = f"{job.tokens:,} tokens a step"
-    title = f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {tokens}: predicted"
-    table = Table("layout", title=title, header_style="dim")
-    for head in ("schedule", "micro-batches", "recomputed", "sharded"):
-        table.add_column(head)
-    for head in ("step", "utilization", "memory"):
-        table.add_column(head, justify="right")
-    table.add_column("waits for")
-    for step in found.best:
-        one = step.job
-        chunks = f" x {one.chunks}" if one.chunks > 1 else ""
-        table.add_row(
-            _words(one),
-            f"{one.schedule}{chunks}" if one.mesh.pipeline > 1 else "",
-            f"{one.microbatches} of {one.microbatch}",
-            one.recompute,
-            one.shard,
+def _schedule(job: Job) -> str:
+    return f"{job.schedule}{f' x {job.chunks}' if job.chunks > 1 else ''}" if job.mesh.pipeline > 1 else ""
+
+
+def _title(job: Job) -> str:
+    return (
+        f"{job.name} on {job.mesh.workers:,} x {job.machine.name}, {job.framework.name}, {job.tokens:,} tokens a step"
+    )
+
+
+def _table(found: Layouts) -> TextTable:
+    from legato.report.model import TextTable
+
+    heads = ("layout", "schedule", "micro-batches", "recomputed", "sharded", "step", "utilization", "memory")
+    rows = (
+        (
+            _words(step.job),
+            _schedule(step.job),
+            f"{step.job.microbatches} of {step.job.microbatch}",
+            step.job.recompute,
+            step.job.shard,
             format_seconds(step.seconds),
             percent(step.utilization),
             format_bytes(step.memory.total),
             waits(step),
         )
-    print_table(table)
-    fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
-    note(f"of {found.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten")
-
-
-def _show_faster(best: Step, faster: dict[str, Step]) -> None:
-    table = Table(
-        "with", title=f"the same layout ({_words(best.job)}) on another machine: predicted", header_style="dim"
+        for step in found.best
     )
-    table.add_column("step", justify="right")
-    table.add_column("speedup", justify="right")
-    table.add_column("waits for")
-    table.add_row("the machine as it is", format_seconds(best.seconds), "1.00x", waits(best))
-    for label, step in sorted(faster.items(), key=lambda one: one[1].seconds):
-        table.add_row(label, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step))
+    return TextTable(f"{_title(found.best[0].job)}: predicted", (*heads, "waits for"), tuple(rows))
+
+
+def _verdict(found: Layouts) -> str:
+    fastest = "no other is faster" if found.complete else "the search stopped at its limit, so others may be faster"
+    return f"of {found.number:,} layouts: {fastest}, by predictions, whose ratios are within 8% in nine cases of ten"
+
+
+def _machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
+    from legato.report.model import TextTable
+
+    rows = (
+        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step))
+        for name, step in faster.items()
+    )
+    title = f"the same layout ({_words(best.job)}) on another machine: predicted"
+    return TextTable(title, ("with", "step", "speedup", "waits for"), tuple(rows))
+
+
+def _print(shown: TextTable) -> None:
+    table = Table(title=shown.title, header_style="dim")
+    for head in shown.heads:
+        table.add_column(head, justify="right" if head in ("step", "speedup", "utilization", "memory") else "left")
+    for row in shown.rows:
+        table.add_row(*row)
     print_table(table)
+
+
+def _report(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:
+    """A page: what the layouts and the machines wait for, drawn, and the tables."""
+    from legato.report.model import BreakdownChart, ModelReport
+
+    charts, told, known = [], [_machines_table(best, faster)], [*caveats(best), _UNCOUNTED]
+    if found is not None:
+        bars = [_breakdown(_words(step.job), step, facts=_facts(step.job, found)) for step in found.best]
+        charts.append(BreakdownChart("The fastest layouts", _DRAWN, tuple(bars)))
+        told.insert(0, _table(found))
+        known = [_verdict(found), f"with the fastest layout, {known[0]}", *known[1:]]
+    bars = [_breakdown(name, step, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
+    title = f"The same layout ({_words(best.job)}) on another machine"
+    hint = "One thing of the machine is better. The time of each step is followed by the speedup."
+    charts.append(BreakdownChart(title, hint if charts else f"{_DRAWN} {hint}", tuple(bars)))
+    advice = f"{known[0][0].upper()}{known[0][1:]}."
+    return ModelReport(
+        _title(best.job), advice=advice, told=tuple(told), asides=tuple(known[1:]), breakdowns=tuple(charts)
+    )
+
+
+def _facts(job: Job, found: Layouts) -> str:
+    """What a layout is beside its mesh; of recomputation and sharding, that in which the best layouts differ."""
+    plural = "es" if job.microbatches > 1 else ""
+    parts = [_schedule(job), f"{job.microbatches:,} micro-batch{plural} of {job.microbatch}"]
+    for field, word in (("recompute", "recomputed"), ("shard", "sharded")):
+        if len({getattr(step.job, field) for step in found.best}) > 1:
+            parts.append(f"{word}: {getattr(job, field)}")
+    return " · ".join(part for part in parts if part)
+
+
+def _breakdown(name: str, step: Step, facts: str = "", note: str = "") -> Breakdown:
+    """The step as a bar, without parts that only rounding leaves."""
+    from legato.report.model import Breakdown
+
+    every = {"computing": step.computing_s, "bubble": step.bubble_s, **step.exposed_s}
+    parts = {part: seconds for part, seconds in every.items() if abs(seconds) > 1e-9 * step.seconds}
+    return Breakdown(name, step.seconds, parts, facts, note)

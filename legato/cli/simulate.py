@@ -15,6 +15,7 @@ import typer
 from legato.cli.axes import FabricOptions, Given, NetworkOptions
 from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, split
 from legato.cli.output import note, print_json, print_rows, progress
+from legato.cli.programs import program_of, simulate_program
 from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
 from legato.cli.whole_jobs import job_of, simulate_job
 from legato.core import files
@@ -69,7 +70,8 @@ def simulate(
     that alone on the same hosts.
 
     A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
-    topology and the disturbances that are given here, or at collective fidelity.
+    topology and the disturbances that are given here, or at collective fidelity; and so is a traced one, as legato
+    import --program writes it, also on more --workers.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
@@ -85,6 +87,9 @@ def simulate(
     data = [files.load(path) for path in workloads]
     if (job := job_of(data, workloads)) is not None:
         simulate_job(typed, job)
+        return
+    if (program := program_of(data, workloads)) is not None:
+        simulate_program(typed, program)
         return
     read = [files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)]
     if what.fidelity == "collective" and (unseen := options.keys() - {"aggregation"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -18,16 +19,32 @@ from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.axes import BY_NAME, Axis
 from legato.core.errors import InputError
-from legato.core.job import DIMENSIONS, Job, LanguageModel, Mesh, Schedule, Shard
+from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
 from legato.core.quantities import parse_bandwidth, parse_flops
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from legato.simulator.flow import Network
     from legato.whole_jobs.step import Step
-    from legato.zoo import Shape
 
-__all__ = ["Layout", "job_of", "jobs_of", "refuse_others", "simulate_job", "sweep_jobs", "values", "waits", "write_job"]
+__all__ = [
+    "OF_NETWORK",
+    "Layout",
+    "caveats",
+    "is_given",
+    "job_of",
+    "jobs_of",
+    "links",
+    "network_given",
+    "refuse_network",
+    "refuse_others",
+    "simulate_job",
+    "sweep_jobs",
+    "values",
+    "waits",
+    "write_job",
+]
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
@@ -36,7 +53,7 @@ _OF_MACHINE = {
 }  # fmt: skip
 _OF_SIMULATE = {"workloads", "fidelity", *_OF_MACHINE}
 #: At flow fidelity: the network, and the timeline.
-_OF_NETWORK = (
+OF_NETWORK = (
     "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
 )  # fmt: skip
 #: Cells of a sweep: a prediction of a large job takes a tenth of a second. And how many of them are shown.
@@ -147,12 +164,11 @@ def refuse_others(typed: typer.Context, used: set[str]) -> None:
             raise InputError(f"--{name.replace('_', '-')}: means nothing for a whole job")
 
 
-def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, output: Path | None) -> None:
+def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageModel, output: Path | None) -> None:
     """The verb `legato workload` for a whole job, with the other options as they were typed."""
-    from legato.whole_jobs.models import of_shape
     from legato.whole_jobs.step import predict
 
-    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *shape.__dataclass_fields__})
+    refuse_others(typed, _OF_WORKLOAD | {"name", "output", "json", *asdict(layout), *model.__struct_fields__})
     given = typed.params
     machine = {
         "device": given["device"],
@@ -161,7 +177,7 @@ def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, out
         else quantity("device-flops", given["device_flops"], parse_flops),
         "efficiency": given["efficiency"],
     }
-    job = layout.job(name, of_shape(shape), machine, recompute=given["recompute"])
+    job = layout.job(name, model, machine, recompute=given["recompute"])
     step = predict(job)
     if output is not None:
         files.write(output, job)
@@ -169,7 +185,8 @@ def write_job(typed: typer.Context, name: str, layout: Layout, shape: Shape, out
         print_json({"job": None if output is None else str(output), **values(step)})
         return
     note(_describe(job) + (f" -> {output}" if output else ""))
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
     tiers = {"host": "inside hosts", "network": "between hosts"}
     for head in tiers.values():
@@ -201,26 +218,18 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
     from legato.whole_jobs.step import predict
 
     given, fidelity = typed.params, typed.params["fidelity"]
-    refuse_others(typed, _OF_SIMULATE | {"json", *_OF_NETWORK, "output"})
-    changes: dict[str, Any] = {}
-    for option, field in _OF_MACHINE.items():
-        if _is_given(typed, option):
-            value = given[option]
-            changes[field] = (
-                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
-            )
-    job = replace(job, machine=replace(job.machine, **changes))
+    refuse_others(typed, _OF_SIMULATE | {"json", *OF_NETWORK, "output"})
+    job = replace(job, machine=links(typed, job.machine))
     if fidelity == "flow":
         step, where = _simulate_links(typed, job)
     else:
-        if unused := [name for name in (*_OF_NETWORK, "output") if _is_given(typed, name)]:
-            option = unused[0].replace("_", "-")
-            raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
+        refuse_network(typed, "output")
         step, where = predict(job), ""
     if given["json"]:
         print_json(values(step))
         return
-    _warn(step)
+    for caveat in caveats(step):
+        note(caveat)
     table = Table("of the step", title=f"{_describe(job)}{where}, {fidelity} fidelity", header_style="dim")
     table.add_column("predicted", justify="right")
     table.add_column("share", justify="right")
@@ -236,18 +245,33 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
 
 def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, str]:
     """The step on the network of the options, and that network in words; writes the timeline."""
-    from legato.simulator.flow.network.disturbances import parse_disturbances
-    from legato.whole_jobs.flow.step import network_of, simulate
+    from legato.whole_jobs.flow.step import simulate
 
-    given = {name: typed.params[name] for name in _OF_NETWORK if _is_given(typed, name)}
+    network, words = network_given(typed, job.machine, job.mesh.workers)
+    found = simulate(job, network)
+    if (output := typed.params["output"]) is not None:
+        files.write(output, found.timeline(words.removeprefix(", ")))
+    return found.step, words
+
+
+def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:
+    """The machine's network for so many workers, with what the options say of it; and that in words."""
+    from legato.simulator.flow.network.disturbances import parse_disturbances
+    from legato.whole_jobs.flow.step import network_of
+
+    given = {name: typed.params[name] for name in OF_NETWORK if is_given(typed, name)}
     words = [BY_NAME[name].say(BY_NAME[name].write(value)) for name, value in given.items() if BY_NAME[name].words]
     fields = {BY_NAME[name].field: value for name, value in given.items() if name != "disturb"}
     if "disturb" in given:
         fields["disturbances"] = parse_disturbances(given["disturb"])
-    found = simulate(job, network_of(job, **fields))
-    if (output := typed.params["output"]) is not None:
-        files.write(output, found.timeline(", ".join(words)))
-    return found.step, "".join(f", {one}" for one in words)
+    return network_of(machine, workers, **fields), "".join(f", {one}" for one in words)
+
+
+def refuse_network(typed: typer.Context, *more: str) -> None:
+    """Raise `InputError` if an option was given that needs links, at collective fidelity."""
+    if unused := [name for name in (*OF_NETWORK, *more) if is_given(typed, name)]:
+        option = unused[0].replace("_", "-")
+        raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
 
 
 def sweep_jobs(
@@ -262,7 +286,7 @@ def sweep_jobs(
         raise InputError("--fidelity: flow (expected collective: whole jobs are not swept link by link)")
     check_file("output", output, ".csv")
     several = network.several()
-    axes = [BY_NAME[name] for name in _OF_MACHINE if _is_given(typed, name)]
+    axes = [BY_NAME[name] for name in _OF_MACHINE if is_given(typed, name)]
     networks = list(product(*(several[axis.field] for axis in axes)))
     if len(jobs) * len(networks) > _MOST_CELLS:
         raise InputError(f"{len(jobs) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
@@ -312,7 +336,19 @@ def _flat(cell: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in cell.items() if not isinstance(value, dict)} | exposed
 
 
-def _is_given(typed: typer.Context, option: str) -> bool:
+def links(typed: typer.Context, machine: Machine) -> Machine:
+    """The machine with the links that the options of `legato simulate` describe."""
+    changes: dict[str, Any] = {}
+    for option, field in _OF_MACHINE.items():
+        if is_given(typed, option):
+            value = typed.params[option]
+            changes[field] = (
+                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
+            )
+    return replace(machine, **changes)
+
+
+def is_given(typed: typer.Context, option: str) -> bool:
     source = typed.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -356,18 +392,20 @@ def _describe(job: Job) -> str:
     )
 
 
-def _warn(step: Step) -> None:
+def caveats(step: Step) -> Iterator[str]:
     """The memory, and what a prediction does not know."""
     from legato.whole_jobs.presets import MACHINES
 
     machine, memory = step.job.machine, step.memory
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in asdict(memory).items())
     fits = "" if memory.total <= machine.memory_nbytes else f": does not fit in {format_bytes(machine.memory_nbytes)}"
-    note(f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}")
+    yield f"memory of the fullest GPU: {format_bytes(memory.total)} ({parts}){fits}"
     if machine.efficiency == getattr(MACHINES.get(machine.name), "efficiency", None):
-        note(
+        yield (
             f"efficiency {machine.efficiency:g} of {machine.name} (a default: another framework's steps may take "
             "20 to 25% more or less; legato fit-machine fits it)"
         )
+    else:
+        yield f"efficiency {machine.efficiency:g} of {machine.name} (given or fitted)"
     if step.layer_s < _SMALL_S:
-        note(f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled")
+        yield f"a layer computes for {format_seconds(step.layer_s)}: the host may take longer, which is not modelled"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
 import typer
 
 from legato.cli.options import Json, quantity, setting
@@ -14,6 +15,7 @@ from legato.cli.output import describe_size, note, print_json, say
 from legato.cli.whole_jobs import Layout, write_job
 from legato.core import files
 from legato.core.errors import InputError, unknown_name
+from legato.core.job import LanguageModel
 from legato.core.quantities import parse_flops, parse_seconds
 from legato.core.text import count
 from legato.core.units import format_bytes, format_seconds
@@ -128,7 +130,7 @@ def workload(  # noqa: PLR0913 (its options)
     if name is None:
         raise InputError("NAME: missing (expected a model; legato workload --list shows them)")
     if layout.given:
-        write_job(typed, name, layout, language_shape(name, shape.given()), output)
+        write_job(typed, name, layout, model_of_job(name, shape.given()), output)
         return
     model = _model(name, shape.given())
     job = _changed(_estimated(model, estimate, training), estimate)
@@ -185,16 +187,31 @@ def _changed(job: Workload, estimate: Estimate) -> Workload:
 def _model(name: str, given: dict[str, Any]) -> zoo.Model:
     """The model of a name, with what the options change in its shape."""
     from legato import zoo
+    from legato.whole_jobs.models import MODELS
 
+    if name in MODELS:
+        raise InputError(f"{name}: only as a whole job (expected --gpus, or another of its options)")
     if name != LLM and name not in zoo.MODELS:
         raise unknown_name("model", name, [*zoo.MODELS, LLM])
     if name != LLM and not given:
         return zoo.model(name)
-    shape = language_shape(name, given)
+    shape = _language_shape(name, given)
     return zoo.language_model(shape, name if name != LLM and given.keys() <= {"sequence"} else None)
 
 
-def language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
+def model_of_job(name: str, given: dict[str, Any]) -> LanguageModel:
+    """The model of a whole job, with what the options change in its shape."""
+    from legato import zoo
+    from legato.whole_jobs.models import MODELS, of_shape
+
+    if name in MODELS:
+        return msgspec.structs.replace(MODELS[name], **given)
+    if name not in (LLM, *zoo.SHAPES):
+        raise InputError(f"{name}: no language model (expected one of {', '.join((LLM, *zoo.SHAPES, *MODELS))})")
+    return of_shape(_language_shape(name, given))
+
+
+def _language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
     """The shape of a language model, with what the options change in it."""
     from legato import zoo
 
@@ -205,7 +222,7 @@ def language_shape(name: str, given: dict[str, Any]) -> zoo.Shape:
             raise InputError(f"{', '.join(missing)}: missing (llm is the shape that the options give)")
         return zoo.Shape(**given)
     if name not in zoo.SHAPES:
-        wrong = f"{_option(next(iter(given)))}: {name} has no such option" if given else f"{name}: no language model"
+        wrong = f"{_option(next(iter(given)))}: {name} has no such option"
         raise InputError(f"{wrong} (expected one of {', '.join((LLM, *zoo.SHAPES))})")
     return replace(zoo.SHAPES[name], **given)
 

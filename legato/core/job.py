@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import product
@@ -107,7 +108,7 @@ class LanguageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerGroup(msgspec.Struct, frozen=True):
-    """The workers of a collective: how many, on how many hosts, and at most how many of them on one host."""
+    """The workers of a collective: how many, on how many hosts, and at least how many of them on each."""
 
     size: int
     hosts: int
@@ -141,21 +142,30 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def workers(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
 
-    def hosts(self, names: Iterable[str], gpus_per_host: int) -> list[int]:
-        """The hosts of the first worker's group in these dimensions, in the order of its workers.
+    def placements(self, names: Iterable[str], gpus_per_host: int) -> list[tuple[int, ...]]:
+        """Where the groups in these dimensions lie: the host of each worker of a group, in the order of its workers.
 
-        Dimensions are `DIMENSIONS`, `expert`, and `replica` (what is left of `data`).
+        Groups that lie alike are there once, and hosts are counted from those of the first of them. Dimensions are
+        `DIMENSIONS`, `expert`, and `replica` (what is left of `data`).
         """
         names = set(names) | ({"expert", "replica"} if "data" in names else set())
+        gpus_per_host = min(gpus_per_host, self.workers)
         ranges: list[range] = []
-        stride = 1
+        offsets, stride = {0}, 1
         for name in reversed(self.order):
             inside = (("expert", self.expert), ("replica", self.data // self.expert))
             for part, size in inside if name == "data" else ((str(name), getattr(self, name)),):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
+                else:  # of the first workers of other groups, where on its host each is
+                    steps = {index * stride % gpus_per_host for index in range(min(size, gpus_per_host))}
+                    offsets = {(offset + step) % gpus_per_host for offset in offsets for step in steps}
                 stride *= size
-        return [sum(ranks) // gpus_per_host for ranks in product(*ranges)]
+        # Offsets between multiples of what divides all ranks of a group and a host make no difference.
+        aligned = math.gcd(gpus_per_host, *(ranks.step for ranks in ranges if len(ranks) > 1))
+        firsts = sorted({offset - offset % aligned for offset in offsets})
+        found = (tuple((first + sum(ranks)) // gpus_per_host for ranks in product(*ranges)) for first in firsts)
+        return list(dict.fromkeys(found))
 
 
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -324,6 +334,10 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
     def group(self, *names: str) -> WorkerGroup:
-        """The workers that share a collective in these dimensions of the mesh."""
-        hosts = self.mesh.hosts(names, self.machine.gpus_per_host)
-        return WorkerGroup(len(hosts), len(set(hosts)), hosts.count(hosts[0]))
+        """The workers that share a collective in these dimensions of the mesh.
+
+        Where groups lie differently on their hosts, it stands for the slowest: all others wait for it.
+        """
+        groups = self.mesh.placements(names, self.machine.gpus_per_host)
+        workers = [Counter(hosts).values() for hosts in groups]
+        return WorkerGroup(len(groups[0]), max(map(len, workers)), min(map(min, workers)))

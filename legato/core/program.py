@@ -51,7 +51,8 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `nbytes` are those of the result of an all-gather, of each worker's input of a reduce-scatter or all-reduce, of what
     one worker holds before an all-to-all (its own part included), and of what a broadcast or a send carries. `kind` is
     what it is for, such as `tensor` or `data`. A broadcast comes from the first worker of a group; a send goes from the
-    first to the second one. `times` like ones run one after another, as one communication.
+    first to the second one. `times` like ones run one after another, as one communication. `traced_s` is what it took
+    where it was traced, when all had started it.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[tuple[int, ...], ...]
     nbytes: float
     times: int = 1
+    traced_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"{self.kind} {self.operation}"
@@ -66,6 +68,8 @@ class Communication(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise InputError(f"times of {where}: {self.times} (expected 1 to {_MOST_TIMES:,})")
         if not (math.isfinite(self.nbytes) and self.nbytes >= 0):
             raise InputError(f"nbytes of {where}: {self.nbytes} (expected a finite number, at least 0)")
+        if self.traced_s is not None and not (math.isfinite(self.traced_s) and self.traced_s >= 0):
+            raise InputError(f"traced_s of {where}: {self.traced_s} (expected a finite number, at least 0)")
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or min(sizes) < 2 or (self.operation == "send" and sizes != {2}):
             least = "2 workers" if self.operation == "send" else "at least 2 workers, as many in each"
@@ -91,6 +95,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     starts it once, but of a send only the sender; it begins when all of these have started it. Sends with the same
     groups run in the order of their starts, and so do other communications, whose order is the same on all lanes.
 
+    `traced_s` is the step as traced, from the first worker's begin to the last one's end; None if it was not traced.
+
     Raises `InputError` on what contradicts this, and if lanes wait for each other in a circle; and `TooLargeError`
     beyond four million actions.
     """
@@ -98,6 +104,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     name: str
     lanes: tuple[Lane, ...]
     communications: tuple[Communication, ...] = ()
+    traced_s: float | None = None
 
     def __post_init__(self) -> None:
         if sum(len(lane.actions) for lane in self.lanes) > _MOST_ACTIONS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "collective_kind",
     "element_bytes",
     "is_integer",
+    "ranks_in_words",
     "tensor_bytes",
     "tensor_elements",
 ]
@@ -26,7 +29,7 @@ _KINDS = {
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",
     "alltoall": "all_to_all",
-    "sendrecv": "all_to_all",
+    "sendrecv": GROUPED,
     "broadcast": "broadcast",
     "barrier": "barrier",
     "gather": "gather",
@@ -61,6 +64,16 @@ def is_integer(name: Any) -> bool:
     """Whether a type called `long int`, `Int`, `uint8`, ... has whole numbers, which no gradient consists of."""
     plain = name.lower().removeprefix("c10::") if isinstance(name, str) else ""
     return plain in _ELEMENT_BYTES and re.search("float|double|half|complex", plain) is None
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 0`, `ranks 0, 3, 5`, `ranks 0-7`, `ranks 0, 8, ..., 56`; `all ranks` if there are none."""
+    if not ranks:
+        return "all ranks"
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(ranks) < 4 or len(steps) > 1:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}-{ranks[-1]}" if steps == {1} else f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
 
 
 def tensor_bytes(dims: Any, types: Any) -> int | None:

@@ -26,7 +26,7 @@ _TEST = re.compile(r"#.*?\b(\w+)_perf\b")
 
 
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
-    """Fit the cost of an all-reduce to those of a job's traces.
+    """Fit the cost of an all-reduce to those of a job's traces, in the group that shares gradients if they tell it.
 
     Of all that carry the same bytes the median counts, without their waits for
     late ranks. If these are not known, the fastest counts, because they only add
@@ -35,11 +35,13 @@ def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
     tells the number of workers.
     """
     times: dict[int, list[float]] = {}
+    group = imported.gradients_group
     for transfer in imported.transfers:
         seconds = transfer.end_s - transfer.start_s - transfer.waited_s
-        if transfer.kind == "all_reduce" and transfer.nbytes and seconds > 0:
+        mine = not group or transfer.group == group
+        if transfer.kind == "all_reduce" and mine and transfer.nbytes and seconds > 0:
             times.setdefault(transfer.nbytes, []).append(seconds)
-    workers = imported.workers or workers
+    workers = imported.replicas or workers
     if not times:
         raise InputError("no all-reduce whose size is known (expected one, to fit the cost of the network to)")
     if workers is None:

@@ -6,8 +6,10 @@ Times are in seconds since the first event of the trace.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from legato.core.plan import Plan
+from legato.core.program import Program
 from legato.core.timeline import Timeline
 from legato.core.workload import Phase, Workload
 
@@ -17,10 +19,12 @@ __all__ = [
     "KindTimes",
     "Notes",
     "RankMeasure",
+    "Sent",
     "Sharded",
     "ShardedGroup",
     "TracedOp",
     "TracedTransfer",
+    "Whole",
 ]
 
 
@@ -44,9 +48,23 @@ class TracedOp:
     deps: tuple[int, ...] | None = None  # None: it depends on the op before it
 
 
+class Sent(NamedTuple):
+    """A send to a peer, or a receive from it, and the `purpose` of its group."""
+
+    kind: str
+    peer: int
+    nbytes: int
+    purpose: str
+
+
 @dataclass(frozen=True)
 class TracedTransfer:
-    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks."""
+    """One collective as the trace has it; from `start_s` on it waited `waited_s` for late ranks.
+
+    `nbytes` are those that this rank gives to it. `ranks` take part; `group` has those of its process group, and
+    `purpose` what the program calls this (empty if unknown); `peer` is the other rank of a send or receive, and `parts`
+    are those that one kernel carries out together. Those of one `stream` run one after another.
+    """
 
     name: str
     kind: str
@@ -57,6 +75,12 @@ class TracedTransfer:
     carries_gradients: bool
     waited_s: float = 0.0
     after: int = -1  # the last op that began before it was issued
+    ranks: int | None = None
+    group: tuple[int, ...] = ()
+    purpose: str = ""
+    peer: int | None = None
+    stream: int = 0
+    parts: tuple[Sent, ...] = ()
 
     @property
     def began_s(self) -> float:
@@ -198,6 +222,15 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The program of all ranks, with notes of its own; None if the traces lack what one needs: `lacking` says what."""
+
+    program: Program | None
+    notes: Notes
+    lacking: str = ""
+
+
+@dataclass(frozen=True)
 class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
@@ -207,7 +240,7 @@ class Imported:
     `transfers` are the collectives of these steps on that rank. `workers` is the
     number of the job's workers, and `plan` what the step sent; both are None if
     the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
-    shards the job, and `sharded` has the groups of FSDP2.
+    shards the job, and `sharded` has the groups of FSDP2. `whole` is what all ranks compute and send.
     """
 
     workload: Workload | None
@@ -223,3 +256,16 @@ class Imported:
     on_device: bool = True
     fsdp: bool = False
     sharded: Sharded | None = None
+    whole: Whole | None = None
+
+    @property
+    def replicas(self) -> int | None:
+        """The workers that share gradients: those of their group where the trace tells one, else all of the job."""
+        group = self.gradients_group
+        return len(group) if group else self.workers
+
+    @property
+    def gradients_group(self) -> tuple[int, ...]:
+        """The ranks among which all gradients are reduced; empty if the trace does not tell, or there are several."""
+        groups = {transfer.group for transfer in self.transfers if transfer.carries_gradients}
+        return next(iter(groups)) if len(groups) == 1 else ()

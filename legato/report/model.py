@@ -17,7 +17,18 @@ from legato.core.plan import Plan
 from legato.core.timeline import Timeline
 from legato.core.workload import Workload
 
-__all__ = ["MemoryPoint", "ModelReport", "Report", "SchedulerRow", "SweepRow", "TextTable", "are_jobs", "save"]
+__all__ = [
+    "Breakdown",
+    "BreakdownChart",
+    "MemoryPoint",
+    "ModelReport",
+    "Report",
+    "SchedulerRow",
+    "SweepRow",
+    "TextTable",
+    "are_jobs",
+    "save",
+]
 
 
 class SchedulerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -106,6 +117,33 @@ class MemoryPoint(msgspec.Struct, frozen=True):
     chosen: bool
 
 
+class Breakdown(msgspec.Struct, frozen=True):
+    """A predicted step of a job in words: its `seconds`, and those of its `parts` (`report/breakdowns.py`).
+
+    `facts` stand behind the name, `note` behind the time. Raises `InputError` if the parts are not the step.
+    """
+
+    name: str
+    seconds: float
+    parts: dict[str, float]
+    facts: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        total = sum(self.parts.values())
+        same = math.isclose(total, self.seconds, rel_tol=1e-6)
+        if not (same and 0 < total < math.inf and min(self.parts.values()) >= 0):
+            raise InputError(f"parts of {self.name!r}: {total} s (expected {self.seconds} s, none below 0)")
+
+
+class BreakdownChart(msgspec.Struct, frozen=True):
+    """Steps to compare, at least one, drawn in this order; `hint` says in sentences what is drawn."""
+
+    title: str
+    hint: str
+    bars: tuple[Breakdown, ...]
+
+
 class ModelReport(msgspec.Struct, frozen=True):
     """Everything known about one workload; the page leaves out what is missing.
 
@@ -116,7 +154,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     lines, and `asides` what it said beside; the page then says nothing of its own
     about which plan is best. `computation` says what the times of the workload's ops
     include besides computation. With `points`, the page
-    draws time over memory, and timelines begin with the forward pass. `plans` say which tensors are in the messages
+    draws time over memory, and timelines begin with the forward pass. `breakdowns` are charts of steps of a whole job,
+    of which the headline tells the first. `plans` say which tensors are in the messages
     of the timeline that has the plan's scheduler as its name.
     """
 
@@ -132,6 +171,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     asides: tuple[str, ...] = ()
     computation: str = ""
     points: tuple[MemoryPoint, ...] = ()
+    breakdowns: tuple[BreakdownChart, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.workload or self.rows or self.timelines or self.measured or self.told):

@@ -11,6 +11,7 @@ from legato.core.text import count, percent
 from legato.core.timeline import Timeline
 from legato.core.units import format_bandwidth, format_bytes, format_seconds
 from legato.core.workload import Workload
+from legato.report.breakdowns import breakdown_charts, breakdown_headline
 from legato.report.idle import drawn_worker, idle_costs, idle_sentence
 from legato.report.memory import draw_memory
 from legato.report.model import ModelReport, are_jobs
@@ -45,6 +46,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
         "points": "",
+        "breakdowns": [],
         "worker_note": "",
         "waits": _waits(waiting, model.plans, single, of_tensors=not model.points),
         "single": any(timeline.source == "measured" for timeline in model.timelines),
@@ -54,6 +56,9 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     if model.points:
         part["points"] = f"points-{number}"
         figures[part["points"]] = draw_memory(model.points)
+    if model.breakdowns:
+        part["headline"] = breakdown_headline(model.breakdowns)
+        part["breakdowns"] = breakdown_charts(model.breakdowns, number, figures)
     if model.timelines:
         part["timelines"] = f"timelines-{number}"
         figures[part["timelines"]] = draw_timelines(model.timelines, single)

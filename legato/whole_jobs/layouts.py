@@ -18,6 +18,9 @@ __all__ = ["Layouts", "fastest", "jobs", "machines"]
 #: Passes of micro-batches through stages that a search predicts: about half a minute on one core.
 _MOST_PASSES = 2**21
 _MICROBATCHES, _CHUNKS = (1, 2, 4, 8), (2, 4, 8)
+#: Tokens of a micro-batch that context parallelism leaves each GPU. No measured step has fewer (docs/whole_jobs.md),
+#: and one efficiency of all matrix products makes few tokens look as good as many.
+_LEAST_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,9 @@ def jobs(
 ) -> Iterator[Job]:
     """All layouts of a `batch` of sequences a step on so many GPUs that divide evenly.
 
-    Tensor parallelism stays inside a host, and implies sequence parallelism. The order of the dimensions is that of
-    `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
+    Tensor parallelism stays inside a host, and implies sequence parallelism. Context parallelism leaves each GPU 2,048
+    tokens of a micro-batch or more, as all steps have that predictions were compared with. The order of the dimensions
+    is that of `Mesh`. Schedules, recomputation and sharding are those that the framework offers.
     """
     for tensor in _divisors(machine.gpus_per_host):
         for context in (one for one in _divisors(gpus) if one & (one - 1) == 0):
@@ -73,7 +77,8 @@ def _of_mesh(
     ]
     shards = framework.shards if mesh.data * mesh.context > 1 else ("none",)
     kept = [one for one in framework.recomputes if one != "core" or not framework.flash]
-    for microbatch in (one for one in _MICROBATCHES if sequences % one == 0):
+    least = _LEAST_TOKENS * mesh.context if mesh.context > 1 else 0
+    for microbatch in (one for one in _MICROBATCHES if sequences % one == 0 and one * model.sequence >= least):
         for schedule, chunks in schedules:
             for shard in shards:
                 for recompute in kept:
@@ -145,7 +150,7 @@ def machines(machine: Machine) -> dict[str, Machine]:
     return {
         "links inside hosts twice as fast": replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s),
         "network cards twice as fast": replace(machine, card_bytes_per_s=2 * machine.card_bytes_per_s),
-        "both twice as fast": replace(
+        "links and cards twice as fast": replace(
             machine, link_bytes_per_s=2 * machine.link_bytes_per_s, card_bytes_per_s=2 * machine.card_bytes_per_s
         ),
         "half the latency": replace(machine, **{field: getattr(machine, field) / 2 for field in latencies}),

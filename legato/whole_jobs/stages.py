@@ -58,9 +58,10 @@ def _received(job: Job, stage: int) -> Passes:
 
 
 def is_away(job: Job, stage: int) -> bool:
-    """Whether the worker of the stage behind this one is on another host."""
-    hosts = job.mesh.hosts(["pipeline"], job.machine.gpus_per_host)
-    return hosts[stage % len(hosts)] != hosts[(stage + 1) % len(hosts)]
+    """Whether, in any pipeline, the next stage (behind the last one: the first) is on another host."""
+    one, other = stage % job.mesh.pipeline, (stage + 1) % job.mesh.pipeline
+    placements = job.mesh.placements(["pipeline"], job.machine.gpus_per_host)
+    return any(hosts[one] != hosts[other] for hosts in placements)
 
 
 def sent_nbytes(job: Job, stage: int) -> float:

@@ -154,8 +154,7 @@ def _tied(job: Job, own: Tail) -> Cost:
     """Two workers exchange their sums at once, which takes as long as a transfer."""
     if not own.tied_nbytes:
         return Cost()
-    hosts = job.mesh.hosts(["pipeline"], job.machine.gpus_per_host)
-    return send("pipeline", job.machine, own.tied_nbytes, hosts[0] != hosts[-1])
+    return send("pipeline", job.machine, own.tied_nbytes, is_away(job, job.mesh.pipeline - 1))
 
 
 def _sent(job: Job, stages: list[_Costs], sends: list[Cost], tails: list[Cost]) -> dict[tuple[str, str], float]:

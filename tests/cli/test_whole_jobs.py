@@ -8,6 +8,8 @@ from support.command import run
 
 import legato
 from legato.core.job import Job
+from legato.report.breakdowns import PARTS
+from legato.whole_jobs.cost import COMPUTING, KINDS
 from legato.whole_jobs.step import predict
 
 LAYOUT = ["--tensor", 8, "--pipeline", 16, "--data", 128, "--microbatches", 16, "--sequence-parallel"]
@@ -115,6 +117,8 @@ def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
         ("llama-3-70b", ["--data", 2, "--accumulate", 3], "--accumulate: means nothing for a whole job"),
         ("llama-3-70b", ["--data", 2, "--recompute", "--recompute-only", "core"], "--recompute and --recompute-only"),
         ("resnet-v1-50", ["--data", 2], "resnet-v1-50: no language model (expected one of llm, gpt3"),
+        ("deepseek-v3", ["--layers", 4], "deepseek-v3: only as a whole job (expected --gpus"),
+        ("deepseek-v3", ["--data", 2, "--heads", 64], "kv_heads: 128 (expected a divisor of the 64 heads)"),
         ("llm", ["--data", 2], "--layers, --hidden, --heads, --vocab: missing"),
     ],
 )
@@ -212,3 +216,70 @@ def test_what_sweep_refuses_for_a_job(job, capsys, options, message):
 def test_a_job_beside_a_workload_is_not_swept(job, workload, capsys):
     status, _, err = run(capsys, "sweep", job, workload)
     assert status == 2 and "beside whole jobs" in err
+
+
+def test_deepseek_is_named_as_a_whole_job(capsys, tmp_path):
+    path = tmp_path / "job.json"
+    options = ["--layers", 5, "--gpus", 64, "--expert", 64, "--microbatches", 2, "--device", "b200"]
+    status, out, err = run(capsys, "workload", "deepseek-v3", *options, "-o", path)
+    assert status == 0, err
+    assert "deepseek-v3 on 64 x b200 (data 64, expert 64)" in err and "expert" in out
+    model = legato.read(path).model
+    assert (model.layers, len(model.mixtures), model.latent.query) == (5, 2, 1536)
+
+
+@pytest.mark.parametrize("option", [["--device", "a100"], ["--bandwidth", "800Gbit"], ["--gpus", 8], ["--hidden", 64]])
+def test_the_layout_and_machine_of_a_job_stay(job, capsys, option):
+    status, out, err = run(capsys, "layouts", job, *option)
+    assert status == 2 and not out and err == f"legato: {option[0]}: means nothing for a whole job\n"
+
+
+def figures_of(page):
+    text = page.read_text().split('<script type="application/json" id="figures">')[1].split("</script>")[0]
+    return [
+        {trace["name"]: dict(zip(trace["y"], trace["x"], strict=True)) for trace in figure["data"]}
+        for figure in json.loads(text).values()
+    ]
+
+
+def test_layouts_and_machines_are_drawn(capsys, tmp_path):
+    page = tmp_path / "layouts.html"
+    options = ["--gpus", 32, "--batch", 32, "--device", "a100", "--number", 5]
+    status, out, err = run(capsys, "layouts", "llama-3-8b", *options, "--report", page, "--json")
+    assert status == 0 and err == "", err
+    found = json.loads(out)
+    layouts, machines = figures_of(page)
+    for k, step in enumerate(found["layouts"]):
+        parts = {"computing": step["computing_s"], "bubble": step["bubble_s"], **step["exposed_s"]}
+        drawn = {part: layouts.get(part, {}).get(-k, 0) for part in PARTS}
+        assert drawn == pytest.approx(parts, rel=1e-9, abs=1e-9 * step["step_s"])
+    steps = [sum(part.get(-k, 0) for part in machines.values()) for k in range(8)]
+    assert steps == pytest.approx([found["layouts"][0]["step_s"], *sorted(found["faster"].values())])
+    text = page.read_text()
+    assert f"Of {found['compared']:,} layouts: no other is faster" in text and "(a default: another" in text
+    assert "that allocators and libraries take is not counted" in text
+
+
+def test_machines_are_drawn_for_a_job(job, capsys, tmp_path):
+    page = tmp_path / "machines.html"
+    status, out, err = run(capsys, "layouts", job, "--report", page)
+    assert status == 0 and f"report -> {page}" in err and "the machine as it is" in out, err
+    (machines,) = figures_of(page)
+    assert sum(part.get(0, 0) for part in machines.values()) == pytest.approx(predict(legato.read(job)).seconds)
+    assert "does not fit in 79 GiB" in page.read_text()
+
+
+def test_every_part_of_a_step_can_be_drawn():
+    assert list(PARTS) == [COMPUTING, "bubble", *KINDS]
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [("L.txt", ": .txt (expected .html)"), ("missing/L.html", ": no such directory"), ("J", ": the same file as one")],
+)
+def test_where_layouts_are_not_drawn(job, capsys, tmp_path, report, message):
+    path = job if report == "J" else tmp_path / report
+    before = job.read_bytes()
+    status, _, err = run(capsys, "layouts", job, "--report", path)
+    assert status == 2 and f"--report {path}{message}" in err and err.count("\n") == 1
+    assert job.read_bytes() == before

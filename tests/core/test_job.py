@@ -1,12 +1,16 @@
 """Whole jobs: groups of the mesh by hand, layers of stages, and one line for everything that does not fit."""
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job
 
 from legato.core.errors import FileError, InputError, TooLargeError
 from legato.core.files import decode, encode, read, write
-from legato.core.job import Framework, Job, Mesh, WorkerGroup
+from legato.core.job import DIMENSIONS, Framework, Job, Mesh, WorkerGroup
 
 PIPELINE = Mesh(pipeline=2)
 TOO_LARGE = "mesh: 2,097,152 workers", "stages x chunks x microbatches: more than 4,194,304"
@@ -90,10 +94,43 @@ def test_groups_of_a_mesh():
     assert one.group("replica") == WorkerGroup(2, 2, 1)
     assert one.group("data", "context") == WorkerGroup(8, 2, 4)
     assert one.group("pipeline") == WorkerGroup(2, 2, 1)
-    assert one.mesh.hosts(["pipeline"], 8) == [0, 2]
+    assert one.mesh.placements(["pipeline"], 8) == [(0, 2)]
     inside = replace(one.mesh, order=("data", "context", "tensor", "pipeline"))
-    assert inside.hosts(["pipeline"], 8) == [0, 0]
-    assert inside.hosts(["data"], 8) == [0, 1, 2, 3]
+    assert inside.placements(["pipeline"], 8) == [(0, 0)]
+    assert inside.placements(["data"], 8) == [(0, 1, 2, 3)]
+
+
+def test_the_slowest_of_groups_that_lie_differently():
+    """Six neighbours of 8 a host: 0 to 5 are on one host; of 6 to 11 two are on the first and four on the second."""
+    one = job(LLAMA, Mesh(pipeline=4, data=6))
+    assert one.group("data") == WorkerGroup(6, 2, 2)
+    assert one.mesh.placements(["data"], 8) == [(0,) * 6, (0, 0, 0, 0, 1, 1), (0, 0, 1, 1, 1, 1)]
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6])
+
+
+@given(sizes, sizes, sizes, sizes, st.permutations(DIMENSIONS), st.integers(1, 20), st.data())
+def test_groups_of_any_mesh(tensor, context, pipeline, data, order, gpus_per_host, drawn):
+    """Against all groups of all workers, each from the coordinates of its members."""
+    expert = drawn.draw(st.sampled_from([n for n in (1, 2, 3) if data % n == 0]))
+    mesh = Mesh(tensor, context, pipeline, data, expert, tuple(order))
+    names = drawn.draw(st.lists(st.sampled_from([*DIMENSIONS, "expert", "replica"]), unique=True))
+    outermost_first = []
+    for name in order:
+        parts = [("replica", data // expert), ("expert", expert)] if name == "data" else [(name, getattr(mesh, name))]
+        outermost_first += parts
+    shared = set(names) | ({"replica", "expert"} if "data" in names else set())
+    groups = {}
+    for rank, place in enumerate(itertools.product(*(range(size) for _, size in outermost_first))):
+        key = tuple(at for at, (name, _) in zip(place, outermost_first, strict=True) if name not in shared)
+        groups.setdefault(key, []).append(rank)
+    found = set()
+    for ranks in groups.values():
+        base = ranks[0] // gpus_per_host
+        found.add(tuple(rank // gpus_per_host - base for rank in ranks))
+    placements = mesh.placements(names, gpus_per_host)
+    assert set(placements) == found and len(placements) == len(found)
 
 
 @pytest.mark.parametrize(

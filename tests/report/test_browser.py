@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 from support import PATIENCE_S
-from support.report_samples import EVIL, evil_report, model, sweep_rows
+from support.report_samples import EVIL, breakdown_report, evil_report, model, sweep_rows
 
 from legato.report.html import write_report
 from legato.report.model import Report
@@ -272,4 +272,29 @@ def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width, profile):
     seen = ask(tmp_path / "sweep.html", SWEEP.replace("LAYOUT", LAYOUT), profile, width)
     assert seen["all"] == 8 and seen["some"] == ["ring", "ring"] and seen["said"] == "2 of 8"
     assert seen["sorted"] == [8, 4] and seen["zoomed"] == [0.7, 0.8] and seen["lines"] == 4
+    assert seen["layout"]["wide"] <= 0 and seen["layout"]["covered"] == [] and all(seen["layout"]["tables"])
+
+
+BREAKDOWNS = """(() => {
+  const div = document.querySelector(".plot"), lengths = {};
+  for (const trace of div.querySelectorAll(".barlayer .trace")) {
+    const name = trace.__data__[0].trace.name;
+    lengths[name] = [...trace.querySelectorAll(".point path")].map((path) => path.getBBox().width);
+  }
+  Plotly.Fx.hover(div, [{curveNumber: 2, pointNumber: 0}]);
+  const hover = div.querySelector(".hoverlayer").textContent;
+  return {lengths, hover, texts: [...div.querySelectorAll("text")].map((text) => text.textContent), layout: LAYOUT};
+})()"""
+
+
+@pytest.mark.parametrize("width", [1280, 600])
+def test_steps_are_stacked_and_say_their_seconds(tmp_path, width, profile):
+    write_report(tmp_path / "layouts.html", breakdown_report())
+    assert browse(tmp_path / "layouts.html", profile, width)[1] == []
+    seen = ask(tmp_path / "layouts.html", BREAKDOWNS.replace("LAYOUT", LAYOUT), profile, width)
+    lengths = seen["lengths"]
+    assert lengths["tensor"][0] / lengths["computing"][0] == pytest.approx(1 / 6, abs=0.01)
+    assert lengths["context"] == pytest.approx([2 * lengths["tensor"][0]], rel=0.02)
+    assert "tensor 1 s · 12.5% of 8 s" in seen["hover"] and "tensor 2, data 4" in seen["hover"]
+    assert {"8 s  ", "10 s  "} <= set(seen["texts"]) and "computing 75.0%" in seen["texts"]
     assert seen["layout"]["wide"] <= 0 and seen["layout"]["covered"] == [] and all(seen["layout"]["tables"])

@@ -9,7 +9,7 @@ from legato.core.cluster import Cluster
 from legato.core.measurement import MeasuredPlan, Measurement
 from legato.core.timeline import Span, Timeline
 from legato.core.workload import Op, Tensor, Workload
-from legato.report.model import ModelReport, Report, SchedulerRow, SweepRow
+from legato.report.model import Breakdown, BreakdownChart, ModelReport, Report, SchedulerRow, SweepRow, TextTable
 
 CLUSTER = Cluster.derive(8, 10e9, 30e-6)
 
@@ -149,6 +149,20 @@ def evil_report():
     measured = Measurement(EVIL, EVIL, (MeasuredPlan.of(EVIL, [5e-3]),), (EVIL,))
     one = ModelReport(EVIL, workload, cluster, rows, (timeline,), EVIL, measured=measured)
     return Report((one, one), EVIL)
+
+
+def breakdown(name="tensor 2, data 4", facts="1f1b", note="", **parts):
+    return Breakdown(name, sum(parts.values()), parts, facts, note)
+
+
+def breakdown_report(name="tensor 2, data 4", layouts=2):
+    """Layouts of a job, the first of which takes 8 s, and one better machine."""
+    first = breakdown(name, name, computing=6, bubble=0.5, tensor=1, data=0.25, optimizer=0.25)
+    others = [breakdown(name, computing=5, context=2, expert=1, pipeline=1 + k) for k in range(1, layouts)]
+    faster = breakdown("GPUs twice as fast", "", "1.60x", computing=3, bubble=0.5, tensor=1, data=0.25, optimizer=0.25)
+    charts = (BreakdownChart("Layouts", "As long.", (first, *others)), BreakdownChart("Machines", "", (first, faster)))
+    told = (TextTable("table", ("layout", "step"), ((name, "8 s"),)),)
+    return Report((ModelReport("job", told=told, asides=("the efficiency is a default",), breakdowns=charts),))
 
 
 def sweep_rows(workers=(4, 8), links=(1e9, 1e10), fabrics=("parameter-server", "ring"), name="toy"):

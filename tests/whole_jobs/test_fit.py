@@ -1,7 +1,7 @@
 """Efficiencies from measured steps."""
 
 import pytest
-from support.jobs import MIXTURE, job, replace
+from support.jobs import LLAMA, MIXTURE, job, replace
 
 from legato.core.errors import InputError
 from legato.core.job import Mesh
@@ -9,9 +9,11 @@ from legato.whole_jobs.fit import fit
 from legato.whole_jobs.presets import MACHINES
 from legato.whole_jobs.step import predict
 
+WIDE = {"hidden": 2048, "intermediate": 8192, "head_size": 256, "sequence": 2048}
+DENSE, MIXTURE = replace(LLAMA, **WIDE), replace(MIXTURE, **WIDE, expert_intermediate=4096)
 JOBS = [
-    job(machine=MACHINES["a100"]),
-    job(mesh=Mesh(tensor=2, pipeline=3, data=2), machine=MACHINES["a100"], microbatches=4),
+    job(DENSE, machine=MACHINES["a100"]),
+    job(DENSE, mesh=Mesh(tensor=2, pipeline=3, data=2), machine=MACHINES["a100"], microbatches=4),
     job(MIXTURE, Mesh(data=4, expert=2), machine=MACHINES["a100"], shard="optimizer"),
 ]
 
@@ -28,6 +30,10 @@ def test_the_efficiency_of_predicted_steps_is_found_again(efficiency):
     for step in steps:
         assert step.efficiency == pytest.approx(efficiency, rel=1e-6)
         assert step.predicted_s == pytest.approx(step.measured_s) == pytest.approx(step.left_out_s)
+        longer_s = step.measured_s * (1 + 1e-4)
+        assert fit([(step.job, longer_s)])[1][0].efficiency == pytest.approx(
+            efficiency * (1 - 1e-4 / step.product_share), rel=1e-5
+        )
 
 
 def test_of_several_steps_the_median_counts_and_each_is_predicted_from_the_others():
@@ -50,6 +56,9 @@ def test_what_cannot_be_is_refused():
     ]:
         with pytest.raises(InputError, match=message):
             fit([(one, measured_s)])
+    slow = replace(one, machine=replace(one.machine, memory_bytes_per_s=1e9))
+    with pytest.raises(InputError, match="this step says little about the efficiency"):
+        fit([(slow, seconds(slow, 0.5))])
     other = replace(one, machine=MACHINES["h100"])
     with pytest.raises(InputError, match="another machine than test has"):
         fit([(one, 1.0), (other, 1.0)])

@@ -53,7 +53,7 @@ def small_job(draw, alone):
 @pytest.mark.parametrize("seed", range(80))
 def test_alone_on_its_links_it_is_the_formula(seed):
     one = small_job(random.Random(seed), alone=True)
-    step, formula = simulate(one, network_of(one)).step, predict(one)
+    step, formula = simulate(one, network_of(one.machine, one.mesh.workers)).step, predict(one)
     assert step.seconds == pytest.approx(formula.seconds, rel=1e-9)
     assert step.computing_s == pytest.approx(formula.computing_s, rel=1e-9)
     assert step.bubble_s == pytest.approx(formula.bubble_s, rel=1e-9, abs=1e-12)
@@ -66,12 +66,14 @@ def test_gradients_that_are_hidden_run_beside_exposed_communication_too(data, sh
     """Between hosts, beside tensor parallelism inside them; the formula counts computing alone."""
     machine = replace(LATENT, gpus_per_host=2, card_bytes_per_s=1e9)
     one = job(LLAMA, Mesh(tensor=2, data=data), Framework(hidden=("data",)), machine, shard=shard)
-    step, formula = simulate(one, network_of(one)).step, predict(one)
+    step, formula = simulate(one, network_of(one.machine, one.mesh.workers)).step, predict(one)
     assert 0 < formula.exposed_s["data"] - step.exposed_s["data"] <= formula.exposed_s["tensor"] * (1 + 1e-9)
     assert step.seconds + formula.exposed_s["data"] - step.exposed_s["data"] == pytest.approx(formula.seconds)
     fast = replace(one, machine=replace(machine, card_bytes_per_s=1e13))
     assert predict(fast).exposed_s["data"] == 0
-    assert simulate(fast, network_of(fast)).step.seconds == pytest.approx(predict(fast).seconds, rel=1e-9)
+    assert simulate(fast, network_of(fast.machine, fast.mesh.workers)).step.seconds == pytest.approx(
+        predict(fast).seconds, rel=1e-9
+    )
 
 
 def disturbed(draw, one, hosts):
@@ -106,7 +108,9 @@ def disturbed(draw, one, hosts):
 def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)
-    network = network_of(one, **disturbed(draw, one, -(-one.mesh.workers // one.machine.gpus_per_host)))
+    network = network_of(
+        one.machine, one.mesh.workers, **disturbed(draw, one, -(-one.mesh.workers // one.machine.gpus_per_host))
+    )
     made = program(one)
     quotient, whole = (Quotient(made, one.machine, network, alike=alike) for alike in (True, False))
     assert quotient.num_classes <= whole.num_classes == one.mesh.workers
@@ -144,7 +148,9 @@ def test_random_programs_are_as_in_fractions(seed):
     draw = random.Random(seed)
     made, machine = random_program(draw), replace(LATENT, gpus_per_host=draw.choice([1, 2, 4]))
     one = job(GPT, Mesh(data=len(made.lanes)), machine=machine)
-    network = network_of(one, **disturbed(draw, one, len(made.lanes) // machine.gpus_per_host))
+    network = network_of(
+        one.machine, one.mesh.workers, **disturbed(draw, one, len(made.lanes) // machine.gpus_per_host)
+    )
     found = {lane.lane: lane.end_s for lane in run(Quotient(made, machine, network))}
     exact = simulated(made, machine, network)
     assert found == pytest.approx({lane: float(exact.get(lane, 0)) for lane in found}, rel=1e-9)
@@ -160,7 +166,9 @@ def times_of(communications, machine, starts):
         lanes.append(Lane((worker,), tuple(mine + [Wait(k) for k in own])))
     one = job(GPT, Mesh(data=workers), machine=machine)
     made = Program("by hand", tuple(lanes), tuple(communications))
-    lanes_s = {lane.lane: lane.end_s for lane in run(Quotient(made, machine, network_of(one)))}
+    lanes_s = {
+        lane.lane: lane.end_s for lane in run(Quotient(made, machine, network_of(one.machine, one.mesh.workers)))
+    }
     return [lanes_s[worker] for worker in range(workers)]
 
 
@@ -185,7 +193,7 @@ def test_a_worker_that_waits_for_a_late_one_is_idle():
     whole_s = predict(one).seconds
     late = Disturbance(kind="compute", number=0, factor=2, start_s=0, end_s=whole_s / 4)
     later = Disturbance(kind="compute", number=1, factor=2, start_s=whole_s * 3 / 4, end_s=whole_s * 7 / 8)
-    step = simulate(one, network_of(one, disturbances=(late, later))).step
+    step = simulate(one, network_of(one.machine, one.mesh.workers, disturbances=(late, later))).step
     assert step.seconds == pytest.approx(whole_s * (1 + 1 / 8 + 1 / 16), rel=0.02)
     assert step.computing_s == pytest.approx(predict(one).computing_s + whole_s / 8, rel=1e-9)
     assert step.bubble_s == pytest.approx(whole_s / 16, rel=0.2) and step.exposed_s["data"] == pytest.approx(0)
@@ -222,7 +230,7 @@ def test_hidden_data_parallelism_is_beside_the_first_and_the_last_micro_batch():
 def test_too_many_workers_that_differ_are_refused(monkeypatch):
     monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
     one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
-    assert simulate(one, network_of(one)).step.seconds == pytest.approx(predict(one).seconds)
+    assert simulate(one, network_of(one.machine, one.mesh.workers)).step.seconds == pytest.approx(predict(one).seconds)
     uneven = tuple(Disturbance(kind="compute", number=k, factor=1 + k / 32) for k in range(32))
     with pytest.raises(TooLargeError, match="more than 1,000 flows and computations of 32 workers that differ"):
-        simulate(one, network_of(one, disturbances=uneven))
+        simulate(one, network_of(one.machine, one.mesh.workers, disturbances=uneven))

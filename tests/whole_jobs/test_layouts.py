@@ -1,6 +1,7 @@
 """The search for layouts, against predicting all of them."""
 
 import pytest
+from msgspec.structs import replace
 
 from legato.core.job import LanguageModel
 from legato.whole_jobs.layouts import fastest, jobs
@@ -23,3 +24,13 @@ def test_the_search_finds_what_all_predictions_find(preset):
     found = fastest("small", MODEL, framework, machine, 16, 32, limit, 5)
     assert found.complete and found.number == len(steps)
     assert [step.seconds for step in found.best] == fitting[:5]
+
+
+def test_context_parallelism_leaves_as_many_tokens_as_measured_steps_have():
+    found = list(jobs("small", MODEL, framework_named("megatron-core"), machine_named("h100"), 16, 32))
+    tokens = {job.microbatch * MODEL.sequence // job.mesh.context for job in found if job.mesh.context > 1}
+    assert min(tokens) == 2048
+    shorter = replace(MODEL, sequence=512)
+    found = list(jobs("small", shorter, framework_named("megatron-core"), machine_named("h100"), 16, 32))
+    assert {(job.microbatch, job.mesh.context) for job in found} >= {(1, 1), (8, 2)}
+    assert max(job.mesh.context for job in found) == 2

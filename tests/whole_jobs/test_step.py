@@ -11,7 +11,7 @@ from legato.core.errors import InputError
 from legato.core.job import Framework, Mesh, WorkerGroup
 from legato.whole_jobs.cost import all_to_all, collective, send
 from legato.whole_jobs.memory import activations
-from legato.whole_jobs.models import of_shape
+from legato.whole_jobs.models import MODELS, of_shape
 from legato.whole_jobs.parameters import held, model_flops, parameters
 from legato.whole_jobs.presets import FRAMEWORKS, MACHINES, framework_named, machine_named
 from legato.whole_jobs.step import predict
@@ -30,16 +30,20 @@ def test_parameters_are_the_published_ones(name):
     assert parameters(of_shape(zoo.SHAPES[name])) == zoo.model(name).parameters
 
 
-def test_deepseek_v2_has_its_published_parameters():
-    """236 billion, of which a token uses 21 (arXiv 2405.04434, abstract)."""
-    model = replace(
-        MIXTURE, layers=60, hidden=5120, heads=128, kv_heads=128, head_size=128, intermediate=12_288,
-        vocabulary=102_400, experts=160, active_experts=6, expert_intermediate=1536, shared_intermediate=3072,
-        latent=type(MIXTURE.latent)(1536, 512, 64),
-    )  # fmt: skip
-    assert round(parameters(model) / 1e9, 1) == 235.7
-    idle = 59 * 154 * 3 * 5120 * 1536
-    assert round((parameters(model) - idle) / 1e9, 1) == 21.4
+@pytest.mark.parametrize(
+    ("name", "total", "used"),
+    [
+        ("deepseek-v2", 236, 21),  # arXiv 2405.04434, abstract
+        ("deepseek-v3", 671, 37),  # arXiv 2412.19437, abstract
+    ],
+)
+def test_deepseek_has_its_published_parameters(name, total, used):
+    model = MODELS[name]
+    idle = (model.layers - model.dense_layers) * (model.experts - model.active_experts)
+    idle *= 3 * model.hidden * model.expert_intermediate
+    assert round(parameters(model) / 1e9) == total
+    # the embeddings of a token are one row of their table
+    assert round((parameters(model) - idle - model.hidden * model.vocabulary) / 1e9) == used
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE])

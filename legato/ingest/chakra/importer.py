@@ -32,15 +32,14 @@ from legato.core.units import format_seconds
 from legato.core.workload import Phase
 from legato.ingest.assemble import assemble
 from legato.ingest.chakra.file import TraceNode, read_nodes
+from legato.ingest.chakra.program import MOST_NEEDS, RankGraph, program
 from legato.ingest.chakra.schema import COLLECTIVES, COMPUTE, MEMORY, SEND_RECEIVE, TRANSFER
 from legato.ingest.names import GRADIENT_KINDS, collective_kind
 from legato.ingest.source import Progress, one_line, refusals_name_files
-from legato.ingest.traced import Gradient, Imported, Notes, TracedOp
+from legato.ingest.traced import Gradient, Imported, Notes, TracedOp, Whole
 
-__all__ = ["import_chakra"]
+__all__ = ["import_chakra", "import_chakra_program"]
 
-#: More dependencies are an error: a trace of a gigabyte has fewer, and more would fill the memory.
-_MOST_NEEDS = 2**25
 _PHASES = ("forward", "backward", "optimizer")
 _PHASE_NAMES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"optimi[sz]er|\bupdate\b|_foreach_|adam|sgd", re.IGNORECASE)),
@@ -82,6 +81,28 @@ def import_chakra(
     return Imported(workload, None, (), notes)
 
 
+@refusals_name_files
+def import_chakra_program(
+    paths: Sequence[Path], *, name: str | None = None, progress: Progress | None = None
+) -> Imported:
+    """Import what all ranks compute and send, from the graphs of all of them.
+
+    Converted profiles are refused if no node depends on the kernel of a collective. Raises what `import_chakra` raises,
+    and `InputError` where the graphs contradict each other.
+    """
+    notes, ranks, graphs = Notes(), _ranks(paths), dict[int, RankGraph]()
+    for rank, path in ranks.items():
+        graph = _Graph(path, read_nodes(path, progress), notes)
+        collectives = {n.id: _kind_and_size(n) for n in graph.order if _is_transfer(n)}
+        if graph.streamed and not any(dep in collectives for n in graph.order for dep in n.data_deps):
+            raise FileError(
+                f"{path}: no node depends on a collective (expected to be told what waits, as kineto tells)"
+            )
+        graphs[rank] = RankGraph.of(graph.order, graph.computing - collectives.keys(), collectives)
+    title = name or one_line(ranks[min(ranks)].name.partition(".")[0], 60) or "trace"
+    return Imported(None, None, (), notes, whole=Whole(program(title, graphs, notes), notes))
+
+
 def _ranks(paths: Sequence[Path]) -> dict[int, Path]:
     """Files by rank: `<prefix>.<rank>.et`, else by position."""
     found: dict[int, Path] = {}
@@ -112,15 +133,15 @@ class _Graph:
     def __init__(self, path: Path, nodes: list[TraceNode], notes: Notes) -> None:
         self._path, self._notes = path, notes
         self._nodes = {node.id: node for node in nodes}
-        self._order = self._sorted(nodes)
+        self.order = self._sorted(nodes)
         on_device = any(n.attributes.get("is_cpu_op") is False and n.type == COMPUTE for n in nodes)
         self.device = "gpu" if on_device else "cpu"
-        self._kept = [n for n in self._order if self._computes(n, on_device)]
+        self._kept = [n for n in self.order if self._computes(n, on_device)]
         if not self._kept:
             raise FileError(f"{path}: no computation in {count(len(nodes), 'node')} (expected nodes of type {COMPUTE})")
         host = [n for n in nodes if n.type == COMPUTE and n.attributes.get("is_cpu_op") is not False]
-        self._streamed = on_device and bool(host)
-        if self._streamed:
+        self.streamed = on_device and bool(host)
+        if self.streamed:
             seconds = math.fsum(n.micros for n in host) * 1e-6
             notes.lacks(
                 "how long the device waited for its host",
@@ -221,12 +242,10 @@ class _Graph:
         """Phases from the ids, which grow as operators run, of autograd's thread, which runs `*_backward`."""
         threads = {
             n.attributes.get("tid")
-            for n in self._order
+            for n in self.order
             if n.attributes.get("is_cpu_op") is True and re.search(r"_backward|Backward\d", n.name)
         }
-        ids = [
-            n.id for n in self._order if n.attributes.get("tid") in threads and n.attributes.get("is_cpu_op") is True
-        ]
+        ids = [n.id for n in self.order if n.attributes.get("tid") in threads and n.attributes.get("is_cpu_op") is True]
         if not threads or not ids:
             return None
         first, last = min(ids), max(ids)
@@ -240,7 +259,7 @@ class _Graph:
         """For each node the kept nodes and collectives that it needs, directly or through other nodes."""
         needs: dict[int, set[int]] = {}
         total = 0
-        for node in self._order:
+        for node in self.order:
             found: set[int] = set()
             for dep in node.data_deps:
                 if dep in self._nodes:
@@ -248,9 +267,14 @@ class _Graph:
                     found |= {dep} if dep in self._place or carries else needs[dep]
             needs[node.id] = found
             total += len(found)
-            if total > _MOST_NEEDS:
-                raise FileError(f"{self._path}: more than {_MOST_NEEDS} dependencies through nodes without computation")
+            if total > MOST_NEEDS:
+                raise FileError(f"{self._path}: more than {MOST_NEEDS} dependencies through nodes without computation")
         return needs
+
+    @property
+    def computing(self) -> set[int]:
+        """The nodes that are ops, without sends and receives."""
+        return {node.id for node in self._kept if node.type not in SEND_RECEIVE}
 
     def ops(self) -> list[TracedOp]:
         """The ops with their dependencies."""
@@ -260,22 +284,22 @@ class _Graph:
             known = isinstance(exact, float) and math.isfinite(exact) and exact >= 0
             seconds = exact if known and exact is not None else node.micros * 1e-6
             deps = None
-            if not self._streamed:
+            if not self.streamed:
                 deps = tuple(sorted(self._place[d] for d in self._needs[node.id] if d in self._place))
             found.append(TracedOp(node.name, self._phases[node.id], 0.0, 0.0, seconds, deps=deps))
         return found
 
     def gradients(self) -> list[Gradient]:
         """The gradients that transfers carry; a transfer without a size is left out, with a note."""
-        transfers = [n for n in self._order if _is_transfer(n) and _kind_and_size(n)[0] in GRADIENT_KINDS]
+        transfers = [n for n in self.order if _is_transfer(n) and _kind_and_size(n)[0] in GRADIENT_KINDS]
         readers: dict[int, list[int]] = {}
         for node in self._kept:
             for dep in self._needs[node.id]:
                 if dep not in self._place and self._phases[node.id] == "forward":
                     readers.setdefault(dep, []).append(self._place[node.id])
         found, names = [], set[str]()
-        positions = {n.id: k for k, n in enumerate(self._order)}
-        kept_until = list(itertools.accumulate((n.id in self._place for n in self._order), initial=0))
+        positions = {n.id: k for k, n in enumerate(self.order)}
+        kept_until = list(itertools.accumulate((n.id in self._place for n in self.order), initial=0))
         by_id = sorted((n.id, i) for i, n in enumerate(self._kept))
         latest = list(itertools.accumulate((i for _, i in by_id), max, initial=0))
         for number, node in enumerate(transfers):
@@ -285,7 +309,7 @@ class _Graph:
                 continue
             before = [self._place[d] for d in self._needs[node.id] if d in self._place]
             ready = max((i for i in before if self._phases[self._kept[i].id] == "backward"), default=None)
-            if self._streamed:
+            if self.streamed:
                 ready = latest[bisect.bisect_left(by_id, (node.id, -1))]
             elif ready is None:
                 self._notes.lacks(

@@ -16,13 +16,15 @@ from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
 from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
+from legato.ingest.communications import matched
 from legato.ingest.kineto.fsdp import sharded
 from legato.ingest.kineto.gradients import gradients, why_none
 from legato.ingest.kineto.phases import FSDP
+from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
 from legato.ingest.source import Progress, one_line, refusals_name_files
-from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp
+from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
 
 __all__ = ["Graph", "import_kineto"]
 
@@ -75,13 +77,13 @@ def import_kineto(
         steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
     every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
-    untrimmed = [steps[chosen] for steps in every]
+    middle = statistics.median_low(steps[chosen].length_s for steps in every)
+    number = next(k for k, steps in enumerate(every) if steps[chosen].length_s == middle)
+    untrimmed, whole = [steps[chosen] for steps in every], every[number]
     every = [{r: trim(s) for r, s in steps.items()} for steps in every]
     measures = [
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
     ]
-    middle = statistics.median_low(m[chosen].iteration_s for m in measures)
-    number = next(k for k, m in enumerate(measures) if m[chosen].iteration_s == middle)
     steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
     graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
@@ -105,7 +107,17 @@ def import_kineto(
         on_device=mine.on_device,
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
         sharded=sharded(untrimmed, number, traces[chosen].workers),
+        whole=_whole(title, whole, traces[chosen].workers, keep_idle),
     )
+
+
+def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:
+    """The program of a step; None, and why, if the traces do not tell."""
+    notes = Notes()
+    try:
+        return Whole(program(title, steps, workers, notes, keep_idle=keep_idle), notes)
+    except InputError as error:
+        return Whole(None, notes, str(error))
 
 
 def _steps(
@@ -221,27 +233,30 @@ def _set_waits(steps: dict[int, TracedStep], traces: dict[int, Marks], notes: No
 
     Returns whether waiting is known; it is not with the trace of one rank of several.
     """
-    kinds = [[t.kind for t in s.transfers] for s in steps.values()]
     workers = max(t.workers or len(steps) for t in traces.values())
-    if not any(kinds) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
+    if not any(s.transfers for s in steps.values()) or len(steps) == max(t.workers or 0 for t in traces.values()) == 1:
         return True
     if len(steps) == 1:
         notes.lacks("the other ranks", "no collective waits for a late rank: all of its time is transfer")
         return False
-    if any(kind != kinds[0] for kind in kinds):
+    transfers = {r: s.transfers for r, s in steps.items()}
+    try:
+        joints = matched(transfers)
+    except InputError:
         notes.lacks("the same collectives on all ranks", "no collective waits for a late rank")
         return False
-    if any(t.has_groups for t in traces.values()):
+    if any(t.has_groups for t in traces.values()) and any(not joint.group for joint in joints):
         notes.assume("the ranks of all groups take part in every collective, where waiting for late ranks is computed")
     if len(steps) != workers:
         notes.assume("one of the given ranks is the last to join each collective")
-    matched = zip(*(s.transfers for s in steps.values()), strict=True)
-    shortest = [min(t.end_s - t.start_s for t in same) for same in matched]
-    for r, s in steps.items():
-        waited = tuple(
-            replace(t, waited_s=t.end_s - t.start_s - best) for t, best in zip(s.transfers, shortest, strict=True)
-        )
-        steps[r] = replace(s, transfers=waited)
+    waited = {r: list(s.transfers) for r, s in steps.items()}
+    for joint in joints:
+        same = joint.of(transfers)
+        shortest = min(t.end_s - t.start_s for t in same.values())
+        for r, t in same.items():
+            waited[r][joint.parts[r]] = replace(t, waited_s=t.end_s - t.start_s - shortest)
+    for r, own in waited.items():
+        steps[r] = replace(steps[r], transfers=tuple(own))
     return True
 
 
@@ -337,11 +352,13 @@ def _timeline(name: str, steps: dict[int, TracedStep], chosen: int, measured: Ra
         at = start - start_s if start >= start_s else start - reference.begin_s + forward_s
         spans.append(Span(worker, lane, what, at, at + (end - start), kind, nbytes))
 
+    try:
+        shifts = clock_shifts(steps, matched({r: s.transfers for r, s in steps.items()}))
+    except InputError:
+        shifts = {r: -step.begin_s for r, step in steps.items()}
     order = [chosen, *(r for r in sorted(steps) if r != chosen)]
     for worker, r in enumerate(order):
-        step = steps[r]
-        late = [b.end_s - a.end_s for a, b in zip(step.transfers, reference.transfers, strict=False)]
-        shift = statistics.median(late) if late else reference.begin_s - step.begin_s
+        step, shift = steps[r], shifts[r] - shifts[chosen]
         for op in _computing(step):
             add(worker, "compute", op.name, op.start_s + shift, op.end_s + shift, op.phase)
         for number, t in enumerate(step.transfers):

@@ -39,11 +39,12 @@ from legato.ingest.kineto.trace.activities import (
     describe,
     device_free_at,
     foreign,
+    grouped,
     waits,
 )
 from legato.ingest.kineto.trace.events import ACCUMULATE, HostInterval, Marks, Trace
-from legato.ingest.names import GRADIENT_KINDS, tensor_bytes
-from legato.ingest.traced import Notes, TracedOp, TracedTransfer
+from legato.ingest.names import GRADIENT_KINDS, GROUPED, tensor_bytes
+from legato.ingest.traced import Notes, Sent, TracedOp, TracedTransfer
 
 __all__ = ["TracedStep", "extract", "step_intervals", "trim"]
 
@@ -107,14 +108,27 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
     if any(a.name.startswith("nccl:") for a in issued):
         notes.assume("a collective of NCCL takes as long as its host takes to issue it")
     described = [describe(trace, a) for a in issued]
+    together = _together(trace, interval, issued, described)
     can_carry = _of_gradients(trace, interval, issued, described, phases)
     sending = _sending(phases, [a.host_s for a, can in zip(issued, can_carry, strict=True) if can], notes)
     since = phases.backward_s if sending is None else sending.start_s
     transfers = tuple(
         TracedTransfer(
-            a.name, what.kind, what.nbytes, a.start_s, a.end_s, phases.at(a.host_s), can and since <= a.host_s
+            a.name,
+            what.kind,
+            what.nbytes,
+            a.start_s,
+            a.end_s,
+            phases.at(a.host_s),
+            can and since <= a.host_s,
+            ranks=what.ranks,
+            group=what.group,
+            purpose=what.purpose,
+            peer=what.peer,
+            stream=int(a.columns.thread[a.row]),
+            parts=parts,
         )
-        for a, what, can in zip(issued, described, can_carry, strict=True)
+        for a, what, can, parts in zip(issued, described, can_carry, together, strict=True)
     )
     begin, length = _extent(trace, interval, ops, transfers)
     return TracedStep(
@@ -124,6 +138,19 @@ def extract(trace: Trace, interval: HostInterval, notes: Notes) -> TracedStep:
         *foreign(trace, interval.start_s, interval.end_s, begin, begin + length),
         tuple(waits(trace, begin, begin + length)),
     )  # fmt: skip
+
+
+def _together(
+    trace: Trace, interval: HostInterval, issued: Sequence[Activity], described: Sequence[Described]
+) -> list[tuple[Sent, ...]]:
+    """The sends and receives of each kernel that carries out several."""
+    since: dict[int, float] = {}  # when each thread launched its last one
+    found = []
+    for activity, what in zip(issued, described, strict=True):
+        before = since.get(activity.thread, interval.start_s)
+        found.append(grouped(trace, activity, before) if what.kind == GROUPED else ())
+        since[activity.thread] = activity.host_s
+    return found
 
 
 def _of_gradients(

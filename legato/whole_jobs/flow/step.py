@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from legato.core.errors import InputError
-from legato.core.job import Job
+from legato.core.job import Job, Machine
 from legato.core.program import Communication, Compute, Program
 from legato.core.timeline import Span, SpanKind, Timeline
 from legato.simulator.flow import Network
+from legato.whole_jobs import traced
 from legato.whole_jobs.cost import KINDS
 from legato.whole_jobs.flow.programs import OPTIMIZER, program
 from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import LaneTimes, run
 from legato.whole_jobs.step import Step, predict
+from legato.whole_jobs.traced import ProgramStep
 
-__all__ = ["FlowStep", "network_of", "simulate"]
+__all__ = ["FlowStep", "network_of", "simulate", "simulate_program"]
 
 #: A timeline is for looking at.
 _MOST_DRAWN = 32
@@ -70,10 +72,9 @@ class FlowStep:
         return spans
 
 
-def network_of(job: Job, **options: object) -> Network:
-    """The network of a job's machine, whose hosts are full; `options` are further fields of `Network`."""
-    machine = job.machine
-    hosts = -(-job.mesh.workers // machine.gpus_per_host)
+def network_of(machine: Machine, workers: int, **options: object) -> Network:
+    """The network of a machine for so many workers, whose hosts are full; `options` are further fields of `Network`."""
+    hosts = -(-workers // machine.gpus_per_host)
     return Network(
         workers=hosts * machine.gpus_per_host,
         gpus_per_host=machine.gpus_per_host,
@@ -92,11 +93,7 @@ def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
     sends, and the bubble is what else it is idle. Raises `InputError` if the network has no room, and `TooLargeError`
     on too many workers that are not alike.
     """
-    if network.workers < job.mesh.workers:
-        raise InputError(f"workers: {network.workers} (expected at least the job's {job.mesh.workers})")
-    for one in network.disturbances:
-        if one.kind in ("link", "compute") and one.number >= job.mesh.workers:
-            raise InputError(f"{one.kind}: {one.number} (expected 0 to {job.mesh.workers - 1})")
+    _check_room(network, job.mesh.workers)
     made = program(job)
     quotient = Quotient(made, job.machine, network, alike=alike)
     lanes = run(quotient)
@@ -115,6 +112,40 @@ def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
         exposed_s=exposed_s,
     )
     return FlowStep(step, made, lanes)
+
+
+def simulate_program(made: Program, machine: Machine, network: Network) -> ProgramStep:
+    """Simulate a step of a program on a network of `network_of`, with the latencies of the machine.
+
+    Raises as `simulate` does.
+    """
+    workers = sum(len(lane.workers) for lane in made.lanes)
+    _check_room(network, workers)
+    lanes = run(Quotient(made, machine, network))
+    seconds = max(lane.end_s for lane in lanes)
+    totals = dict.fromkeys(("computing", "idle", "late"), 0.0)
+    exposed_s = dict.fromkeys((one.kind for one in made.communications), 0.0)
+    for lane in lanes:
+        weight = len(lane.workers) / workers
+        totals["late"] += weight * (seconds - lane.end_s)
+        for at, (begin_s, end_s) in lane.times.items():
+            action = made.lanes[lane.lane].actions[at]
+            if isinstance(action, Compute):
+                totals[action.label if action.label in ("idle", "late") else "computing"] += weight * (end_s - begin_s)
+            elif end_s > begin_s:
+                started_s = min(end_s, max(begin_s, lane.flows[at].started_s))
+                totals["late"] += weight * (started_s - begin_s)
+                exposed_s[made.communications[action.communication].kind] += weight * (end_s - started_s)
+    sent = traced.predict(made, machine).sent
+    return ProgramStep(seconds, totals["computing"], totals["idle"], totals["late"], exposed_s, sent)
+
+
+def _check_room(network: Network, workers: int) -> None:
+    if network.workers < workers:
+        raise InputError(f"workers: {network.workers} (expected at least the job's {workers})")
+    for one in network.disturbances:
+        if one.kind in ("link", "compute") and one.number >= workers:
+            raise InputError(f"{one.kind}: {one.number} (expected 0 to {workers - 1})")
 
 
 def _of_worker(made: Program, lane: LaneTimes) -> tuple[float, dict[str, float]]:

@@ -15,13 +15,15 @@ from legato.core.errors import FileError, InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
 from legato.ingest.chakra.export import export_chakra
 from legato.ingest.chakra.file import frame, read_nodes
-from legato.ingest.chakra.importer import import_chakra
-from legato.ingest.chakra.schema import COMPUTE, TRANSFER, GlobalMetadata, Node
+from legato.ingest.chakra.importer import import_chakra, import_chakra_program
+from legato.ingest.chakra.schema import COMPUTE, SEND_RECEIVE, TRANSFER, GlobalMetadata, Node
 from legato.schedule import SCHEDULERS
 from legato.schedule.basics.sharded import sharded
 from legato.simulator.collective import simulate
+from legato.whole_jobs.traced import replay
 
 TRACES = Path(os.environ.get("LEGATO_TRACES", "/nonexistent"))
+SEND, RECEIVE = SEND_RECEIVE
 CLUSTER = legato.Cluster.derive(4, 10e9, 30e-6)
 
 
@@ -245,3 +247,61 @@ def test_a_converted_pytorch_trace(tmp_path):
     assert [t.nbytes for t in job.tensors] == [8_196_000, 31_502_336, 26_255_360, 26_550_272, 9_724_160]
     assert [t.ready_after for t in job.tensors] == sorted(t.ready_after for t in job.tensors)
     assert 0.08 < sum(job.ops[i].duration_s for i in job.phase_ops("forward")) < 0.1
+
+
+@examples(40)
+@given(st.data())
+def test_the_program_of_a_written_plan_takes_as_long_as_the_plan(tmp_path_factory, data):
+    """Each rank computes and sends as predicted; whole microseconds are all that a file tells of messages."""
+    job = data.draw(workloads(optimizer=False))
+    plan = SCHEDULERS["fifo"](job, CLUSTER)
+    folder = tmp_path_factory.mktemp("t")
+    paths = [exported(folder / f"j.{rank}.et", job, plan) for rank in range(4)]
+    program = import_chakra_program(paths).whole.program
+    sent = [(one.kind, one.nbytes, one.groups) for one in program.communications]
+    assert sent == [("data", message.nbytes, ((0, 1, 2, 3),)) for message in plan.messages]
+    off_s = 2e-6 * (len(plan.messages) + 1)
+    assert replay(program).seconds == pytest.approx(simulate(job, plan, CLUSTER).iteration_s, abs=off_s)
+
+
+def pipeline(rank, **more):
+    """A stage of two, each of two tensor-parallel ranks: an all-reduce in each pass, and a send between the stages."""
+    stage, first = rank // 2, rank < 2
+    sums = {"comm_type": 0, "comm_size": 1000, "pg_name": f"tp{stage}"} | more
+    sent = node(4, "send", SEND, comm_dst=rank + 2, comm_size=500) if first else None
+    received = node(1, "recv", RECEIVE, comm_src=rank - 2, comm_size=500)
+    if first:
+        sent.data_deps.append(3)
+        return [node(2, "fwd", micros=100), node(3, "sum", TRANSFER, 7, data=[2], **sums), sent]
+    return [received, node(2, "fwd", micros=200, data=[1]), node(3, "sum", TRANSFER, 9, data=[2], **sums)]
+
+
+def test_the_program_of_a_pipeline_has_its_groups_and_sends(tmp_path):
+    paths = [trace(tmp_path / f"p.{rank}.et", *pipeline(rank)) for rank in range(4)]
+    found = import_chakra_program(paths)
+    ones = {(one.kind, one.operation, one.groups, one.nbytes) for one in found.whole.program.communications}
+    assert ones == {
+        ("tensor", "all_reduce", ((0, 1),), 1000),
+        ("tensor", "all_reduce", ((2, 3),), 1000),
+        ("send", "send", ((0, 2),), 500),
+        ("send", "send", ((1, 3),), 500),
+    }
+    assert replay(found.whole.program).seconds * 1e6 == pytest.approx(100 + 7 + 10 + 200 + 9)
+    assert "the ranks of a pg_name are those whose graphs have it" in found.notes.assumed
+
+
+def test_programs_of_graphs_that_contradict_each_other_are_refused(tmp_path):
+    paths = [trace(tmp_path / f"p.{rank}.et", *pipeline(rank)) for rank in range(4)]
+    for some, says in (
+        (paths[:1], r"graphs of rank 0 .expected those of all ranks"),
+        ([paths[0], paths[2]], r"graphs of ranks 0, 2 .expected those of all ranks"),
+    ):
+        with pytest.raises(FileError, match=says):
+            import_chakra_program(some)
+    trace(paths[1], *pipeline(1, comm_size=8))
+    with pytest.raises(FileError, match=r"bytes of all_reduce of ranks 0, 1: 1,000, 8 .expected the same"):
+        import_chakra_program(paths)
+    host, kernel = (node(key, "op", is_cpu_op=key == 1) for key in (1, 2))
+    trace(paths[1], host, kernel, node(3, "sum", TRANSFER, 7, data=[1], comm_type=0, comm_size=8))
+    with pytest.raises(FileError, match=r"p.1.et: no node depends on a collective .expected to be told what waits"):
+        import_chakra_program(paths)

@@ -284,7 +284,7 @@ def test_a_cut_or_flipped_trace_is_imported_or_refused(tmp_path_factory, data):
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", "all_reduce"),
         ("ncclKernel_ReduceScatter_RING_LL_Sum_half", "reduce_scatter"),
         ("ncclDevKernel_AllGather_RING_LL", "all_gather"),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "all_to_all"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", "send_recv"),
         ("nccl:broadcast", "broadcast"),
         ("allreduce_coalesced", "all_reduce"),
         ("ncclDevKernel_Generic", None),

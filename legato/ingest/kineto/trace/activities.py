@@ -23,8 +23,20 @@ from numpy.typing import NDArray
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
 from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
+from legato.ingest.source import one_line
+from legato.ingest.traced import Sent
 
-__all__ = ["Activity", "Described", "collectives", "computations", "describe", "device_free_at", "foreign", "waits"]
+__all__ = [
+    "Activity",
+    "Described",
+    "collectives",
+    "computations",
+    "describe",
+    "device_free_at",
+    "foreign",
+    "grouped",
+    "waits",
+]
 
 _NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
@@ -50,7 +62,9 @@ class Activity(NamedTuple):
 class Described(NamedTuple):
     """The kind of a collective, the bytes that a rank gives to it, and whether these are integers.
 
-    `itemsize` is the bytes of an element, and `ranks` are the ranks that take part; None if the trace does not tell.
+    `itemsize` is the bytes of an element, `ranks` is how many ranks take part, and `peer` is the other one of a send or
+    receive; None if the trace does not tell. `group` are the ranks of its process group, and `purpose` is what the
+    program says that this is for; empty if the trace does not tell.
     """
 
     kind: str
@@ -58,6 +72,9 @@ class Described(NamedTuple):
     integers: bool
     itemsize: int | None = None
     ranks: int | None = None
+    peer: int | None = None
+    group: tuple[int, ...] = ()
+    purpose: str = ""
 
 
 def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
@@ -263,6 +280,27 @@ def _launches(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return host, np.where(known, launch.thread[at], -1)
 
 
+def grouped(trace: Trace, activity: Activity, since_s: float) -> tuple[Sent, ...]:
+    """The sends and receives of a kernel that carries out several: what its thread has issued without one since then.
+
+    Empty if the trace does not tell all of them: their peers, and their bytes.
+    """
+    columns, found = trace.operator, list[Sent]()
+    for i in range(*map(int, np.searchsorted(columns.start, (since_s, activity.host_s)))):
+        args = columns.detail(i) if trace.named(columns, i) == COMMUNICATION else None
+        if args is None or columns.thread[i] != activity.thread or columns.end[i] > activity.host_s:
+            continue
+        kind, peer, nbytes = collective_kind(args.collective or ""), -1, None
+        if kind in ("send", "recv"):
+            peer = whole_number(args.receiver if kind == "send" else args.sender)
+            size, elements = element_bytes(args.dtype), whole_number(args.elements)
+            nbytes = size * elements if size is not None and elements > 0 else None
+            if peer < 0 or nbytes is None:
+                return ()
+            found.append(Sent(kind, peer, nbytes, _purpose(trace, args)))
+    return tuple(found)
+
+
 def describe(trace: Trace, activity: Activity) -> Described:
     """What a collective is.
 
@@ -274,7 +312,8 @@ def describe(trace: Trace, activity: Activity) -> Described:
     candidates = [activity.columns.detail(activity.row)]
     candidates += [trace.annotation.detail(i) for i in marks]
     candidates += [trace.operator.detail(i) for i in _enclosing(trace, trace.operator, activity, _COMMUNICATION)]
-    nbytes, integers, itemsize, ranks = None, False, None, None
+    nbytes, integers, itemsize, ranks, peer = None, False, None, None, None
+    group, purpose = tuple[int, ...](), ""
     names = [activity.name]
     for args in candidates:
         if args is None:
@@ -289,14 +328,25 @@ def describe(trace: Trace, activity: Activity) -> Described:
             itemsize = element_bytes(first) if nbytes is not None else None
         if whole_number(args.ranks) > 0:
             ranks = whole_number(args.ranks)
+        group = group or trace.marks.groups.get(str(args.group), ("", ()))[1] or args.group_members()
+        purpose = purpose or _purpose(trace, args)
+        if peer is None:
+            one_way = collective_kind(args.collective or "")
+            told = args.receiver if one_way == "send" else args.sender if one_way == "recv" else None
+            peer = whole_number(told) if whole_number(told) >= 0 else None
         names.append(args.collective or "")
     names += [trace.named(trace.annotation, i) for i in marks]
     names += [trace.named(trace.operator, i) for i in issuers]
     kind = "unknown"
-    for told in filter(None, map(collective_kind, names)):
-        if told != GROUPED or kind in ("unknown", "all_to_all"):
-            kind = told
-    return Described(kind, nbytes, integers, itemsize, ranks)
+    for name in filter(None, map(collective_kind, names)):
+        if name != GROUPED or kind == "unknown":
+            kind = name
+    return Described(kind, nbytes, integers, itemsize, ranks, peer, group, purpose)
+
+
+def _purpose(trace: Trace, args: Arguments) -> str:
+    """What the program says that the process group of a collective is for."""
+    return trace.marks.groups.get(str(args.group), ("", ()))[0] or one_line(str(args.purpose or ""))
 
 
 _COMMUNICATION = re.compile(COMMUNICATION)

@@ -12,6 +12,7 @@ the memory does not grow with the length of the trace.
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Hashable
 from typing import Any
@@ -43,7 +44,15 @@ class Arguments(msgspec.Struct):
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
     collective: str | None = msgspec.field(default=None, name="Collective name")
     elements: Number = msgspec.field(default=None, name="In msg nelems")
+    results: Number = msgspec.field(default=None, name="Out msg nelems")
     ranks: Number = msgspec.field(default=None, name="Group size")
+    group: Number = msgspec.field(default=None, name="Process Group Name")
+    purpose: Number = msgspec.field(default=None, name="Process Group Description")
+    members: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Process Group Ranks")
+    first: Number = msgspec.field(default=None, name="Global rank start")
+    stride: Number = msgspec.field(default=None, name="Global rank stride")
+    receiver: Number = msgspec.field(default=None, name="Dst Rank")
+    sender: Number = msgspec.field(default=None, name="Src Rank")
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,11 +62,14 @@ class Arguments(msgspec.Struct):
     def detached(self) -> Arguments:
         """The same arguments without a reference to the block of the file from which they were decoded."""
         self.dims, self.types, self.old_dims = self.dims.copy(), self.types.copy(), msgspec.Raw()
+        self.members = self.members.copy()
         return self
 
     def key(self) -> Hashable:
         """A key that is equal for arguments that differ in their ids alone."""
-        return self.nbytes, self.collective, self.elements, self.ranks, self.dtype, bytes(self.dims), bytes(self.types)
+        told = self.nbytes, self.collective, self.elements, self.results, self.ranks, self.dtype
+        where = self.group, self.purpose, self.first, self.stride, self.receiver, self.sender
+        return *told, *where, bytes(self.dims), bytes(self.types), bytes(self.members)
 
     def dimensions(self) -> Any:
         """`Input Dims` as lists of numbers, or None."""
@@ -66,6 +78,18 @@ class Arguments(msgspec.Struct):
     def type_names(self) -> Any:
         """`Input type` as a list of names, or None."""
         return _decoded(self.types)
+
+    def group_members(self) -> tuple[int, ...]:
+        """The ranks of the process group; empty if they are not told, or only the first of them are."""
+        size, first, stride = (whole_number(value) for value in (self.ranks, self.first, self.stride))
+        listed = _decoded(self.members)
+        if isinstance(listed, str):  # of long groups it ends in "...]"
+            listed = [int(number) for number in re.findall(r"\d{1,9}", listed)]
+        if isinstance(listed, list) and len(listed) == size and all(isinstance(rank, int) for rank in listed):
+            return tuple(listed)
+        return (
+            tuple(range(first, first + size * stride, stride)) if first >= 0 and 0 < size < 2**20 > stride > 0 else ()
+        )
 
 
 def _decoded(raw: msgspec.Raw) -> Any:

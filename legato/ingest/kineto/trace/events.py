@@ -67,6 +67,7 @@ class Marks:
     rank: int | None = None
     workers: int | None = None
     has_groups: bool = False  # of fewer ranks than the job has
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by name: purpose, ranks if known
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
@@ -136,8 +137,13 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
     marks.rank = _positive(header.distributed.get("rank"))
     marks.workers = _positive(header.distributed.get("world_size"))
     groups = header.distributed.get("pg_config")
-    sizes = [_positive(g.get("pg_size")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
-    marks.has_groups = any(size is not None and 1 < size < (marks.workers or 0) for size in sizes)
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and isinstance(group.get("pg_name"), str):
+            ranks, size = group.get("ranks"), _positive(group.get("pg_size"))
+            known = isinstance(ranks, list) and len(ranks) == size and None not in map(_positive, ranks)
+            members = tuple(ranks) if known and isinstance(ranks, list) else ()
+            marks.groups[group["pg_name"]] = (one_line(str(group.get("pg_desc") or "")), members)
+            marks.has_groups |= 1 < (size or 0) < (marks.workers or 0)
     return marks
 
 

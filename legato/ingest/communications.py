@@ -1,0 +1,165 @@
+"""The communications of a job, from what each of its ranks tells of them: their groups, kinds and bytes.
+
+The n-th communication of a group on one rank is the n-th one on the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias, get_args
+
+from legato.core.errors import InputError
+from legato.core.program import Communication, Operation
+from legato.core.text import count
+from legato.ingest.names import GROUPED, ranks_in_words
+from legato.ingest.source import one_line
+from legato.ingest.traced import Notes, TracedTransfer
+
+__all__ = ["Joint", "Transfers", "check", "communications", "matched"]
+
+#: Those of each rank, in the order in which it issues them.
+Transfers: TypeAlias = Mapping[int, Sequence[TracedTransfer]]
+
+#: Operations of NCCL that cost what one of a `Program` costs.
+_SAME_COST = {"barrier": "all_reduce", "reduce": "broadcast"}
+_OPERATIONS = {*get_args(Operation), *_SAME_COST} - {"send"}
+_WORDS = {
+    "tensor": {"tensor", "tp"},
+    "pipeline": {"pipeline", "pipe", "pp"},
+    "expert": {"expert", "ep", "moe"},
+    "context": {"context", "cp"},
+    "data": {"data", "dp", "ddp", "fsdp", "hsdp", "replicate", "shard"},
+}
+_NOT_NAMED = {"", "default_pg", "undefined"}
+
+
+class Joint(NamedTuple):
+    """A communication: the ranks of its group (empty if the traces do not tell), and its number among each rank's.
+
+    The group of a send has the sender, then the receiver.
+    """
+
+    kind: str
+    group: tuple[int, ...]
+    parts: dict[int, int]
+
+    def of(self, transfers: Transfers) -> dict[int, TracedTransfer]:
+        """What it is on each of its ranks."""
+        return {rank: transfers[rank][number] for rank, number in self.parts.items()}
+
+
+def matched(transfers: Transfers) -> list[Joint]:
+    """Match the communications of one step of several ranks. Raises `InputError` where these contradict each other."""
+    found: dict[tuple[bool, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank, own in transfers.items():
+        for number, transfer in enumerate(own):
+            one_way = transfer.kind in ("send", "recv") and transfer.peer is not None
+            group = _pair(rank, transfer) if one_way else transfer.group
+            found.setdefault((one_way, group), {}).setdefault(rank, []).append(number)
+    result = []
+    for (one_way, group), numbers in found.items():
+        ranks = [rank for rank in group or transfers if rank in transfers]
+        if outside := [rank for rank in numbers if rank not in ranks]:
+            raise InputError(f"rank {outside[0]}: in a collective of {ranks_in_words(group)} (expected one of these)")
+        most = max(numbers, key=lambda rank: len(numbers[rank]))
+        for rank in ranks:
+            if len(numbers.get(rank, ())) != len(numbers[most]):
+                raise InputError(
+                    f"rank {rank}: {count(len(numbers.get(rank, ())), 'collective')} of {ranks_in_words(group)} "
+                    f"(expected {len(numbers[most])}, as on rank {most})"
+                )
+        for parts in zip(*(numbers[rank] for rank in ranks), strict=True):
+            kinds = [transfers[rank][part].kind for rank, part in zip(ranks, parts, strict=True)]
+            if not one_way and (other := next((k for k, kind in enumerate(kinds) if kind != kinds[0]), 0)):
+                raise InputError(
+                    f"rank {ranks[other]}: {kinds[other]} in {ranks_in_words(group)} "
+                    f"(expected {kinds[0]}, as on rank {ranks[0]})"
+                )
+            result.append(Joint("send" if one_way else kinds[0], group, dict(zip(ranks, parts, strict=True))))
+    return result
+
+
+def _pair(rank: int, transfer: TracedTransfer) -> tuple[int, ...]:
+    assert transfer.peer is not None
+    return (rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, rank)
+
+
+def check(transfers: Transfers, number: int, notes: Notes, *, grouped: bool) -> None:
+    """Raise `InputError` if the traces of a job of `number` ranks do not tell what one of its communications is.
+
+    If the job is `grouped`, there are communications of fewer ranks.
+    """
+    for rank, own in transfers.items():
+        for transfer in own:
+            where, one_way = f"rank {rank}: {one_line(transfer.name, 60)}", transfer.kind in ("send", "recv")
+            if (transfer.peer is None) if one_way else (transfer.kind not in _OPERATIONS):
+                what = "send and receive" if transfer.kind == GROUPED else transfer.kind.replace("_", "-")
+                raise InputError(f"{where}: {what} (expected a collective, or a send or receive with its peer)")
+            if not (one_way or transfer.group):
+                if grouped or transfer.ranks not in (None, number):
+                    raise InputError(f"{where}: of an unknown group (expected NCCL's Process Group Ranks)")
+                notes.lacks("the groups of collectives", "each collective is of all ranks")
+            if transfer.nbytes is None and transfer.kind != "barrier":
+                raise InputError(f"{where}: of unknown size (expected a trace with record_shapes=True)")
+            if outside := [other for other in (*transfer.group, transfer.peer or 0) if other >= number]:
+                raise InputError(f"{where}: with rank {outside[0]} (expected ranks below {number})")
+
+
+def communications(joints: Sequence[Joint], transfers: Transfers, number: int, notes: Notes) -> list[Communication]:
+    """The communications with their kinds, sizes and traced times."""
+    everyone = tuple(range(number))
+    parts = [list(joint.of(transfers).values()) for joint in joints]
+    gradients = {
+        joint.group or everyone
+        for joint, same in zip(joints, parts, strict=True)
+        if joint.kind == "reduce_scatter" and any(t.carries_gradients for t in same)
+    }
+    result = []
+    for joint, same in zip(joints, parts, strict=True):
+        group = joint.group or everyone
+        operation = _SAME_COST.get(joint.kind, joint.kind)
+        if joint.kind == "reduce":
+            notes.assume("a reduce takes as long as a broadcast")
+        nbytes = max(t.nbytes or 0 for t in same)
+        if min(t.nbytes or 0 for t in same) < nbytes:
+            if operation != "all_to_all":
+                sizes = ", ".join(f"{t.nbytes:,}" for t in same[:4])
+                raise InputError(f"bytes of {joint.kind} of {ranks_in_words(group)}: {sizes} (expected the same)")
+            notes.assume("an all-to-all of unequal parts takes as long as one of the largest")
+        kind = _named(next((t.purpose for t in same if t.purpose), ""))
+        sent = any(t.carries_gradients for t in same) or (joint.kind == "all_gather" and group in gradients)
+        kind = kind or ("data" if sent else _described(operation, group, number))
+        result.append(
+            Communication(
+                kind,
+                operation,  # type: ignore[arg-type]
+                (group,),
+                nbytes * (len(group) if operation == "all_gather" else 1),
+                traced_s=min(t.end_s - t.start_s for t in same),
+            )
+        )
+    return result
+
+
+def _named(purpose: str) -> str:
+    """The kind that a program's name of a group tells; its own name if that is another one; "" if it has none."""
+    name = purpose.lower()
+    words = set(re.split(r"[^a-z]+", name))
+    kinds = [kind for kind, known in _WORDS.items() if words & known]
+    for part_of in ("context", "expert"):  # experts have data parallelism, too, and gradients are summed over contexts
+        if len(kinds) > 1 and part_of in kinds:
+            kinds.remove(part_of)
+    if len(kinds) == 1:
+        return kinds[0]
+    return "" if name in _NOT_NAMED else name
+
+
+def _described(operation: str, group: tuple[int, ...], number: int) -> str:
+    """What a trace tells of a communication whose group has no name: what it is, and of which ranks."""
+    what = operation.replace("_", "-")
+    if operation == "send":
+        return what
+    if len(group) == number:
+        return f"{what} of all ranks"
+    return f"{what} of groups like {ranks_in_words([rank - group[0] for rank in group])}"

@@ -1,0 +1,245 @@
+"""The program of a traced job: what each rank computes, sends and waits for in one step.
+
+[Note: what waits for a communication]
+A trace tells when a rank computes and when it communicates, and seldom what waits for what. Where a device is idle
+although its next kernel has been launched, and communications end meanwhile, the kernel waits for the last of them. A
+communication that ends earlier may be waited for by whatever begins later. It is taken that gradients are waited for by
+the optimizer, and everything else by the first op that was launched after it and begins when it has ended: on a slower
+network no op can wait earlier than that one. One that ends when the step has ended is not waited for in it. All other
+idle time stays as it was.
+
+[Note: when a communication is started]
+Its kernel begins when the host has launched it, when what was computed before has ended, and when the stream has
+carried out what it was given before. Only a kernel that waits for its own stream was started before it began.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from legato.core.errors import InputError
+from legato.core.program import Action, Compute, Lane, Program, Start, Wait
+from legato.core.text import count
+from legato.core.timeline import merge_intervals
+from legato.ingest.communications import Joint, check, communications, matched
+from legato.ingest.kineto.step import TracedStep
+from legato.ingest.names import GROUPED, ranks_in_words
+from legato.ingest.traced import Notes, TracedTransfer
+
+__all__ = ["clock_shifts", "program"]
+
+#: Less than the finest times of a trace, which are nanoseconds: sums of times differ by less where they are the same.
+_ROUNDING_S = 4e-10
+
+
+def program(
+    name: str, steps: Mapping[int, TracedStep], workers: int | None, notes: Notes, *, keep_idle: bool = True
+) -> Program:
+    """The program of one step, from the untrimmed steps of all ranks, with what it took as traced.
+
+    The trace of one rank stands for all if everything that it sends goes to all. Raises `InputError` where the ranks
+    contradict each other, or a trace does not tell what a communication is.
+    """
+    number = max(workers or 0, len(steps))
+    if set(steps) != set(range(number)):
+        if len(steps) > 1 or any(len(t.group or range(number)) < number for s in steps.values() for t in s.transfers):
+            missing = [rank for rank in range(number) if rank not in steps]
+            raise InputError(f"traces of {ranks_in_words(missing)}: missing (expected those of all {number} ranks)")
+        notes.assume(f"all {number} ranks compute what rank {next(iter(steps))} computes")
+    steps = {rank: _communicating(step) for rank, step in sorted(steps.items())}
+    transfers = {rank: step.transfers for rank, step in steps.items()}
+    check(transfers, number, notes, grouped=any(step.trace.marks.has_groups for step in steps.values()))
+    joints = matched(transfers)
+    shifts = clock_shifts(steps, joints)
+    begin_s = min(steps[rank].begin_s + shift for rank, shift in shifts.items())
+    joints.sort(key=lambda joint: min(t.start_s + shifts[rank] for rank, t in joint.of(transfers).items()))
+    numbers: dict[int, dict[int, int]] = {rank: {} for rank in steps}
+    for k, joint in enumerate(joints):
+        for rank, part in joint.parts.items():
+            numbers[rank][part] = k
+    lanes = []
+    for rank, step in steps.items():
+        late_s = steps[rank].begin_s + shifts[rank] - begin_s if keep_idle else 0.0
+        actions = _Walk(step, numbers[rank], keep_idle).actions(late_s)
+        lanes.append(Lane((rank,) if len(steps) == number else tuple(range(number)), tuple(actions)))
+    _assume(notes, steps, max(steps[r].begin_s + shifts[r] - begin_s for r in steps), keep_idle)
+    end_s = max(steps[rank].end_s + shift for rank, shift in shifts.items())
+    return Program(name, tuple(lanes), tuple(communications(joints, transfers, number, notes)), end_s - begin_s)
+
+
+def _communicating(step: TracedStep) -> TracedStep:
+    """The step with each send and receive by itself, and without collectives of its rank alone."""
+    kept: list[tuple[TracedTransfer, float]] = []
+    for transfer, issued in zip(step.transfers, step.issued_s, strict=True):
+        if len(transfer.group) == 1 and transfer.kind not in ("send", "recv", GROUPED):
+            continue
+        parts = [replace(transfer, **part._asdict(), parts=()) for part in transfer.parts]
+        kept += [(part, issued) for part in parts or [transfer]]
+    return replace(step, transfers=tuple(t for t, _ in kept), issued_s=tuple(issued for _, issued in kept))
+
+
+def _assume(notes: Notes, steps: Mapping[int, TracedStep], apart_s: float, keep_idle: bool) -> None:
+    late = sum(t.end_s > step.end_s + _ROUNDING_S for step in steps.values() for t in step.transfers)
+    if late:
+        notes.assume(f"nothing waits for {count(late, 'communication')} of ranks that end behind their step")
+    notes.assume(
+        "computation waits for a communication that ends while it could run; for one that is hidden, what begins next "
+        "waits, and for gradients the optimizer"
+    )
+    if keep_idle:
+        notes.assume("devices wait for their hosts as long as traced, whatever the network is")
+    if len(steps) > 1 and keep_idle and apart_s > _ROUNDING_S:
+        notes.assume(f"ranks begin the step up to {apart_s * 1e3:.3g} ms apart, as traced")
+
+
+def clock_shifts(steps: Mapping[int, TracedStep], joints: Sequence[Joint]) -> dict[int, float]:
+    """What to add to the times of each rank, so that communications end at the same time on all of their ranks.
+
+    Ranks that share none, even through others, begin at the same time.
+    """
+    of_rank: dict[int, list[dict[int, TracedTransfer]]] = {rank: [] for rank in steps}
+    transfers = {rank: step.transfers for rank, step in steps.items()}
+    for joint in joints:
+        same = joint.of(transfers)
+        for rank in joint.parts:
+            of_rank[rank].append(same)
+    shifts: dict[int, float] = {}
+    for root in steps:
+        if root in shifts:
+            continue
+        shifts[root], queue = -steps[root].begin_s, [root]
+        for rank in queue:
+            apart: dict[int, list[float]] = {}
+            for same in of_rank[rank]:
+                for other in same.keys() - shifts.keys():
+                    apart.setdefault(other, []).append(same[rank].end_s - same[other].end_s)
+            for other, found in apart.items():
+                shifts[other] = shifts[rank] + statistics.median(found)
+                queue.append(other)
+    return shifts
+
+
+class _Pause(NamedTuple):
+    """From `start_s` to `end_s` nothing is computed, because a transfer has not ended."""
+
+    start_s: float
+    end_s: float
+    awaited: int
+
+
+class _Walk:
+    """The actions of one rank, in the order of their times."""
+
+    def __init__(self, step: TracedStep, numbers: Mapping[int, int], keep_idle: bool) -> None:
+        self.step, self.numbers, self.keep_idle = step, numbers, keep_idle
+        order = sorted(range(len(step.ops)), key=lambda i: step.ops[i].start_s)
+        self.ops = [step.ops[i] for i in order]
+        self.host_s: list[float] = step.host_s[order].tolist()
+        self.busy = merge_intervals((op.start_s, op.end_s) for op in self.ops)
+        self.busy_ends = [end for _, end in self.busy]
+        self.sums = [0.0, *itertools.accumulate(end - start for start, end in self.busy)]
+
+    def actions(self, late_s: float) -> list[Action]:
+        """What the rank does, after it has begun `late_s` after the first one."""
+        starts = self._starts()
+        result: list[Action] = [Compute(late_s, "late")] if late_s > _ROUNDING_S else []
+        now = self.step.begin_s
+        for pause in [*self._pauses(), None]:
+            behind = []
+            while starts and (pause is None or starts[0][0] <= pause.end_s):
+                moment, number = starts.popleft()
+                if pause is not None and self._is_behind(number, moment, pause):
+                    behind.append((moment, number))
+                    continue
+                now = self._compute(result, now, moment)
+                result.append(Start(self.numbers[number]))
+            starts.extendleft(reversed(behind))
+            if pause is not None:
+                now = self._compute(result, now, pause.start_s)
+                result.append(Wait(self.numbers[pause.awaited]))
+                now = max(now, pause.end_s)
+        self._compute(result, now, self.step.end_s)
+        return result
+
+    def _is_behind(self, number: int, moment: float, pause: _Pause) -> bool:
+        """Whether a start is one that cannot begin before the end of what is awaited meanwhile."""
+        transfers = self.step.transfers
+        begins, ends = transfers[number].start_s, transfers[pause.awaited].end_s
+        return moment > pause.start_s and number != pause.awaited and begins >= ends - _ROUNDING_S
+
+    def _compute(self, result: list[Action], since: float, until: float) -> float:
+        """Add what is computed between two moments, and the time in which nothing is; returns the later moment."""
+        if until <= since + _ROUNDING_S:
+            return max(since, until)
+        busy = self._busy(until) - self._busy(since)
+        if busy > 0:
+            result.append(Compute(busy))
+        if self.keep_idle and (idle := until - since - busy) > _ROUNDING_S:
+            result.append(Compute(idle, "idle"))
+        return until
+
+    def _busy(self, moment: float) -> float:
+        """The time for which something has been computed until a moment."""
+        k = bisect.bisect_right(self.busy_ends, moment)
+        inside = max(moment - self.busy[k][0], 0.0) if k < len(self.busy) else 0.0
+        return self.sums[k] + inside
+
+    def _starts(self) -> deque[tuple[float, int]]:
+        """When each communication that this rank starts could begin, in order (see the note above)."""
+        step, found = self.step, list[tuple[float, int]]()
+        host, ends = np.array(self.host_s), np.array([op.end_s for op in self.ops])
+        latest: dict[tuple[int, ...], float] = {}
+        done: dict[int, float] = {}
+        for number, (transfer, issued) in enumerate(zip(step.transfers, step.issued_s, strict=True)):
+            before = ends[(host < issued) & (ends <= transfer.start_s + _ROUNDING_S)]
+            ready = min(max(issued, float(before.max()) if len(before) else issued), transfer.start_s)
+            queued = ready < done.get(transfer.stream, -math.inf) <= transfer.start_s + _ROUNDING_S
+            done[transfer.stream] = transfer.end_s
+            moment = max(ready if queued else transfer.start_s, step.begin_s, latest.get(transfer.group, -math.inf))
+            latest[transfer.group] = moment  # those of one group keep their order
+            if transfer.kind != "recv":
+                found.append((moment, number))
+        return deque(sorted(found, key=lambda start: start[0]))
+
+    def _pauses(self) -> list[_Pause]:
+        """Where this rank waits for communications, in order (see the note above)."""
+        step, until, left = self.step, self.step.begin_s, set(range(len(self.step.transfers)))
+        ends = sorted((transfer.end_s, number) for number, transfer in enumerate(step.transfers))
+        found = []
+        for op, host in zip(self.ops, self.host_s, strict=True):
+            ready = min(max(until, host), op.start_s) if step.on_device else until
+            if op.start_s > ready:
+                first = bisect.bisect_right(ends, (ready, len(ends)))
+                last = bisect.bisect_right(ends, (op.start_s + _ROUNDING_S, len(ends)))
+                mine = [(end, number) for end, number in ends[first:last] if step.issued_s[number] <= host]
+                for end, number in mine:
+                    if number == mine[-1][1] or not step.transfers[number].carries_gradients:
+                        found.append(_Pause(ready, end, number))
+                        left.discard(number)
+                        ready = end
+            until = max(until, op.end_s)
+        begins = [op.start_s for op in self.ops]
+        updates = [op.start_s for op in self.ops if op.phase == "optimizer"]
+        for number in sorted(left):
+            if step.transfers[number].end_s <= step.end_s + _ROUNDING_S:
+                moment = self._hidden(number, begins, updates)
+                found.append(_Pause(moment, moment, number))
+        return sorted(found)
+
+    def _hidden(self, number: int, begins: list[float], updates: list[float]) -> float:
+        """When a communication is waited for that ends while something is computed."""
+        transfer, issued = self.step.transfers[number], self.step.issued_s[number]
+        ended = transfer.end_s - _ROUNDING_S
+        if transfer.carries_gradients:
+            return next(iter(updates[bisect.bisect_left(updates, ended) :]), self.step.end_s)
+        later = range(bisect.bisect_left(begins, ended), len(begins))
+        return next((begins[k] for k in later if self.host_s[k] >= issued), self.step.end_s)

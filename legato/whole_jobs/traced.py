@@ -1,0 +1,251 @@
+"""The step of a traced job: its communications as they were traced, or as they are on another network.
+
+Computation and idle time are those of the trace. A communication begins when all workers that start it have started it
+and the one before it in its groups has ended, and has the links for itself: it takes what it took as traced, or what
+`cost` says. docs/traces.md tells what is assumed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from msgspec.structs import replace
+
+from legato.core.cluster import LinearCost
+from legato.core.errors import InputError
+from legato.core.job import Machine, WorkerGroup
+from legato.core.program import Communication, Compute, Lane, Program, Start
+from legato.whole_jobs.cost import Cost, all_to_all, collective, send
+
+__all__ = ["ProgramStep", "Traffic", "predict", "repeated", "replay", "run", "traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """A step of a program, in means over its workers.
+
+    Of the `seconds` a worker computes for `computing_s` and waits for its host for `idle_s`, for workers that have not
+    begun or not sent yet for `late_s`, and for each kind of communication for `exposed_s`; these add up to the step.
+    `sent` are bytes of a worker by kind and tier, as in `Step`; empty without a machine.
+    """
+
+    seconds: float
+    computing_s: float
+    idle_s: float
+    late_s: float
+    exposed_s: dict[str, float]
+    sent: dict[tuple[str, str], float]
+
+
+def replay(program: Program) -> ProgramStep:
+    """The step with its communications as traced. Raises `InputError` if the program is not traced."""
+    return run(program, traced_s(program))
+
+
+def traced_s(program: Program) -> list[float]:
+    """What each communication took as traced. Raises `InputError` if some of them were not traced."""
+    if untraced := [k for k, one in enumerate(program.communications) if one.traced_s is None]:
+        raise InputError(f"traced_s of {program.describe(untraced[0])}: none (expected a program that was traced)")
+    return [one.traced_s or 0.0 for one in program.communications]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A kind of communication in a step as traced, in means over the workers.
+
+    It takes `seconds`, of which `exposed_s` are waited for. `win` is the share of the step that twice the bandwidth of
+    its links is predicted to win; `at_most` where the traced times do not tell latency from bandwidth.
+    """
+
+    kind: str
+    seconds: float
+    exposed_s: float
+    win: float
+    at_most: bool
+
+
+def traffic(program: Program) -> list[Traffic]:
+    """The kinds of communication of a traced program, the most exposed first; behind several, all of them together."""
+    base, taken = replay(program), traced_s(program)
+    workers = sum(len(lane.workers) for lane in program.lanes)
+    shares = _bandwidth_shares(program)
+    members = [len(one.groups) * len(one.groups[0]) for one in program.communications]
+
+    def of(name: str, kinds: set[str]) -> Traffic:
+        mine = [one.kind in kinds for one in program.communications]
+        halves = [
+            0.5 if own and share is None else own * (share or 0.0) / 2 for share, own in zip(shares, mine, strict=True)
+        ]
+        faster = [s * (1 - half) for s, half in zip(taken, halves, strict=True)]
+        return Traffic(
+            name,
+            sum(s * n for s, n, own in zip(taken, members, mine, strict=True) if own) / workers,
+            sum(base.exposed_s[kind] for kind in kinds),
+            1 - run(program, faster).seconds / base.seconds if base.seconds else 0.0,
+            any(share is None for share, own in zip(shares, mine, strict=True) if own),
+        )
+
+    found = sorted((of(kind, {kind}) for kind in base.exposed_s), key=lambda one: (-one.exposed_s, one.kind))
+    return [*found, of("all kinds", set(base.exposed_s))] if len(found) > 1 else found
+
+
+def _bandwidth_shares(program: Program) -> list[float | None]:
+    """The share of each communication's traced time that grows with its bytes; None where nothing tells.
+
+    It is that of a line through the times of its operation in groups of its kind and size, whose bytes differ by a
+    factor of two.
+    """
+    points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
+    for key, one in zip(keys, program.communications, strict=True):
+        if one.traced_s:
+            points.setdefault(key, []).append((one.nbytes, one.traced_s))
+    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0] and len(own) > 1}
+    found = [(lines.get(key), one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
+    return [None if line is None else 1 - line.startup_s / line.cost(nbytes) for line, nbytes in found]
+
+
+def predict(program: Program, machine: Machine) -> ProgramStep:
+    """The step on the links of a machine, whose hosts have neighbouring workers."""
+    costs = [_cost(one, machine) * one.times for one in program.communications]
+    workers = sum(len(lane.workers) for lane in program.lanes)
+    shares = [
+        len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers
+        for one in program.communications
+    ]
+    total = reduce(Cost.__add__, (cost * share for cost, share in zip(costs, shares, strict=True)), Cost())
+    found = run(program, [cost.total_s for cost in costs])
+    return ProgramStep(
+        found.seconds, found.computing_s, found.idle_s, found.late_s, found.exposed_s, dict(sorted(total.sent.items()))
+    )
+
+
+def _cost(one: Communication, machine: Machine) -> Cost:
+    """The cost of a communication in the slowest of its groups."""
+    if one.operation == "send":
+        hosts = [[worker // machine.gpus_per_host for worker in group] for group in one.groups]
+        return send(one.kind, machine, one.nbytes, any(a != b for a, b in hosts))
+    costs = []
+    for group in one.groups:
+        on_host = Counter(worker // machine.gpus_per_host for worker in group)
+        shape = WorkerGroup(len(group), len(on_host), max(on_host.values()))
+        if one.operation == "all_to_all":
+            costs.append(all_to_all(one.kind, machine, shape, one.nbytes))
+        elif one.operation == "broadcast":  # a ring carries each byte once over each of its links
+            whole = one.nbytes * shape.size / (shape.size - 1)
+            costs.append(collective(one.kind, machine, shape, whole))
+        else:
+            costs.append(collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1))
+    return max(costs, key=lambda cost: cost.total_s)
+
+
+def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
+    """The step if each communication takes so many seconds."""
+    return _Run(program, seconds).step()
+
+
+class _Run:
+    """The clocks of the lanes. A lane runs until it waits for what others have not started; the last one wakes it."""
+
+    def __init__(self, program: Program, seconds: Sequence[float]) -> None:
+        self.program, self.seconds = program, seconds
+        lanes = program.lanes
+        starts = [a.communication for lane in lanes for a in lane.actions if isinstance(a, Start)]
+        self.missing = [0] * len(seconds)  # how many lanes have not started it
+        for number in starts:
+            self.missing[number] += 1
+        self.started = [0.0] * len(seconds)  # when the last one of these did
+        self.ends: list[float | None] = [None] * len(seconds)
+        self.free: dict[tuple[object, bool], float] = {}  # when a group can begin its next one
+        self.now, self.position = [0.0] * len(lanes), [0] * len(lanes)
+        self.computing, self.idle, self.late = ([0.0] * len(lanes) for _ in range(3))
+        self.exposed: list[dict[str, float]] = [{} for _ in lanes]
+
+    def step(self) -> ProgramStep:
+        waiting: dict[int, list[int]] = {}
+        awake = list(range(len(self.program.lanes)))
+        while awake:
+            lane = awake.pop()
+            actions = self.program.lanes[lane].actions
+            while self.position[lane] < len(actions):
+                action = actions[self.position[lane]]
+                if isinstance(action, Compute):
+                    self._compute(lane, action)
+                elif isinstance(action, Start):
+                    if self._start(lane, action.communication):
+                        awake += waiting.pop(action.communication, [])
+                elif not self._wait(lane, action.communication):
+                    waiting.setdefault(action.communication, []).append(lane)
+                    break
+                self.position[lane] += 1
+        return self._means()
+
+    def _compute(self, lane: int, action: Compute) -> None:
+        by_label = {"idle": self.idle, "late": self.late}
+        by_label.get(action.label, self.computing)[lane] += action.seconds
+        self.now[lane] += action.seconds
+
+    def _start(self, lane: int, number: int) -> bool:
+        """Start a communication; returns whether this lane is the last one that does."""
+        self.missing[number] -= 1
+        self.started[number] = max(self.started[number], self.now[lane])
+        if self.missing[number]:
+            return False
+        one = self.program.communications[number]
+        groups = (one.groups, one.operation == "send")
+        begins = max(self.started[number], self.free.get(groups, 0.0))
+        self.ends[number] = self.free[groups] = begins + self.seconds[number]
+        return True
+
+    def _wait(self, lane: int, number: int) -> bool:
+        """Wait for a communication; returns whether its end is known."""
+        end, now = self.ends[number], self.now[lane]
+        if end is None:
+            return False
+        if end > now:
+            kind, begun = self.program.communications[number].kind, max(now, self.started[number])
+            self.late[lane] += begun - now
+            self.exposed[lane][kind] = self.exposed[lane].get(kind, 0.0) + end - begun
+            self.now[lane] = end
+        return True
+
+    def _means(self) -> ProgramStep:
+        seconds = max(self.now)
+        weights = [len(lane.workers) for lane in self.program.lanes]
+
+        def mean(values: Sequence[float]) -> float:
+            return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+        kinds = dict.fromkeys(one.kind for one in self.program.communications)
+        exposed = {kind: mean([found.get(kind, 0.0) for found in self.exposed]) for kind in kinds}
+        late = [waited + seconds - now for waited, now in zip(self.late, self.now, strict=True)]
+        return ProgramStep(seconds, mean(self.computing), mean(self.idle), mean(late), exposed, {})
+
+
+def repeated(program: Program, workers: int) -> Program:
+    """The program on more data-parallel workers: copies of it, whose groups of the kind `data` are one larger group.
+
+    Every copy computes the same and sends as many bytes a worker. Raises `InputError` if `workers` is no multiple of
+    the program's, or nothing in the program is of the kind `data`.
+    """
+    own = sum(len(lane.workers) for lane in program.lanes)
+    copies, rest = divmod(workers, own)
+    if rest or not copies:
+        raise InputError(f"workers: {workers} (expected a multiple of the program's {own})")
+    if copies == 1:
+        return program
+    if all(one.kind != "data" for one in program.communications):
+        raise InputError(f"workers: {workers} (expected {own}: nothing in the program is data-parallel)")
+    shifts = range(0, workers, own)
+    lanes = [Lane(tuple(w + shift for shift in shifts for w in lane.workers), lane.actions) for lane in program.lanes]
+    communications = []
+    for one in program.communications:
+        moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
+        joined = tuple(sum(same, ()) for same in zip(*moved, strict=True))
+        groups = joined if one.kind == "data" else sum(moved, ())
+        traced = None if one.kind == "data" else one.traced_s
+        communications.append(replace(one, groups=groups, traced_s=traced))
+    return Program(program.name, tuple(lanes), tuple(communications))
