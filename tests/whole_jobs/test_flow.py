@@ -228,7 +228,7 @@ def test_hidden_data_parallelism_is_beside_the_first_and_the_last_micro_batch():
 
 
 def test_too_many_workers_that_differ_are_refused(monkeypatch):
-    monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
+    monkeypatch.setattr(simulation, "_MOST_SERVICES", 1000)
     one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
     assert simulate(one, network_of(one.machine, one.mesh.workers)).step.seconds == pytest.approx(predict(one).seconds)
     uneven = tuple(Disturbance(kind="compute", number=k, factor=1 + k / 32) for k in range(32))
