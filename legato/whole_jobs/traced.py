@@ -102,11 +102,15 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
     for key, one in zip(keys, program.communications, strict=True):
-        if one.traced_s:
+        if one.traced_s and one.nbytes:
             points.setdefault(key, []).append((one.nbytes, one.traced_s))
-    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0] and len(own) > 1}
-    found = [(lines.get(key), one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
-    return [None if line is None else 1 - line.startup_s / line.cost(nbytes) for line, nbytes in found]
+    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0]}
+
+    def share(key: tuple[str, str, int], nbytes: float) -> float | None:
+        line = lines.get(key)
+        return 0.0 if not nbytes else None if line is None else 1 - line.startup_s / line.cost(nbytes)
+
+    return [share(key, one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
 
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
