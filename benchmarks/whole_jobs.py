@@ -426,7 +426,9 @@ def show_speed() -> None:
     slow = Disturbance(kind="link", number=7, factor=4)
     for words, disturbances in {"rails": (), "rails, of which a link is slow": (slow,)}.items():
         start = time.perf_counter()
-        seconds = simulate(job, network_of(job.machine, job.mesh.workers, topology="rails", disturbances=disturbances)).step.seconds
+        seconds = simulate(
+            job, network_of(job.machine, job.mesh.workers, topology="rails", disturbances=disturbances)
+        ).step.seconds
         took_s, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         print(f"the same link by link, on {words}: {seconds:.2f} s in {took_s:.1f} s and {most:.0f} MiB")
     machine = MACHINES["h100"]

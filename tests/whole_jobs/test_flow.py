@@ -41,7 +41,7 @@ def small_job(draw, alone):
     expert = draw.choice([1, data]) if model is MIXTURE and shard in ("none", "optimizer") else 1
     order = draw.sample(("data", "context"), 2) if alone else draw.sample(("pipeline", "data", "context", "tensor"), 4)
     mesh = Mesh(tensor, context, pipeline, data, expert, ("pipeline", *order, "tensor") if alone else tuple(order))
-    hosts = stage if alone and pipeline > 1 else draw.choice([one for one in (1, 2, 4, 8) if mesh.workers % one == 0])
+    hosts = stage if alone and pipeline > 1 else draw.choice([1, 2, 4, 8] if alone else [1, 2, 3, 4, 8])
     return job(
         model, mesh, Framework("x", hidden=hidden, divides_sends=not alone and draw.random() < 0.5),
         replace(LATENT, gpus_per_host=hosts), microbatches=2 * pipeline if alone else draw.choice([1, 2]) * pipeline,
@@ -119,7 +119,7 @@ def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)
     network = network_of(
-        one.machine, one.mesh.workers, **disturbed(draw, one, one.mesh.workers // one.machine.gpus_per_host)
+        one.machine, one.mesh.workers, **disturbed(draw, one, -(-one.mesh.workers // one.machine.gpus_per_host))
     )
     made = program(one)
     quotient, whole = (Quotient(made, one.machine, network, alike=alike) for alike in (True, False))
@@ -216,11 +216,29 @@ def test_backward_passes_go_from_the_last_layer_to_the_first():
     kinds = [made.communications[number].kind for number in starts if made.communications[number].kind != "data"]
     first, last = kinds.index("expert"), kinds[::-1].index("expert")
     assert first == 4  # the embeddings', two of layer 0 as one, and two of the first mixture
-    assert last == 1 and set(kinds[len(kinds) - last :]) == {"tensor"}
+    assert last == 1 and made.communications[starts[-2]].times == 2  # those of layer 0, before all gradients
+
+
+def test_hidden_data_parallelism_is_beside_the_first_and_the_last_micro_batch():
+    one = job(LLAMA, Mesh(data=2), Framework(hidden=("data",)), shard="optimizer", microbatches=2)
+    made = program(one)
+    actions = [
+        action.label
+        if isinstance(action, Compute)
+        else (type(action), made.communications[action.communication].operation)
+        for action in made.lanes[0].actions
+    ]
+    passes = dict.fromkeys(label for label in actions if isinstance(label, str))
+    assert list(passes) == ["forward 0", "backward 0", "forward 1", "backward 1", "optimizer"]
+    plain = [one for one in actions if not isinstance(one, str)]
+    gather, reduce = "all_gather", "reduce_scatter"
+    assert plain == [(Start, gather), (Wait, gather), (Start, reduce), (Wait, reduce)]
+    assert actions[0] == (Start, gather) and actions[actions.index((Wait, gather)) + 1] == "backward 0"
+    assert actions[actions.index((Start, reduce)) + 1] == "backward 1" and actions[-2:] == [(Wait, reduce), "optimizer"]
 
 
 def test_too_many_workers_that_differ_are_refused(monkeypatch):
-    monkeypatch.setattr(simulation, "MOST_FAIR_SERVICES", 1000)
+    monkeypatch.setattr(simulation, "_MOST_SERVICES", 1000)
     one = job(LLAMA, Mesh(data=32), machine=replace(LATENT, gpus_per_host=1), microbatches=4)
     assert simulate(one, network_of(one.machine, one.mesh.workers)).step.seconds == pytest.approx(predict(one).seconds)
     uneven = tuple(Disturbance(kind="compute", number=k, factor=1 + k / 32) for k in range(32))

@@ -19,16 +19,18 @@ from legato.whole_jobs.flow.symmetry import Edges, refined
 __all__ = ["Quotient"]
 
 Ints = NDArray[np.int64]
+#: A link that is full but for this share of it counts as full.
+_ROUNDING = 1e-9
 
 
 class Quotient:
     """A program on a network, with one worker, group and link for each class of those that are alike.
 
     `standing` has the number of the one that stands for each class, by kind (`worker`, `group`, `link`), and `links`,
-    for each class of groups, the classes of their links, with the number of connections that one link carries of all
-    groups of the class. Groups are numbered through: those of communication n are `found[number_of[n]]`, and the first
-    of them is group `first[number_of[n]]`. Communications with the same `order_of` run in the order of their starts.
-    Without `alike`, no two workers are.
+    for each class of groups, the classes of their links that can be full, with the number of connections that one link
+    carries of all groups of the class. Groups are numbered through: those of communication n are `found[number_of[n]]`,
+    and the first of them is group `first[number_of[n]]`. Communications with the same `order_of` run in the order of
+    their starts. Without `alike`, no two workers are.
     """
 
     def __init__(self, program: Program, machine: Machine, network: Network, *, alike: bool = True) -> None:
@@ -48,7 +50,7 @@ class Quotient:
         self.classes = self._classes(every, s_per_byte, alike)
         self.standing = {kind: np.unique(own, return_index=True)[1] for kind, own in self.classes.items()}
         self.s_per_byte = s_per_byte[self.standing["link"]]
-        self.links = self._weighed(every)
+        self.links = self._binding(self._weighed(every))
         self._group_of = self._groups_of_workers()
 
     def _numbered_groups(self) -> list[tuple[Any, str]]:
@@ -97,6 +99,30 @@ class Quotient:
             mine = result.setdefault(one, {})
             mine[at] = mine.get(at, 0) + weight
         return result
+
+    def _binding(self, links: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+        """The same without links that bind no rate, which would only take time.
+
+        Each group has one flow at a time, which is never faster than alone. If a link has room for all of its flows as
+        fast as that, it is never full; and of links that are used alike, one is as good as all. Disturbed ones stay.
+        """
+        alone = {
+            group: min(1 / (weight * self.s_per_byte[link]) for link, weight in own.items())
+            for group, own in links.items()
+        }
+        users: dict[int, list[tuple[int, float]]] = {}
+        for group, own in links.items():
+            for link, weight in own.items():
+                users.setdefault(link, []).append((group, weight * float(self.s_per_byte[link])))
+        kept: dict[object, int] = {}
+        for link, mine in users.items():
+            disturbed = int(self.standing["link"][link]) in self.profiles.links
+            if disturbed or sum(used * alone[group] for group, used in mine) > 1 - _ROUNDING:
+                kept.setdefault(link if disturbed else tuple(sorted(mine)), link)
+        binding = set(kept.values())
+        return {
+            group: {link: weight for link, weight in own.items() if link in binding} for group, own in links.items()
+        }
 
     def _groups_of_workers(self) -> list[Ints]:
         result = []

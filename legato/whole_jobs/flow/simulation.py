@@ -7,6 +7,7 @@ latency it is a flow over all its links at once (`connections.py`). Of workers t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,13 +17,16 @@ from numpy.typing import NDArray
 
 from legato.core.errors import TooLargeError
 from legato.core.program import Compute, Start
-from legato.simulator.flow.engine.graph import MOST_FAIR_SERVICES, Graph
+from legato.simulator.flow.engine.graph import Graph
 from legato.simulator.flow.engine.services import NO_LINK
 from legato.simulator.flow.network.disturbances import Profiles
 from legato.whole_jobs.flow.connections import nbytes_of
 from legato.whole_jobs.flow.quotient import Quotient
 
 __all__ = ["Flow", "LaneTimes", "run"]
+
+#: Computations, waits, and links of flows: a simulation takes minutes beyond them, and a gigabyte.
+_MOST_SERVICES = 2**22
 
 
 class Flow(NamedTuple):
@@ -62,29 +66,30 @@ class _Run:
 
     def __init__(self, quotient: Quotient, free: Sequence[str]) -> None:
         self.quotient, self.free, self.program = quotient, free, quotient.program
-        self.services: list[tuple[float, int, int]] = []  # seconds, link, weight
-        self.befores: list[int] = []
-        self.afters: list[int] = []
-        self.cut: list[tuple[int, int]] = []
+        self.work_s, self.link, self.weight = array("d"), array("i"), array("q")
+        self.befores, self.afters = array("i"), array("i")
+        self.heads, self.others = array("i"), array("i")  # what moves as one flow
         self.disturbed: dict[int, list[int]] = {}  # computations of workers that are
         self.flows: dict[tuple[int, int], tuple[int, int, int]] = {}
         self.ordered: set[tuple[int, int]] = set()
         self.walks = [self._walk(worker) for worker in quotient.standing["worker"].tolist()]
 
     def _add(self, after: Sequence[int], work_s: float = 0.0, link: int = NO_LINK, weight: int = 1) -> int:
-        own = len(self.services)
-        if own >= MOST_FAIR_SERVICES:
+        own = len(self.work_s)
+        if own >= _MOST_SERVICES:
             raise TooLargeError(
-                f"more than {MOST_FAIR_SERVICES:,} flows and computations of {self.quotient.num_classes:,} workers "
+                f"more than {_MOST_SERVICES:,} flows and computations of {self.quotient.num_classes:,} workers "
                 "that differ (a smaller job, sprayed packets, or racks and pods of whole hosts make fewer)"
             )
-        self.services.append((work_s, link, weight))
+        self.work_s.append(work_s)
+        self.link.append(link)
+        self.weight.append(weight)
         self._edges(after, own)
         return own
 
     def _edges(self, befores: Sequence[int], after: int) -> None:
-        self.befores += befores
-        self.afters += [after] * len(befores)
+        self.befores.extend(befores)
+        self.afters.extend([after] * len(befores))
 
     def _walk(self, worker: int) -> dict[int, tuple[int, int]]:
         """Add the services of a worker's actions; returns that of each computing and wait, and the one before it."""
@@ -133,20 +138,18 @@ class _Run:
                 if flow == begun:
                     flow = own
                 else:
-                    self.cut.append((flow, own))
+                    self.heads.append(flow)
+                    self.others.append(own)
         self.flows[key] = started, begun, flow
         return self.flows[key]
 
     def times(self) -> list[LaneTimes]:
         from legato.simulator.flow.engine.fair import run_fair
 
-        graph, quotient = Graph(MOST_FAIR_SERVICES), self.quotient
-        work_s, link, weight = (np.array(column) for column in zip(*self.services, strict=True))
-        graph.add(work_s.shape, link=link, work_s=work_s)
-        graph.edge(np.array(self.befores, np.int32), np.array(self.afters, np.int32))
-        if self.cut:
-            first, others = np.array(self.cut, np.int32).T
-            graph.edge(first, others, cut_through=True)
+        graph, quotient = Graph(_MOST_SERVICES), self.quotient
+        graph.add((len(self.work_s),), link=np.asarray(self.link), work_s=np.asarray(self.work_s))
+        graph.edge(np.asarray(self.befores), np.asarray(self.afters))
+        graph.edge(np.asarray(self.heads), np.asarray(self.others), cut_through=True)
         services = graph.freeze(len(quotient.s_per_byte))
         standing = quotient.standing["link"].tolist()
         links = {k: quotient.profiles.links[at] for k, at in enumerate(standing) if at in quotient.profiles.links}
@@ -154,9 +157,9 @@ class _Run:
         profiles = Profiles({}, quotient.profiles.compute).of_services(services.records["link"], computing)
         changes = Profiles(links, {}).changes()
         done = run_fair(
-            services, quotient.s_per_byte, profiles if computing else None, changes, weight=weight.astype(np.int64)
+            services, quotient.s_per_byte, profiles if computing else None, changes, weight=np.asarray(self.weight)
         )
-        assert done == len(self.services)
+        assert done == len(self.work_s)
         return self._read(services.records["begin_s"], services.records["end_s"])
 
     def _read(self, begin_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> list[LaneTimes]:
