@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from legato.core.job import Job, LanguageModel, Latent, Mesh
 from legato.simulator.flow import Disturbance
 from legato.whole_jobs import layer, stages
+from legato.whole_jobs.fit import fit
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
@@ -348,6 +349,17 @@ def ratios(found: list[Row]) -> list[float]:
     return [abs(a / b - 1) for errors in keyed.values() for k, a in enumerate(errors) for b in errors[:k]]
 
 
+def one_fits(found: list[Row]) -> list[float]:
+    """Errors of the other dense rows on a machine whose efficiency is fitted to one row alone, for each row."""
+    dense = [row for row in found if row.job.model.experts == 1]
+    errors = []
+    for row in dense:
+        machine, _ = fit([(row.job, row.measured_s)])
+        others = [other for other in dense if other is not row and other.job.machine.name == machine.name]
+        errors += [abs(on(other, efficiency=machine.efficiency).error()) for other in others]
+    return errors
+
+
 #: Facts of the machine without a term.
 MACHINES_WITHOUT: dict[str, dict[str, float]] = {
     "no memory traffic": {"memory_bytes_per_s": 1e25},
@@ -384,6 +396,12 @@ def show_rows(found: list[Row], constants: dict[str, float]) -> None:
     print(
         f"ratios of two rows of a model and machine: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
         f"{near[0]:.0%} within 5%, {near[1]:.0%} within 8%"
+    )
+    errors = one_fits(found)
+    near = [sum(error <= limit for error in errors) / len(errors) for limit in (0.05, 0.1)]
+    print(
+        f"others on a machine fitted to one row: median {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
+        f"{near[0]:.0%} within 5%, {near[1]:.0%} within 10%"
     )
     print(f"Llama 3 405B on 512 GPUs: interleaved over 1F1B {schedules_ratio():.3f}, measured 1.28")
 

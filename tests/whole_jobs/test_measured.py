@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from legato.whole_jobs.fit import fit
+
 measured = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "whole_jobs.py"))
 ROWS = measured["rows"]()
 ERRORS = {row.label + row.family: row.error() for row in ROWS if not row.fit}
@@ -35,6 +37,17 @@ def test_the_presets_have_the_fitted_constants():
             for factor in (0.996, 1.0, 1.004)
         ]
         assert losses[1] <= min(losses), machine
+
+
+@pytest.mark.parametrize("machine", ["a100", "h100", "h100-500w", "b200"])
+def test_fit_machine_finds_them_and_predicts_the_other_rows(machine):
+    """By the median of single steps instead of least squares, as for a user who measured one to three of them."""
+    mine = [row for row in ROWS if row.job.machine.name == machine and row.job.model.experts == 1]
+    fitted, steps = fit([(row.job, row.measured_s) for row in mine if row.fit])
+    assert fitted.efficiency == pytest.approx(mine[0].job.machine.efficiency, rel=0.03)
+    assert all(step.left_out_s == pytest.approx(step.measured_s, rel=0.1) for step in steps if step.left_out_s)
+    others = [measured["on"](row, efficiency=fitted.efficiency).error() for row in mine if not row.fit]
+    assert statistics.median(map(abs, others)) < 0.05 and max(map(abs, others)) < 0.15
 
 
 def test_schedules_of_one_job():
