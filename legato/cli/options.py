@@ -190,6 +190,26 @@ def split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
+def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Value], default: Value) -> list[Value]:
+    """The values in `text`: one for all jobs, or one for each. Raises `InputError` if there are as many as neither."""
+    if text is None:
+        return [default] * jobs
+    parts = split(text)
+    if len(parts) not in (1, jobs):
+        expected = "one for all, or one each" if jobs > 1 else "one"
+        raise InputError(f"--{option}: {count(len(parts), 'value')} for {count(jobs, 'job')} (expected {expected})")
+    values = [quantity(option, value, parse) for value in parts]
+    return values * jobs if len(values) == 1 else values
+
+
+def whole(text: str) -> int:
+    """A whole number. Raises `InputError`."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a whole number") from None
+
+
 def keep_apart(reads: Iterable[Path], **writes: Path | None) -> None:
     """Raise `InputError` if an option's file would overwrite one that is read, or another option's."""
     taken = {path.resolve(): "one that is read" for path in reads}

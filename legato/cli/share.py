@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rich.table import Table
 
 from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, Value, in_flight_words, make_folder, quantity, setting, split
+from legato.cli.options import Simulated, in_flight_words, make_folder, one_each, setting, whole
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import InputError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from legato.simulator.flow import Disturbance, Network, Phases, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
-__all__ = ["JobOptions", "one_each", "simulate_shared", "timeline_paths", "whole"]
+__all__ = ["JobOptions", "simulate_shared", "timeline_paths"]
 
 #: The priorities that Crux would give.
 BY_INTENSITY = "intensity"
@@ -72,26 +72,6 @@ class JobOptions:
         for name in ("shift", "pace", "priority", "hosts", "best_shift"):
             if getattr(self, name):
                 raise InputError(f"--{name.replace('_', '-')}: means nothing for one job (expected --share)")
-
-
-def one_each(option: str, text: str | None, jobs: int, parse: Callable[[str], Value], default: Value) -> list[Value]:
-    """The values in `text`: one for all jobs, or one for each. Raises `InputError` if there are as many as neither."""
-    if text is None:
-        return [default] * jobs
-    parts = split(text)
-    if len(parts) not in (1, jobs):
-        expected = "one for all, or one each" if jobs > 1 else "one"
-        raise InputError(f"--{option}: {count(len(parts), 'value')} for {count(jobs, 'job')} (expected {expected})")
-    values = [quantity(option, value, parse) for value in parts]
-    return values * jobs if len(values) == 1 else values
-
-
-def whole(text: str) -> int:
-    """A whole number. Raises `InputError`."""
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"{text!r} is not a whole number") from None
 
 
 def simulate_shared(

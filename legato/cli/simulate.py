@@ -13,10 +13,10 @@ import msgspec
 import typer
 
 from legato.cli.axes import FabricOptions, Given, NetworkOptions
-from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, split
+from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, one_each, split, whole
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.programs import program_of, simulate_program
-from legato.cli.share import JobOptions, one_each, simulate_shared, timeline_paths, whole
+from legato.cli.share import JobOptions, simulate_shared, timeline_paths
 from legato.cli.whole_jobs import job_of, simulate_job
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost

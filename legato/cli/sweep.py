@@ -102,7 +102,7 @@ def sweep(
     keep_apart(workloads, output=output, report=report)
     data = [files.load(path) for path in workloads]
     if jobs := jobs_of(data, workloads):
-        sweep_jobs(typed, jobs, workloads, network, output, json)
+        sweep_jobs(typed, jobs, workloads, network.several(), output, json)
         return
     check_file("output", output, *_SUFFIXES)
     check_file("report", report, ".html")

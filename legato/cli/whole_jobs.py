@@ -13,7 +13,6 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.axes import Given
 from legato.cli.options import check_file, quantity, setting, split
 from legato.cli.output import note, print_json, print_table, progress
 from legato.core import files
@@ -275,9 +274,14 @@ def refuse_network(typed: typer.Context, *more: str) -> None:
 
 
 def sweep_jobs(
-    typed: typer.Context, jobs: list[Job], paths: list[Path], network: Given, output: Path | None, json: bool
+    typed: typer.Context,
+    jobs: list[Job],
+    paths: list[Path],
+    several: dict[str, tuple[Any, ...]],
+    output: Path | None,
+    json: bool,
 ) -> None:
-    """The verb `legato sweep` for whole jobs, with the other options as they were typed."""
+    """The verb `legato sweep` for whole jobs: the values of its axes by field, and other options as they were typed."""
     from legato.sweep.table import write_csv
     from legato.whole_jobs.step import predict
 
@@ -285,7 +289,6 @@ def sweep_jobs(
     if typed.params["fidelity"] != "collective":
         raise InputError("--fidelity: flow (expected collective: whole jobs are not swept link by link)")
     check_file("output", output, ".csv")
-    several = network.several()
     axes = [BY_NAME[name] for name in _OF_MACHINE if is_given(typed, name)]
     networks = list(product(*(several[axis.field] for axis in axes)))
     if len(jobs) * len(networks) > _MOST_CELLS:

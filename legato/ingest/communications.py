@@ -115,7 +115,7 @@ def communications(joints: Sequence[Joint], transfers: Transfers, number: int, n
         for joint, same in zip(joints, parts, strict=True)
         if joint.kind == "reduce_scatter" and any(t.carries_gradients for t in same)
     }
-    result = []
+    result, shared = list[Communication](), dict[tuple[int, ...], tuple[tuple[int, ...], ...]]()
     for joint, same in zip(joints, parts, strict=True):
         group = joint.group or everyone
         operation = _SAME_COST.get(joint.kind, joint.kind)
@@ -134,7 +134,7 @@ def communications(joints: Sequence[Joint], transfers: Transfers, number: int, n
             Communication(
                 kind,
                 operation,  # type: ignore[arg-type]
-                (group,),
+                shared.setdefault(group, (group,)),
                 nbytes * (len(group) if operation == "all_gather" else 1),
                 traced_s=min(t.end_s - t.start_s for t in same),
             )

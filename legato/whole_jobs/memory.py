@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from legato.core.job import Job
 from legato.whole_jobs.layer import tokens, width
-from legato.whole_jobs.parameters import Parameters, held, layer, vocabulary_part
+from legato.whole_jobs.parameters import Parameters, held, layer, owned, vocabulary_part
 from legato.whole_jobs.schedules import Schedule
 
-__all__ = ["Memory", "activations", "memory", "owned", "static"]
+__all__ = ["Memory", "activations", "memory", "static"]
 
 #: Adam with 32-bit parameters and two moments (arXiv 1910.02054, section 3.1); parameters have 2 bytes.
 _OPTIMIZER, _PARAMETER = 12, 2
@@ -29,13 +29,6 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def owned(job: Job, parameters: Parameters) -> float:
-    """Parameters whose part of what data-parallel workers divide is a worker's own."""
-    mesh = job.mesh
-    ranks = mesh.data * mesh.context
-    return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
 
 
 def memory(job: Job, plan: Schedule, worker: int) -> Memory:

@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 from legato.core.job import Job, LanguageModel
 
-__all__ = ["Parameters", "embeddings", "held", "layer", "model_flops", "output", "parameters", "vocabulary_part"]
+__all__ = [
+    "Parameters",
+    "embeddings",
+    "held",
+    "layer",
+    "model_flops",
+    "output",
+    "owned",
+    "parameters",
+    "vocabulary_part",
+]
 
 
 class Parameters(NamedTuple):
@@ -86,6 +96,13 @@ def held(job: Job, stage: int) -> Parameters:
         total = total.plus(layer(model, mixture, mesh.tensor, mesh.expert), number)
     total = total.plus(embeddings(job)) if stage == 0 else total
     return total.plus(output(job)) if stage == len(counts) - 1 else total
+
+
+def owned(job: Job, parameters: Parameters) -> float:
+    """Parameters whose part of what data-parallel workers divide is a worker's own."""
+    mesh = job.mesh
+    ranks = mesh.data * mesh.context
+    return parameters.shared / ranks + parameters.experts / (ranks / mesh.expert)
 
 
 def model_flops(model: LanguageModel) -> float:

@@ -9,8 +9,7 @@ from legato.core.job import Job
 from legato.whole_jobs import layer
 from legato.whole_jobs.cost import Beside, Exchange, Work
 from legato.whole_jobs.layer import Passes
-from legato.whole_jobs.memory import owned
-from legato.whole_jobs.parameters import Parameters, embeddings, held, output, vocabulary_part
+from legato.whole_jobs.parameters import Parameters, embeddings, held, output, owned, vocabulary_part
 from legato.whole_jobs.parameters import layer as layer_parameters
 
 __all__ = ["Tail", "is_away", "over_data", "passes", "sent_nbytes", "tail"]

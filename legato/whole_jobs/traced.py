@@ -7,12 +7,13 @@ and the one before it in its groups has ended, and has the links for itself: it 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 
-from msgspec.structs import replace
+from msgspec.structs import replace as changed
 
 from legato.core.cluster import LinearCost
 from legato.core.errors import InputError
@@ -101,45 +102,50 @@ def _bandwidth_shares(program: Program) -> list[float | None]:
     points: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     keys = [(one.kind, one.operation, len(one.groups[0])) for one in program.communications]
     for key, one in zip(keys, program.communications, strict=True):
-        if one.traced_s:
+        if one.traced_s and one.nbytes:
             points.setdefault(key, []).append((one.nbytes, one.traced_s))
-    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0] and len(own) > 1}
-    found = [(lines.get(key), one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
-    return [None if line is None else 1 - line.startup_s / line.cost(nbytes) for line, nbytes in found]
+    lines = {key: LinearCost.fit(own) for key, own in points.items() if max(own)[0] >= 2 * min(own)[0]}
+
+    def share(key: tuple[str, str, int], nbytes: float) -> float | None:
+        line = lines.get(key)
+        return 0.0 if not nbytes else None if line is None else 1 - line.startup_s / line.cost(nbytes)
+
+    return [share(key, one.nbytes) for key, one in zip(keys, program.communications, strict=True)]
 
 
 def predict(program: Program, machine: Machine) -> ProgramStep:
     """The step on the links of a machine, whose hosts have neighbouring workers."""
-    costs = [_cost(one, machine) * one.times for one in program.communications]
+    shared = {id(one.groups): one.groups for one in program.communications}
+    shapes = {key: _shapes(groups, machine) for key, groups in shared.items()}
+    costs = [_cost(one, shapes[id(one.groups)], machine) * one.times for one in program.communications]
     workers = sum(len(lane.workers) for lane in program.lanes)
     shares = [
         len(one.groups) * (1 if one.operation in ("send", "broadcast") else len(one.groups[0])) / workers
         for one in program.communications
     ]
     total = reduce(Cost.__add__, (cost * share for cost, share in zip(costs, shares, strict=True)), Cost())
-    found = run(program, [cost.total_s for cost in costs])
-    return ProgramStep(
-        found.seconds, found.computing_s, found.idle_s, found.late_s, found.exposed_s, dict(sorted(total.sent.items()))
-    )
+    return replace(run(program, [cost.total_s for cost in costs]), sent=dict(sorted(total.sent.items())))
 
 
-def _cost(one: Communication, machine: Machine) -> Cost:
-    """The cost of a communication in the slowest of its groups."""
-    if one.operation == "send":
-        hosts = [[worker // machine.gpus_per_host for worker in group] for group in one.groups]
-        return send(one.kind, machine, one.nbytes, any(a != b for a, b in hosts))
-    costs = []
-    for group in one.groups:
-        on_host = Counter(worker // machine.gpus_per_host for worker in group)
-        shape = WorkerGroup(len(group), len(on_host), max(on_host.values()))
+def _shapes(groups: Sequence[Sequence[int]], machine: Machine) -> set[WorkerGroup]:
+    """The groups by size and hosts."""
+    on_hosts = (Counter(worker // machine.gpus_per_host for worker in group) for group in groups)
+    return {WorkerGroup(hosts.total(), len(hosts), max(hosts.values())) for hosts in on_hosts}
+
+
+def _cost(one: Communication, shapes: Iterable[WorkerGroup], machine: Machine) -> Cost:
+    """The cost of a communication in the slowest of its groups, which have these shapes."""
+
+    def of(shape: WorkerGroup) -> Cost:
+        if one.operation == "send":
+            return send(one.kind, machine, one.nbytes, shape.hosts > 1)
         if one.operation == "all_to_all":
-            costs.append(all_to_all(one.kind, machine, shape, one.nbytes))
-        elif one.operation == "broadcast":  # a ring carries each byte once over each of its links
-            whole = one.nbytes * shape.size / (shape.size - 1)
-            costs.append(collective(one.kind, machine, shape, whole))
-        else:
-            costs.append(collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1))
-    return max(costs, key=lambda cost: cost.total_s)
+            return all_to_all(one.kind, machine, shape, one.nbytes)
+        if one.operation == "broadcast":  # a ring carries each byte once over each of its links
+            return collective(one.kind, machine, shape, one.nbytes * shape.size / (shape.size - 1))
+        return collective(one.kind, machine, shape, one.nbytes, 2 if one.operation == "all_reduce" else 1)
+
+    return max(map(of, shapes), key=lambda cost: cost.total_s)
 
 
 def run(program: Program, seconds: Sequence[float]) -> ProgramStep:
@@ -153,16 +159,12 @@ class _Run:
     def __init__(self, program: Program, seconds: Sequence[float]) -> None:
         self.program, self.seconds = program, seconds
         lanes = program.lanes
-        starts = [a.communication for lane in lanes for a in lane.actions if isinstance(a, Start)]
-        self.missing = [0] * len(seconds)  # how many lanes have not started it
-        for number in starts:
-            self.missing[number] += 1
-        self.started = [0.0] * len(seconds)  # when the last one of these did
-        self.ends: list[float | None] = [None] * len(seconds)
+        #: How many lanes have not started each communication, when the last one of these did, and when it ends.
+        self.missing = Counter(a.communication for lane in lanes for a in lane.actions if isinstance(a, Start))
+        self.started, self.ends = [0.0] * len(seconds), dict[int, float]()
         self.free: dict[tuple[object, bool], float] = {}  # when a group can begin its next one
         self.now, self.position = [0.0] * len(lanes), [0] * len(lanes)
-        self.computing, self.idle, self.late = ([0.0] * len(lanes) for _ in range(3))
-        self.exposed: list[dict[str, float]] = [{} for _ in lanes]
+        self.spent: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in lanes]  # by label and kind
 
     def step(self) -> ProgramStep:
         waiting: dict[int, list[int]] = {}
@@ -173,7 +175,7 @@ class _Run:
             while self.position[lane] < len(actions):
                 action = actions[self.position[lane]]
                 if isinstance(action, Compute):
-                    self._compute(lane, action)
+                    self._spend(lane, action.label if action.label in ("idle", "late") else "", action.seconds)
                 elif isinstance(action, Start):
                     if self._start(lane, action.communication):
                         awake += waiting.pop(action.communication, [])
@@ -183,10 +185,9 @@ class _Run:
                 self.position[lane] += 1
         return self._means()
 
-    def _compute(self, lane: int, action: Compute) -> None:
-        by_label = {"idle": self.idle, "late": self.late}
-        by_label.get(action.label, self.computing)[lane] += action.seconds
-        self.now[lane] += action.seconds
+    def _spend(self, lane: int, label: str, seconds: float, kind: str = "") -> None:
+        self.spent[lane][label, kind] += seconds
+        self.now[lane] += seconds
 
     def _start(self, lane: int, number: int) -> bool:
         """Start a communication; returns whether this lane is the last one that does."""
@@ -202,27 +203,27 @@ class _Run:
 
     def _wait(self, lane: int, number: int) -> bool:
         """Wait for a communication; returns whether its end is known."""
-        end, now = self.ends[number], self.now[lane]
-        if end is None:
+        if number not in self.ends:
             return False
-        if end > now:
-            kind, begun = self.program.communications[number].kind, max(now, self.started[number])
-            self.late[lane] += begun - now
-            self.exposed[lane][kind] = self.exposed[lane].get(kind, 0.0) + end - begun
-            self.now[lane] = end
+        if self.ends[number] > self.now[lane]:
+            self._spend(lane, "late", max(self.started[number] - self.now[lane], 0.0))
+            self._spend(lane, "wait", self.ends[number] - self.now[lane], self.program.communications[number].kind)
+            self.now[lane] = self.ends[number]
         return True
 
     def _means(self) -> ProgramStep:
         seconds = max(self.now)
         weights = [len(lane.workers) for lane in self.program.lanes]
 
-        def mean(values: Sequence[float]) -> float:
-            return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+        def mean(label: str, kind: str = "") -> float:
+            return sum(w * spent[label, kind] for w, spent in zip(weights, self.spent, strict=True)) / sum(weights)
 
+        for lane, now in enumerate(self.now):
+            self._spend(lane, "late", seconds - now)
         kinds = dict.fromkeys(one.kind for one in self.program.communications)
-        exposed = {kind: mean([found.get(kind, 0.0) for found in self.exposed]) for kind in kinds}
-        late = [waited + seconds - now for waited, now in zip(self.late, self.now, strict=True)]
-        return ProgramStep(seconds, mean(self.computing), mean(self.idle), mean(late), exposed, {})
+        return ProgramStep(
+            seconds, mean(""), mean("idle"), mean("late"), {kind: mean("wait", kind) for kind in kinds}, {}
+        )
 
 
 def repeated(program: Program, workers: int) -> Program:
@@ -241,11 +242,14 @@ def repeated(program: Program, workers: int) -> Program:
         raise InputError(f"workers: {workers} (expected {own}: nothing in the program is data-parallel)")
     shifts = range(0, workers, own)
     lanes = [Lane(tuple(w + shift for shift in shifts for w in lane.workers), lane.actions) for lane in program.lanes]
+    groups: dict[tuple[tuple[tuple[int, ...], ...], bool], tuple[tuple[int, ...], ...]] = {}  # shared, as they are many
     communications = []
     for one in program.communications:
-        moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
-        joined = tuple(sum(same, ()) for same in zip(*moved, strict=True))
-        groups = joined if one.kind == "data" else sum(moved, ())
-        traced = None if one.kind == "data" else one.traced_s
-        communications.append(replace(one, groups=groups, traced_s=traced))
+        data = one.kind == "data"
+        if (one.groups, data) not in groups:
+            moved = [tuple(tuple(w + shift for w in group) for group in one.groups) for shift in shifts]
+            joined = [tuple(chain.from_iterable(same)) for same in zip(*moved, strict=True)] if data else chain(*moved)
+            groups[one.groups, data] = tuple(joined)
+        traced = None if data else one.traced_s
+        communications.append(changed(one, groups=groups[one.groups, data], traced_s=traced))
     return Program(program.name, tuple(lanes), tuple(communications))

@@ -135,3 +135,11 @@ def test_twice_the_bandwidth_halves_what_grows_with_the_bytes_of_a_kind():
     assert (both.kind, both.exposed_s, both.at_most) == ("all kinds", 8.0, True)
     assert both.win == pytest.approx(3 / 8.5)
     assert traffic(blocking(other)) == [Traffic("data", 2.0, 2.0, pytest.approx(1 / 2.5), True)]
+
+
+def test_what_has_no_bytes_wins_nothing_and_tells_nothing_of_bandwidth():
+    barriers = [Communication("tensor", "all_reduce", ((0, 1),), 0, traced_s=seconds) for seconds in (1.0, 2.0)]
+    assert traffic(blocking(*barriers)) == [Traffic("tensor", 3.0, 3.0, 0.0, False)]
+    sized = Communication("tensor", "all_reduce", ((0, 1),), 1e6, traced_s=1.0)
+    (tensor,) = traffic(blocking(*barriers, sized))
+    assert tensor.at_most and tensor.win == pytest.approx(0.5 / 4.5)

@@ -10,8 +10,9 @@ from support.ranks import run_script
 from legato.advice import advise
 from legato.core.cluster import Cluster
 from legato.ingest.kineto.importer import import_kineto
+from legato.whole_jobs.traced import replay
 
-KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating")
+KINDS = ("once", "unrolled", "accumulated", "sent_twice", "alternating", "exchanged")
 
 
 def names(job, phase):
@@ -96,3 +97,22 @@ def test_real_steps_get_a_verdict_that_adds_up(traces, kind):
     traced, _, ours = found.predictions
     assert ours.iteration_s <= traced.iteration_s * (1 + 1e-9)
     assert ours.iteration_s >= found.lower_bound_s * (1 - 1e-9)
+
+
+@pytest.mark.processes
+def test_the_program_of_a_real_job_with_an_all_to_all(traces):
+    """Both ranks, all communications with their bytes, and parts that add up."""
+    found = read(traces, "exchanged")
+    program = found.whole.program
+    exchanged, *reduced = sorted(program.communications, key=lambda one: one.kind)
+    assert (exchanged.kind, exchanged.operation, exchanged.nbytes) == (
+        "all-to-all of all ranks",
+        "all_to_all",
+        4 * 64 * 96,
+    )
+    assert {(one.kind, one.operation, one.groups) for one in reduced} == {("data", "all_reduce", ((0, 1),))}
+    assert sum(one.nbytes for one in reduced) == found.workload.nbytes
+    step = replay(program)
+    parts = step.computing_s + step.idle_s + step.late_s + sum(step.exposed_s.values())
+    assert parts == pytest.approx(step.seconds) and step.computing_s > 0
+    assert [row.kind for row in advise(found).traffic][-1] == "all kinds"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import tarfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kineto_samples import Recorder
 from support.mesh_samples import ACTIVATION, BEGIN_US, DATA, GRADIENT, TENSOR, MeshJob
+from support.strategies import examples
 
 from legato.core.errors import InputError
 from legato.core.program import Compute
@@ -101,6 +103,10 @@ def lost(trace, found):
     trace["traceEvents"] = [e for e in trace["traceEvents"] if e["args"] is not found[-1]]
 
 
+def moved(trace, _):
+    trace["distributedInfo"]["pg_config"][0]["ranks"] = [1, 2]
+
+
 def ungrouped(trace, found):
     for args in found:
         del args["Process Group Ranks"], args["Process Group Name"]
@@ -109,6 +115,7 @@ def ungrouped(trace, found):
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
+        (moved, "rank 1: 0 collectives of ranks 0, 1 (expected 6, as on rank 0)"),
         (lost, "rank 1: 5 collectives of ranks 0, 1 (expected 6, as on rank 0)"),
         (lambda _, found: found[0].update({"Collective name": "allgather"}), "rank 1: all_gather in ranks 0, 1"),
         (lambda _, found: found[0].update({"In msg nelems": 7}), "bytes of all_reduce of ranks 0, 1: 2,048, 28"),
@@ -121,6 +128,43 @@ def test_contradictions_are_refused(tmp_path, edit, told):
     with pytest.raises(InputError) as error:
         edited(tmp_path, edit)
     assert told in str(error.value) and str(error.value).isprintable()
+
+
+def changed(draw, trace):
+    """One change of an event, or of what the head of the file says of a group."""
+    event, kind = draw.choice(trace["traceEvents"]), draw.randint(0, 5)
+    if kind == 0:
+        trace["traceEvents"].remove(event)
+    elif kind == 1:
+        event["dur"] = draw.choice([0, 1, 3 * event["dur"], 5000])
+    elif kind == 2:
+        event["ts"] += draw.choice([-400, -50, 50, 900])
+    elif kind == 3 and event["args"]:
+        event["args"][draw.choice(list(event["args"]))] = draw.choice([None, 0, -1, "x", [0, 1], "[0, 1]", 10**9, 2.5])
+    elif kind == 4:
+        event["name"] = draw.choice(["ncclDevKernel_SendRecv", "ncclDevKernel_AllGather", "nccl:all_to_all", "x"])
+    else:
+        group = draw.choice(trace["distributedInfo"]["pg_config"])
+        group[draw.choice(list(group))] = draw.choice([None, [0], [0, 1], "dp", 5, [1, 99]])
+
+
+@examples(60)
+@given(st.integers(0, 2**32))
+def test_any_changed_traces_become_a_program_or_are_refused(tmp_path_factory, seed):
+    draw = random.Random(seed)
+    paths = MeshJob(seed=seed, late_us=draw.choice([0, 500])).write(tmp_path_factory.mktemp("traces"))
+    for path in draw.choices(paths, k=draw.randint(1, 3)):
+        trace = json.loads(path.read_text())
+        changed(draw, trace)
+        path.write_text(json.dumps(trace))
+    try:
+        found, _ = import_program(paths)
+    except InputError as error:
+        assert str(error).isprintable()
+        return
+    step = replay(found)
+    parts = step.computing_s + step.idle_s + step.late_s + sum(step.exposed_s.values())
+    assert parts == pytest.approx(step.seconds)
 
 
 def test_a_missing_rank_is_refused_unless_one_stands_for_all(tmp_path):
