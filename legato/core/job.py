@@ -142,11 +142,16 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def workers(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
 
-    def placements(self, names: Iterable[str], gpus_per_host: int) -> list[tuple[int, ...]]:
+    def offset(self, stage: int, gpus_per_host: int) -> int:
+        """The place on its host of a stage's first worker. Groups of stages with the same offset lie alike."""
+        inside: list[int] = [getattr(self, name) for name in self.order[self.order.index("pipeline") + 1 :]]
+        return stage * math.prod(inside) % gpus_per_host
+
+    def placements(self, names: Iterable[str], gpus_per_host: int, stage: int | None = None) -> list[tuple[int, ...]]:
         """Where the groups in these dimensions lie: the host of each worker of a group, in the order of its workers.
 
-        Groups that lie alike are there once, and hosts are counted from those of the first of them. Dimensions are
-        `DIMENSIONS`, `expert`, and `replica` (what is left of `data`).
+        Groups that lie alike are there once, and hosts are counted from the first worker's. Dimensions are
+        `DIMENSIONS`, `expert`, and `replica` (what is left of `data`). Of a `stage`, only its own groups count.
         """
         names = set(names) | ({"expert", "replica"} if "data" in names else set())
         gpus_per_host = min(gpus_per_host, self.workers)
@@ -157,6 +162,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for part, size in inside if name == "data" else ((str(name), getattr(self, name)),):
                 if part in names:
                     ranges.insert(0, range(0, size * stride, stride))
+                elif part == "pipeline" and stage is not None:
+                    offsets = {(offset + stage * stride) % gpus_per_host for offset in offsets}
                 else:  # of the first workers of other groups, where on its host each is
                     steps = {index * stride % gpus_per_host for index in range(min(size, gpus_per_host))}
                     offsets = {(offset + step) % gpus_per_host for offset in offsets for step in steps}
@@ -333,11 +340,11 @@ class Job(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, ta
         """Tokens of a step."""
         return self.microbatch * self.microbatches * self.mesh.data * self.model.sequence
 
-    def group(self, *names: str) -> WorkerGroup:
-        """The workers that share a collective in these dimensions of the mesh.
+    def group(self, *names: str, stage: int | None = None) -> WorkerGroup:
+        """The workers that share a collective in these dimensions of the mesh: of a stage of the pipeline, or of any.
 
         Where groups lie differently on their hosts, it stands for the slowest: all others wait for it.
         """
-        groups = self.mesh.placements(names, self.machine.gpus_per_host)
+        groups = self.mesh.placements(names, self.machine.gpus_per_host, stage)
         workers = [Counter(hosts).values() for hosts in groups]
         return WorkerGroup(len(groups[0]), max(map(len, workers)), min(map(min, workers)))

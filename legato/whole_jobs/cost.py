@@ -56,7 +56,7 @@ def _sum(a: dict, b: dict) -> dict:  # type: ignore[type-arg]
 
 
 class Exchange(NamedTuple):
-    """A communication among the workers that differ only in these dimensions of the mesh (those of `Mesh.hosts`).
+    """A communication among the workers that differ only in these dimensions of the mesh (those of `Mesh.placements`).
 
     `nbytes` are those of a `Communication`; it is made `times` times in a row.
     """
@@ -92,21 +92,21 @@ class Work:
         """The seconds of computing that exchanges can run beside."""
         return max(0.0, min(one.seconds, self.computing_s - one.after_s))
 
-    def cost(self, job: Job) -> Cost:
-        """What it costs if each exchange has the network for itself."""
-        total = Cost.computing(self.computing_s) + cost_of(job, self.behind)
+    def cost(self, job: Job, stage: int) -> Cost:
+        """What it costs on this stage of the pipeline if each exchange has the network for itself."""
+        total = Cost.computing(self.computing_s) + cost_of(job, stage, self.behind)
         for one in self.beside:
-            total += cost_of(job, one.exchanges).behind(self.window_s(one))
+            total += cost_of(job, stage, one.exchanges).behind(self.window_s(one))
         return total
 
 
-def cost_of(job: Job, exchanges: Iterable[Exchange]) -> Cost:
-    """The exchanges one after another, each with the network for itself."""
-    return reduce(Cost.__add__, (_cost(job, one) for one in exchanges), Cost())
+def cost_of(job: Job, stage: int, exchanges: Iterable[Exchange]) -> Cost:
+    """The exchanges of a stage's workers one after another, each with the network for itself."""
+    return reduce(Cost.__add__, (_cost(job, stage, one) for one in exchanges), Cost())
 
 
-def _cost(job: Job, one: Exchange) -> Cost:
-    group = job.group(*one.dimensions)
+def _cost(job: Job, stage: int, one: Exchange) -> Cost:
+    group = job.group(*one.dimensions, stage=stage)
     if one.operation == "all_to_all":
         return all_to_all(one.kind, job.machine, group, one.nbytes) * one.times
     halves = 2 if one.operation == "all_reduce" else 1

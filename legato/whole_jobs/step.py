@@ -117,12 +117,14 @@ def _work(job: Job, stages: list[_Costs]) -> Cost:
 def _stages(job: Job) -> list[_Costs]:
     """The passes of one micro-batch through each stage."""
     every = passes(job)
-    known: dict[tuple[tuple[int, int], ...], _Costs] = {}  # layers of a kind are one object, and most stages alike
+    known: dict[object, _Costs] = {}  # layers of a kind are one object, and most stages alike
     result = []
-    for parts in every:
-        key = tuple((id(own), times) for own, times in parts)
+    for stage, parts in enumerate(every):
+        worker = stage % job.mesh.pipeline
+        offset = job.mesh.offset(worker, job.machine.gpus_per_host)
+        key = offset, *((id(own), times) for own, times in parts)
         if key not in known:
-            costs = [_Costs(*(work.cost(job) * times for work in own)) for own, times in parts]
+            costs = [_Costs(*(work.cost(job, worker) * times for work in own)) for own, times in parts]
             known[key] = _Costs(*(reduce(Cost.__add__, column) for column in zip(*costs, strict=True)))
         result.append(known[key])
     return result
@@ -145,8 +147,8 @@ def _tail(job: Job, worker: int, stages: list[_Costs]) -> Cost:
     mine = stages[worker :: job.mesh.pipeline]
     backward_s = sum(one.backward.of(COMPUTING) + one.weights.of(COMPUTING) for one in mine)
     forward_s = sum(one.forward.of(COMPUTING) for one in mine)
-    gradients = cost_of(job, own.gradients).behind(backward_s, hidden)
-    parameters = cost_of(job, own.parameters).behind(forward_s, hidden)
+    gradients = cost_of(job, worker, own.gradients).behind(backward_s, hidden)
+    parameters = cost_of(job, worker, own.parameters).behind(forward_s, hidden)
     return gradients + parameters + _tied(job, own) + Cost({"optimizer": own.optimizer_s})
 
 

@@ -104,6 +104,8 @@ def test_the_slowest_of_groups_that_lie_differently():
     """Six neighbours of 8 a host: 0 to 5 are on one host; of 6 to 11 two are on the first and four on the second."""
     one = job(LLAMA, Mesh(pipeline=4, data=6))
     assert one.group("data") == WorkerGroup(6, 2, 2)
+    assert one.group("data", stage=0) == WorkerGroup(6, 1, 6)
+    assert one.group("data", stage=1) == WorkerGroup(6, 2, 2)
     assert one.mesh.placements(["data"], 8) == [(0,) * 6, (0, 0, 0, 0, 1, 1), (0, 0, 1, 1, 1, 1)]
 
 
@@ -121,16 +123,22 @@ def test_groups_of_any_mesh(tensor, context, pipeline, data, order, gpus_per_hos
         parts = [("replica", data // expert), ("expert", expert)] if name == "data" else [(name, getattr(mesh, name))]
         outermost_first += parts
     shared = set(names) | ({"replica", "expert"} if "data" in names else set())
-    groups = {}
+    groups, stages = {}, {}
     for rank, place in enumerate(itertools.product(*(range(size) for _, size in outermost_first))):
         key = tuple(at for at, (name, _) in zip(place, outermost_first, strict=True) if name not in shared)
         groups.setdefault(key, []).append(rank)
-    found = set()
-    for ranks in groups.values():
+        stages[key] = next(at for at, (name, _) in zip(place, outermost_first, strict=True) if name == "pipeline")
+    found, alike = {}, {}
+    for key, ranks in groups.items():
         base = ranks[0] // gpus_per_host
-        found.add(tuple(rank // gpus_per_host - base for rank in ranks))
+        found.setdefault(stages[key], set()).add(tuple(rank // gpus_per_host - base for rank in ranks))
     placements = mesh.placements(names, gpus_per_host)
-    assert set(placements) == found and len(placements) == len(found)
+    assert set(placements) == set().union(*found.values()) and len(placements) == len(set(placements))
+    if "pipeline" in names:
+        return
+    for stage, own in found.items():
+        assert set(mesh.placements(names, gpus_per_host, stage)) == own
+        assert alike.setdefault(mesh.offset(stage, gpus_per_host), own) == own
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_alone_on_its_links_it_is_the_formula(seed):
     assert step.exposed_s == pytest.approx(formula.exposed_s, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=12), Mesh(pipeline=2, data=12), Mesh(tensor=4, pipeline=2, data=3)])
+def test_the_slowest_group_where_hosts_are_not_filled(mesh):
+    """Of 12 workers four are alone on their host; of three groups of four one is, or two are, on another host."""
+    machine = replace(LATENT, gpus_per_host=8)
+    one = job(LLAMA, mesh, Framework(), machine, microbatches=4, shard="optimizer", sequence_parallel=mesh.tensor > 1)
+    step, formula = simulate(one, network_of(machine, mesh.workers)).step, predict(one)
+    assert step.seconds == pytest.approx(formula.seconds, rel=1e-9)
+    assert step.exposed_s == pytest.approx(formula.exposed_s, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize("data", [2, 4])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_gradients_that_are_hidden_run_beside_exposed_communication_too(data, shard):
