@@ -103,6 +103,8 @@ def layouts(  # noqa: PLR0913 (its options)
         _print(_table(found))
         note(_verdict(found))
     _print(_machines_table(best, faster))
+    for caveat in caveats(best):
+        note(caveat)
     if report is not None:
         note(f"report -> {report}")
 

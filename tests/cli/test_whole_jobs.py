@@ -288,3 +288,10 @@ def test_where_layouts_are_not_drawn(job, capsys, tmp_path, report, message):
     status, _, err = run(capsys, "layouts", job, "--report", path)
     assert status == 2 and f"--report {path}{message}" in err and err.count("\n") == 1
     assert job.read_bytes() == before
+
+
+def test_layouts_say_what_a_prediction_does_not_know(capsys):
+    small = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocab", 32_000, "--sequence", 1024]
+    status, out, err = run(capsys, "layouts", "llm", *small, "--gpus", 4, "--batch", 16)
+    assert status == 0 and "the machine as it is" in out
+    assert "20 to 25%" in err and "the host may take longer" in err
