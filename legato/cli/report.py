@@ -94,7 +94,13 @@ class _Files(NamedTuple):
     def timelines(self) -> tuple[Timeline, ...]:
         """The timelines, each after its baseline; those with one name and source get those of their files as well."""
         given = [(path, value) for path, value in self.found if isinstance(value, Timeline)]
-        found = [(path, line) for path, value in given for line in (value.baseline, value) if line is not None]
+        found = [
+            (path, one)
+            for path, value in given
+            for line in (value.baseline, value)
+            if line is not None
+            for one in line.drawn()
+        ]
         times = Counter((value.name, value.source) for _, value in found)
         return tuple(
             _renamed(value, f"{value.name} ({path})") if times[value.name, value.source] > 1 else value
@@ -117,9 +123,10 @@ def _jobs(timelines: Sequence[Timeline]) -> tuple[TextTable, ...]:
         )
         for t in timelines
     ]
-    title = f"{count(len(rows), 'job')} on one network, predicted"
-    heads = ("job", "iteration", "computing", "communicating", "exposed")
-    return (TextTable(title, heads, tuple(rows)),) if are_jobs(timelines) else ()
+    whole = any(t.whole for t in timelines)
+    title = f"{count(len(rows), 'GPU')} of one job" if whole else f"{count(len(rows), 'job')} on one network"
+    heads = ("GPU" if whole else "job", "iteration", "computing", "communicating", "exposed")
+    return (TextTable(f"{title}, predicted", heads, tuple(rows)),) if are_jobs(timelines) else ()
 
 
 def _read(paths: Sequence[Path], output: Path) -> _Files:

@@ -62,7 +62,8 @@ class Timeline(
     words what was trained where, if that is known, and `baseline` is the timeline
     of the plan with which this one is compared: that of DDP, on the same network.
     A timeline with the name of its job is one of several jobs on one network, all
-    drawn from the same moment on.
+    drawn from the same moment on. With `whole`, workers differ in what they do, as the
+    stages of a pipeline do, and reports draw all of them.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Timeline(
     job: str = ""
     network: str = ""
     baseline: Timeline | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.iteration_s <= _LATEST_S:
@@ -92,6 +94,21 @@ class Timeline(
     def _repr_html_(self) -> str:
         """A picture for notebooks: the lanes of each worker, below those of the baseline."""
         return draw([self] if self.baseline is None else [self.baseline, self])
+
+    def drawn(self) -> tuple[Timeline, ...]:
+        """What reports draw of it: of a `whole` job each worker, with its number and how many are alike as a name."""
+        if not self.whole:
+            return (self,)
+        alike = dict(self.members)
+        return tuple(
+            msgspec.structs.replace(
+                self,
+                name=f"GPU {worker}" + (f", 1 of {alike[worker]:,} alike" if alike.get(worker, 1) > 1 else ""),
+                spans=tuple(span for span in self.spans if span.worker == worker),
+                members=(),
+            )
+            for worker in sorted({span.worker for span in self.spans})
+        )
 
     @property
     def source_in_words(self) -> str:

@@ -149,7 +149,7 @@ def idle_sentence(every: Sequence[Wait], tensors: bool) -> str:
     if free_s > idle_s / 2:
         return (
             f"No message is in flight during {format_seconds(free_s)} of {format_seconds(idle_s)} of idle time: "
-            "computation waits for its host, which no plan of messages changes."
+            "computation waits for its host or for other workers, which no plan of messages changes."
         )
     named: list[Wait] = []
     while len(named) < min(_MOST_NAMED, len(largest)) and sum(w.seconds for w in named) < _ENOUGH * idle_s:

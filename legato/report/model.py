@@ -185,8 +185,8 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 def are_jobs(timelines: Sequence[Timeline]) -> bool:
-    """Whether the timelines are of several jobs on one network, not of plans of one job."""
-    return bool(timelines) and all(timeline.name == timeline.job for timeline in timelines)
+    """Whether the timelines are of several jobs on one network, or of GPUs of a whole job, not of plans of one job."""
+    return bool(timelines) and all(timeline.whole or timeline.name == timeline.job for timeline in timelines)
 
 
 def save(model: ModelReport, folder: Path) -> None:

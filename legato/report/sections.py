@@ -31,6 +31,7 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
     single = _single(model.timelines, table)
     # Of what a measured iteration waits for, a command has said more than its timeline tells.
     waiting = [t for t in model.timelines if not (model.told and t.source == "measured")]
+    whole = any(t.whole for t in model.timelines)
     part: dict[str, Any] = {
         "id": f"workload-{number}",
         "name": model.name,
@@ -42,13 +43,14 @@ def section(model: ModelReport, number: int, figures: dict[str, Any]) -> dict[st
         "asides": model.asides,
         "computation": model.computation if waiting else "",
         "jobs": are_jobs(model.timelines),
+        "whole": whole,
         "doubts": model.measured.doubts if model.measured else (),
         "table": scheduler_table(table) if table and not model.told else None,
         "timelines": "",
         "points": "",
         "breakdowns": [],
         "worker_note": "",
-        "waits": _waits(waiting, model.plans, single, of_tensors=not model.points),
+        "waits": _waits(waiting, model.plans, single, of_tensors=not (model.points or whole)),
         "single": any(timeline.source == "measured" for timeline in model.timelines),
         "workload": _workload(model.workload, model, number, figures) if model.workload else None,
         "cluster": _cluster(model.cluster, model.workload) if model.cluster else None,

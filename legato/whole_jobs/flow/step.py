@@ -46,13 +46,14 @@ class FlowStep:
         if len(drawn) > _MOST_DRAWN:
             drawn = [next(lane for lane in drawn if lane.lane == stage) for stage in range(len(self.program.lanes))]
         return Timeline(
-            self.step.job.name,
+            self.step.job.schedule,
             "predicted",
             self.step.seconds,
             tuple(span for lane in drawn for span in self._spans(lane)),
             members=tuple((int(lane.workers[0]), len(lane.workers)) for lane in drawn),
             job=self.step.job.name,
             network=network,
+            whole=True,
         )
 
     def _spans(self, lane: LaneTimes) -> list[Span]:
