@@ -166,7 +166,7 @@ def astra_s(folder: Path, network: str, collective: str, algorithm: str, workers
             f"--remote-memory-configuration={case / 'memory.json'}",
             f"--network-configuration={case / 'network.yml'}",
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+        said = subprocess.run(command, cwd=name, capture_output=True, text=True, check=True, timeout=300).stdout
     return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", said)) * 1e-9
 
 
