@@ -44,10 +44,9 @@ def main():
             y += GAP
             text(LEFT, y - 5, job.removesuffix(".json"), weight="600")
         text(LEFT - 10, y + 15, f"{cell['bandwidth_bps'] / 1e9:g} Gbit/s", "end")
-        seconds = {"computing": cell["computing_s"], "bubble": cell["bubble_s"], **cell["exposed_s"]}
         x = LEFT
         for kind, color in COLORS.items():
-            width = WIDTH * seconds[kind] / longest_s
+            width = WIDTH * cell[f"{kind}_s"] / longest_s
             shapes.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" fill="{color}"/>')
             x += width
         text(x + 6, y + 15, f"{cell['step_s']:.1f} s")

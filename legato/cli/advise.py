@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from legato.cli.axes import Given, axes
 from legato.cli.options import Json, check_file
-from legato.cli.output import note, print_json, print_table, progress, say
+from legato.cli.output import note, print_json, print_text, progress, say
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from legato.advice import Advice
     from legato.ingest.traced import Imported
-    from legato.report.model import TextTable
 
 
 _Network = Annotated[
@@ -76,7 +74,7 @@ def advise(
         return
     for number, advice in enumerate(found, 1):
         for part in told(advice, changed if number == len(found) else ()):
-            say(part) if isinstance(part, str) else _print_table(part)
+            say(part) if isinstance(part, str) else print_text(part, part.heads[0])
         for line in asides(advice):
             note(line)
     if output is not None:
@@ -97,15 +95,6 @@ def _network(job: Imported, given: Given) -> Cluster | None:
     if count is None or count < 2:
         raise InputError("the trace does not tell the number of workers (expected --workers)")
     return given.replace(workers=count).machines().cluster
-
-
-def _print_table(shown: TextTable) -> None:
-    table = Table(title=shown.title, header_style="dim")
-    for heading in shown.heads:
-        table.add_column(heading, justify="left" if heading == shown.heads[0] else "right")
-    for row in shown.rows:
-        table.add_row(*row)
-    print_table(table)
 
 
 def _summary(advice: Advice) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
-from rich.table import Table
 
 from legato.cli.options import Json, check_file, keep_apart, quantity
-from legato.cli.output import note, print_json, print_table
-from legato.cli.whole_jobs import caveats, refuse_others, values, waits
+from legato.cli.output import note, print_json, print_text
+from legato.cli.whole_jobs import DRAWN, breakdown, caveats, refuse_others, values, waits
 from legato.cli.workload import Shape, model_of_job
 from legato.core import files
 from legato.core.errors import InputError
@@ -21,16 +20,14 @@ from legato.core.text import percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from legato.report.model import Breakdown, ModelReport, TextTable
+    from legato.report.model import ModelReport, TextTable
     from legato.whole_jobs.layouts import Layouts
     from legato.whole_jobs.step import Step
 
 #: What allocators and libraries take is not predicted.
 _MEMORY_SHARE, _UNCOUNTED = 0.9, "memory that allocators and libraries take is not counted"
-_DRAWN = (
-    "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
-    "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
-)
+#: The columns of tables that are text.
+_NAMES = ("with", "layout", "schedule", "micro-batches", "recomputed", "sharded", "waits for")
 
 
 def layouts(  # noqa: PLR0913 (its options)
@@ -100,9 +97,9 @@ def layouts(  # noqa: PLR0913 (its options)
         )
         return
     if found is not None:
-        _print(_table(found))
+        print_text(_table(found), *_NAMES)
         note(_verdict(found))
-    _print(_machines_table(best, faster))
+    print_text(_machines_table(best, faster), *_NAMES)
     for caveat in caveats(best):
         note(caveat)
     if report is not None:
@@ -202,7 +199,7 @@ def _table(found: Layouts) -> TextTable:
             format_seconds(step.seconds),
             percent(step.utilization),
             format_bytes(step.memory.total),
-            waits(step),
+            waits(step.parts),
         )
         for step in found.best
     )
@@ -218,20 +215,11 @@ def _machines_table(best: Step, faster: dict[str, Step]) -> TextTable:
     from legato.report.model import TextTable
 
     rows = (
-        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step))
+        (name, format_seconds(step.seconds), f"{best.seconds / step.seconds:.2f}x", waits(step.parts))
         for name, step in faster.items()
     )
     title = f"the same layout ({_words(best.job)}) on another machine: predicted"
     return TextTable(title, ("with", "step", "speedup", "waits for"), tuple(rows))
-
-
-def _print(shown: TextTable) -> None:
-    table = Table(title=shown.title, header_style="dim")
-    for head in shown.heads:
-        table.add_column(head, justify="right" if head in ("step", "speedup", "utilization", "memory") else "left")
-    for row in shown.rows:
-        table.add_row(*row)
-    print_table(table)
 
 
 def _report(best: Step, found: Layouts | None, faster: dict[str, Step]) -> ModelReport:
@@ -240,14 +228,14 @@ def _report(best: Step, found: Layouts | None, faster: dict[str, Step]) -> Model
 
     charts, told, known = [], [_machines_table(best, faster)], [*caveats(best), _UNCOUNTED]
     if found is not None:
-        bars = [_breakdown(_words(step.job), step, facts=_facts(step.job, found)) for step in found.best]
-        charts.append(BreakdownChart("The fastest layouts", _DRAWN, tuple(bars)))
+        bars = [breakdown(_words(step.job), step.parts, facts=_facts(step.job, found)) for step in found.best]
+        charts.append(BreakdownChart("The fastest layouts", DRAWN, tuple(bars)))
         told.insert(0, _table(found))
         known = [_verdict(found), f"with the fastest layout, {known[0]}", *known[1:]]
-    bars = [_breakdown(name, step, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
+    bars = [breakdown(name, step.parts, note=f"{best.seconds / step.seconds:.2f}x") for name, step in faster.items()]
     title = f"The same layout ({_words(best.job)}) on another machine"
     hint = "One thing of the machine is better. The time of each step is followed by the speedup."
-    charts.append(BreakdownChart(title, hint if charts else f"{_DRAWN} {hint}", tuple(bars)))
+    charts.append(BreakdownChart(title, hint if charts else f"{DRAWN} {hint}", tuple(bars)))
     advice = f"{known[0][0].upper()}{known[0][1:]}."
     return ModelReport(
         _title(best.job), advice=advice, told=tuple(told), asides=tuple(known[1:]), breakdowns=tuple(charts)
@@ -262,12 +250,3 @@ def _facts(job: Job, found: Layouts) -> str:
         if len({getattr(step.job, field) for step in found.best}) > 1:
             parts.append(f"{word}: {getattr(job, field)}")
     return " · ".join(part for part in parts if part)
-
-
-def _breakdown(name: str, step: Step, facts: str = "", note: str = "") -> Breakdown:
-    """The step as a bar, without parts that only rounding leaves."""
-    from legato.report.model import Breakdown
-
-    every = {"computing": step.computing_s, "bubble": step.bubble_s, **step.exposed_s}
-    parts = {part: seconds for part, seconds in every.items() if abs(seconds) > 1e-9 * step.seconds}
-    return Breakdown(name, step.seconds, parts, facts, note)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich import box
@@ -23,6 +23,9 @@ from legato.core.text import count, one_line, percent
 from legato.core.units import format_bytes, format_seconds
 from legato.core.workload import Workload
 
+if TYPE_CHECKING:
+    from legato.report.model import TextTable
+
 __all__ = [
     "describe_cost",
     "describe_size",
@@ -30,6 +33,7 @@ __all__ = [
     "print_json",
     "print_rows",
     "print_table",
+    "print_text",
     "progress",
     "say",
     "stages",
@@ -115,6 +119,16 @@ def print_table(table: Table, keys: int = 1) -> None:
         console.width = max(width, _width(console, part))
         console.print(part)
         console.width = width
+
+
+def print_text(shown: TextTable, *names: str) -> None:
+    """Print a table, of which the columns with these heads are text, and the others numbers."""
+    table = Table(title=shown.title, header_style="dim")
+    for head in shown.heads:
+        table.add_column(head, justify="left" if head in names else "right")
+    for row in shown.rows:
+        table.add_row(*row)
+    print_table(table)
 
 
 def _parts(console: Console, table: Table, keys: int) -> list[Table]:

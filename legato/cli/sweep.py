@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -26,7 +26,8 @@ from legato.cli.options import (
     split,
 )
 from legato.cli.output import note, print_json, print_table, progress
-from legato.cli.whole_jobs import jobs_of, sweep_jobs
+from legato.cli.sweep_jobs import axes_of_jobs, show_jobs
+from legato.cli.whole_jobs import jobs_of
 from legato.core import files
 from legato.core.axes import NETWORK, SERVERS, SWEPT, Axis
 from legato.core.cluster import SEND_S
@@ -90,23 +91,27 @@ def sweep(
     its default collective.
 
     Whole jobs, as legato workload --tensor writes them, are swept over --bandwidth, --local-bandwidth and
-    --gpus-per-host, at collective fidelity.
+    --gpus-per-host, and, at flow fidelity, over networks.
 
     Example: [bold]legato sweep vgg.json --bandwidth 1,10,25Gbit --workers 4,8,16,32 --fabric all -o sweep.html[/]
     """
-    from legato.sweep import Grid
+    from legato.sweep import Grid, sweep_jobs
+    from legato.sweep import sweep as sweep_grid
     from legato.sweep.grid import fabric_names
     from legato.sweep.parallel import check_backend
 
     output, report = written.output, written.report
     keep_apart(workloads, output=output, report=report)
     data = [files.load(path) for path in workloads]
-    if jobs := jobs_of(data, workloads):
-        sweep_jobs(typed, jobs, workloads, network.several(), output, json)
-        return
-    check_file("output", output, *_SUFFIXES)
     check_file("report", report, ".html")
     check_backend(running.backend)
+    if jobs := jobs_of(data, workloads):
+        named, axes = dict(zip(map(str, workloads), jobs, strict=True)), axes_of_jobs(typed, network)
+        with _running(running, output or report) as how:
+            found = sweep_jobs(named, axes, cells.fidelity, **how)
+        show_jobs(typed, named, found)
+        return
+    check_file("output", output, *_SUFFIXES)
     grid = Grid(
         workloads=tuple(files.decode(one, Workload, str(path)) for one, path in zip(data, workloads, strict=True)),
         fabrics=tuple(fabric_names(cells.fidelity) if cells.fabric == "all" else split(cells.fabric)),
@@ -116,7 +121,8 @@ def sweep(
         iterations=cells.iterations,
         options=options,
     )
-    rows = _run(grid, running, output or report)
+    with _running(running, output or report) as how:
+        rows = sweep_grid(grid, **how)
     _write(rows, output, report)
     if json:
         print_json([row.columns for row in rows])
@@ -124,9 +130,9 @@ def sweep(
         _show(rows, grid, network.file, output or report)
 
 
-def _run(grid: Grid, running: Running, kept: Path | None) -> list[SweepRow]:
-    """Simulate the cells that are not in the journal beside the file to be `kept`."""
-    from legato.sweep import sweep as run
+@contextmanager
+def _running(running: Running, kept: Path | None) -> Iterator[dict[str, Any]]:
+    """How cells are run, as the functions of `legato.sweep` take it: with a journal beside the file to be `kept`."""
     from legato.sweep.journal import Journal, journal_of
 
     with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
@@ -136,7 +142,7 @@ def _run(grid: Grid, running: Running, kept: Path | None) -> list[SweepRow]:
             note(f"{journal.path} has {len(journal.done):,} finished cells")
         try:
             with progress("sweeping") as advance:
-                return run(grid, journal=journal, jobs=running.jobs, backend=running.backend, progress=advance)
+                yield {"journal": journal, "jobs": running.jobs, "backend": running.backend, "progress": advance}
         except KeyboardInterrupt:
             if journal is None:
                 raise Interrupted("interrupted; without --output, no finished cell is kept") from None

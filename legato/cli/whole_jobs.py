@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,24 +12,29 @@ import typer
 from msgspec.structs import replace
 from rich.table import Table
 
-from legato.cli.options import check_file, quantity, setting, split
-from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.options import quantity, setting, split
+from legato.cli.output import note, print_json, print_table
 from legato.core import files
-from legato.core.axes import BY_NAME, Axis
+from legato.core.axes import BY_NAME
 from legato.core.errors import InputError
 from legato.core.job import DIMENSIONS, Job, LanguageModel, Machine, Mesh, Schedule, Shard
-from legato.core.quantities import parse_bandwidth, parse_flops
+from legato.core.quantities import parse_flops
 from legato.core.text import count, percent
 from legato.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from legato.report.model import Breakdown
     from legato.simulator.flow import Network
     from legato.whole_jobs.step import Step
 
 __all__ = [
+    "DRAWN",
+    "OF_MACHINE",
     "OF_NETWORK",
     "Layout",
+    "breakdown",
     "caveats",
+    "described",
     "is_given",
     "job_of",
     "jobs_of",
@@ -39,7 +43,6 @@ __all__ = [
     "refuse_network",
     "refuse_others",
     "simulate_job",
-    "sweep_jobs",
     "values",
     "waits",
     "write_job",
@@ -47,16 +50,17 @@ __all__ = [
 
 #: Other options of `legato workload` that a job has a use for, and of `legato simulate`.
 _OF_WORKLOAD = {"device", "device_flops", "efficiency", "recompute"}
-_OF_MACHINE = {
-    "bandwidth": "card_bytes_per_s", "local_bandwidth": "link_bytes_per_s", "gpus_per_host": "gpus_per_host"
-}  # fmt: skip
-_OF_SIMULATE = {"workloads", "fidelity", *_OF_MACHINE}
+OF_MACHINE = ("bandwidth", "local_bandwidth", "gpus_per_host")
+_OF_SIMULATE = {"workloads", "fidelity", *OF_MACHINE}
 #: At flow fidelity: the network, and the timeline.
 OF_NETWORK = (
     "topology", "racks", "spines", "ports", "oversubscription", "core_oversubscription", "balance", "seed", "disturb"
 )  # fmt: skip
-#: Cells of a sweep: a prediction of a large job takes a tenth of a second. And how many of them are shown.
-_MOST_CELLS, _MOST_SHOWN = 10_000, 40
+#: What a chart of breakdowns shows.
+DRAWN = (
+    "Seconds of the busiest GPU: computing, idle in the pipeline's bubble, or waiting for communication that no "
+    "computing hides. Hover over a part for its time; click a name in the legend to hide or show that part."
+)
 #: A layer's forward and backward pass in less time may be bound by the host.
 _SMALL_S = 5e-3
 
@@ -183,7 +187,7 @@ def write_job(typed: typer.Context, name: str, layout: Layout, model: LanguageMo
     if given["json"]:
         print_json({"job": None if output is None else str(output), **values(step)})
         return
-    note(_describe(job) + (f" -> {output}" if output else ""))
+    note(described(job) + (f" -> {output}" if output else ""))
     for caveat in caveats(step):
         note(caveat)
     table = Table("kind", title="bytes that a GPU sends in a step, in the mean over the stages", header_style="dim")
@@ -229,10 +233,10 @@ def simulate_job(typed: typer.Context, job: Job) -> None:
         return
     for caveat in caveats(step):
         note(caveat)
-    table = Table("of the step", title=f"{_describe(job)}{where}, {fidelity} fidelity", header_style="dim")
+    table = Table("of the step", title=f"{described(job)}{where}, {fidelity} fidelity", header_style="dim")
     table.add_column("predicted", justify="right")
     table.add_column("share", justify="right")
-    for kind, seconds in {"computing": step.computing_s, "bubble": step.bubble_s, **step.exposed_s}.items():
+    for kind, seconds in step.parts.items():
         if seconds:
             table.add_row(kind, format_seconds(seconds), percent(seconds / step.seconds))
     table.add_row("step", format_seconds(step.seconds), percent(1.0), style="bold green")
@@ -255,14 +259,11 @@ def _simulate_links(typed: typer.Context, job: Job) -> tuple[Step, str]:
 
 def network_given(typed: typer.Context, machine: Machine, workers: int) -> tuple[Network, str]:
     """The machine's network for so many workers, with what the options say of it; and that in words."""
-    from legato.simulator.flow.network.disturbances import parse_disturbances
     from legato.whole_jobs.flow.step import network_of
 
     given = {name: typed.params[name] for name in OF_NETWORK if is_given(typed, name)}
     words = [BY_NAME[name].say(BY_NAME[name].write(value)) for name, value in given.items() if BY_NAME[name].words]
-    fields = {BY_NAME[name].field: value for name, value in given.items() if name != "disturb"}
-    if "disturb" in given:
-        fields["disturbances"] = parse_disturbances(given["disturb"])
+    fields = {BY_NAME[name].field: value for name, value in given.items()}
     return network_of(machine, workers, **fields), "".join(f", {one}" for one in words)
 
 
@@ -273,82 +274,16 @@ def refuse_network(typed: typer.Context, *more: str) -> None:
         raise InputError(f"--{option}: means nothing at collective fidelity (expected --fidelity flow)")
 
 
-def sweep_jobs(
-    typed: typer.Context,
-    jobs: list[Job],
-    paths: list[Path],
-    several: dict[str, tuple[Any, ...]],
-    output: Path | None,
-    json: bool,
-) -> None:
-    """The verb `legato sweep` for whole jobs: the values of its axes by field, and other options as they were typed."""
-    from legato.sweep.table import write_csv
-    from legato.whole_jobs.step import predict
-
-    refuse_others(typed, _OF_SIMULATE | {"output", "json"})
-    if typed.params["fidelity"] != "collective":
-        raise InputError("--fidelity: flow (expected collective: whole jobs are not swept link by link)")
-    check_file("output", output, ".csv")
-    axes = [BY_NAME[name] for name in _OF_MACHINE if is_given(typed, name)]
-    networks = list(product(*(several[axis.field] for axis in axes)))
-    if len(jobs) * len(networks) > _MOST_CELLS:
-        raise InputError(f"{len(jobs) * len(networks):,} cells (expected at most {_MOST_CELLS:,})")
-    rows: list[tuple[Path, tuple[Any, ...], Step]] = []
-    with progress("predicting") as advance:
-        for path, job in zip(paths, jobs, strict=True):
-            for chosen in networks:
-                advance(len(rows), len(jobs) * len(networks))
-                changes = {
-                    _OF_MACHINE[axis.name]: _in_bytes(axis, value) for axis, value in zip(axes, chosen, strict=True)
-                }
-                rows.append((path, chosen, predict(replace(job, machine=replace(job.machine, **changes)))))
-    cells = [
-        {"job": str(path), **{axis.field: value for axis, value in zip(axes, chosen, strict=True)}, **values(step)}
-        for path, chosen, step in rows
-    ]
-    if output is not None:
-        write_csv(output, [_flat(cell) for cell in cells])
-    if json:
-        print_json(cells)
-        return
-    table = Table("job", title=f"{count(len(rows), 'cell')}, collective fidelity: predicted", header_style="dim")
-    for axis in axes:
-        table.add_column(axis.column, justify="right")
-    for head in ("step", "speedup", "utilization"):
-        table.add_column(head, justify="right")
-    table.add_column("waits for")
-    first_s: dict[Path, float] = {}
-    for path, chosen, step in rows[:_MOST_SHOWN]:
-        texts = [axis.write(value) for axis, value in zip(axes, chosen, strict=True)]
-        speedup = f"{first_s.setdefault(path, step.seconds) / step.seconds:.2f}x"
-        table.add_row(str(path), *texts, format_seconds(step.seconds), speedup, percent(step.utilization), waits(step))
-    print_table(table)
-    if len(rows) > _MOST_SHOWN:
-        note(f"the first {_MOST_SHOWN} of {len(rows):,} are shown (--json and -o have all)")
-    if output is not None:
-        note(f"{count(len(rows), 'row')} -> {output}")
-
-
-def _in_bytes(axis: Axis, value: Any) -> Any:
-    return value / 8 if axis.field.endswith("_bps") else value
-
-
-def _flat(cell: dict[str, Any]) -> dict[str, Any]:
-    """The cell with the seconds that each kind is exposed in columns of their own, and no nested values."""
-    exposed = {f"{kind}_s": seconds for kind, seconds in cell["exposed_s"].items()}
-    return {name: value for name, value in cell.items() if not isinstance(value, dict)} | exposed
-
-
 def links(typed: typer.Context, machine: Machine) -> Machine:
     """The machine with the links that the options of `legato simulate` describe."""
-    changes: dict[str, Any] = {}
-    for option, field in _OF_MACHINE.items():
-        if is_given(typed, option):
-            value = typed.params[option]
-            changes[field] = (
-                value if option == "gpus_per_host" else quantity(option.replace("_", "-"), value, parse_bandwidth) / 8
-            )
-    return replace(machine, **changes)
+    from legato.whole_jobs.presets import with_links
+
+    axes = [BY_NAME[name] for name in OF_MACHINE if is_given(typed, name)]
+    values = {axis.field: typed.params[axis.name] for axis in axes}
+    for axis in axes:
+        if axis.parse is not None:
+            values[axis.field] = quantity(axis.name.replace("_", "-"), values[axis.field], axis.parse)
+    return with_links(machine, values)
 
 
 def is_given(typed: typer.Context, option: str) -> bool:
@@ -375,15 +310,23 @@ def values(step: Step) -> dict[str, Any]:
     }
 
 
-def waits(step: Step) -> str:
-    """What the step waits for, the longest first, where it is at least 1% of the step."""
-    found = {"bubble": step.bubble_s, **step.exposed_s}
-    found.pop("optimizer", None)
-    shown = sorted((kind for kind in found if found[kind] >= 0.01 * step.seconds), key=lambda kind: -found[kind])
-    return ", ".join(f"{kind} {percent(found[kind] / step.seconds)}" for kind in shown) or "nothing"
+def waits(parts: dict[str, float]) -> str:
+    """What a step of these parts waits for, the longest first, where it is at least 1% of the step."""
+    seconds = sum(parts.values())
+    found = [part for part in parts if part not in ("computing", "optimizer") and parts[part] >= 0.01 * seconds]
+    shown = sorted(found, key=lambda part: -parts[part])
+    return ", ".join(f"{part} {percent(parts[part] / seconds)}" for part in shown) or "nothing"
 
 
-def _describe(job: Job) -> str:
+def breakdown(name: str, parts: dict[str, float], facts: str = "", note: str = "") -> Breakdown:
+    """A step as a bar, without parts that only rounding leaves."""
+    from legato.report.model import Breakdown
+
+    seconds = sum(parts.values())
+    return Breakdown(name, seconds, {part: s for part, s in parts.items() if abs(s) > 1e-9 * seconds}, facts, note)
+
+
+def described(job: Job) -> str:
     sizes = ", ".join(f"{name} {getattr(job.mesh, name)}" for name in job.mesh.order if getattr(job.mesh, name) > 1)
     sizes += f", expert {job.mesh.expert}" if job.mesh.expert > 1 else ""
     sizes = f" ({sizes})" if sizes else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,14 +20,14 @@ from legato.simulator.flow import Fabric, FlowResult, Network, plain_plan, simul
 from legato.simulator.flow.pricing import cluster_for
 from legato.sweep.grid import PLAIN, Cell
 
-__all__ = ["Outcome", "plan_for", "run_cell"]
+__all__ = ["Outcome", "attempt", "plan_for", "run_cell"]
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a cell, or an `error` that says why there is no result. Times are in seconds.
 
     `lower_bound_s` is proven for plans of this kind, and known at collective
-    fidelity only. `final` is False if another attempt might succeed.
+    fidelity only. `parts` are those of a whole job's step. `final` is False if another attempt might succeed.
     """
 
     wall_s: float
@@ -35,15 +36,21 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     overlap: float | None = None
     utilization: float | None = None
     num_messages: int | None = None
+    parts: dict[str, float] = {}
     error: str | None = None
     final: bool = True
 
 
 def run_cell(cell: Cell, workload: Workload) -> Outcome:
-    """Run a cell. Errors in it become part of its outcome, so that one cell cannot end a long sweep."""
+    """Run a cell, as `attempt` does."""
+    return attempt(lambda: _simulated(cell, workload))
+
+
+def attempt(simulate: Callable[[], dict[str, Any]]) -> Outcome:
+    """The outcome with the fields that a simulation returns, or its error, so that no cell can end a long sweep."""
     start = time.perf_counter()
     try:
-        found = _simulated(cell, workload)
+        found = simulate()
     except LegatoError as error:
         return Outcome(time.perf_counter() - start, error=" ".join(str(error).split()))
     except Exception as error:

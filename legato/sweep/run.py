@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from importlib import import_module
+from typing import Protocol, TypeVar
 
 from legato.core import files
 from legato.core.axes import SERVERS, SWEPT
-from legato.core.workload import Workload
 from legato.report.model import SweepRow
 from legato.sweep.anomalies import mark_anomalies
 from legato.sweep.cell import Outcome, run_cell
-from legato.sweep.grid import Cell, Grid
+from legato.sweep.grid import Cell, Fidelity, Grid
 from legato.sweep.journal import Journal
 from legato.sweep.parallel import in_parallel
 
-__all__ = ["sweep"]
+__all__ = ["outcomes", "sweep"]
 
 
 def sweep(
@@ -35,17 +36,45 @@ def sweep(
     is called as cells finish. A cell that fails is a row with an error. Raises
     `InputError` if the backend cannot be used, or numba is missing at flow fidelity.
     """
-    if grid.fidelity == "flow":
-        import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
     cells = grid.cells()
     by_id = {files.identity(job): job for job in grid.workloads}
+    work = [(cell, by_id[cell.workload_id]) for cell in cells]
+    done = outcomes(work, run_cell, grid.fidelity, journal=journal, jobs=jobs, backend=backend, progress=progress)
+    return _rows(grid, cells, done)
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+C = TypeVar("C", bound=_Keyed)
+T = TypeVar("T")
+
+
+def outcomes(
+    work: Sequence[tuple[C, T]],
+    run: Callable[[C, T], Outcome],
+    fidelity: Fidelity,
+    *,
+    journal: Journal | None,
+    jobs: int | None,
+    backend: str | None,
+    progress: Callable[[int, int], object] | None,
+) -> dict[str, Outcome]:
+    """The outcomes of cells, by key: of those that the journal does not have, `run(cell, its input)`.
+
+    The other arguments, and errors, are those of `sweep`.
+    """
+    if fidelity == "flow":
+        import_module("legato.simulator.flow.engine.loop")  # an `InputError` where numba is not installed
     done = {} if journal is None else journal.done
-    todo = [cell for cell in cells if cell.key not in done]
-    finished = len(cells) - len(todo)
+    todo = {cell.key: (cell, item) for cell, item in work if cell.key not in done}
+    total = len(work)
+    finished = total - len(todo)
     if progress:
-        progress(finished, len(cells))
-    work = [(cell, by_id[cell.workload_id]) for cell in todo]
-    with closing(in_parallel(_run, work, jobs, backend)) as results:
+        progress(finished, total)
+    with closing(in_parallel(partial(_run, run), list(todo.items()), jobs, backend)) as results:
         for key, outcome in results:
             if journal is None:
                 done[key] = outcome
@@ -53,13 +82,13 @@ def sweep(
                 journal.add(key, outcome)
             finished += 1
             if progress:
-                progress(finished, len(cells))
-    return _rows(grid, cells, done)
+                progress(finished, total)
+    return done
 
 
-def _run(work: tuple[Cell, Workload]) -> tuple[str, Outcome]:
-    cell, workload = work
-    return cell.key, run_cell(cell, workload)
+def _run(run: Callable[[C, T], Outcome], todo: tuple[str, tuple[C, T]]) -> tuple[str, Outcome]:
+    key, (cell, item) = todo
+    return key, run(cell, item)
 
 
 def _rows(grid: Grid, cells: list[Cell], done: dict[str, Outcome]) -> list[SweepRow]:

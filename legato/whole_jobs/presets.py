@@ -6,11 +6,16 @@ by 20 to 25% without a fit of its own, and ratios of similar layouts by 5%.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
 from legato.core import files
 from legato.core.errors import unknown_name
 from legato.core.job import Framework, Machine
 
-__all__ = ["FRAMEWORKS", "MACHINES", "framework_named", "machine_named"]
+__all__ = ["FRAMEWORKS", "LINKS", "MACHINES", "framework_named", "machine_named", "with_links"]
 
 #: `megatron-core` with its usual options for overlap; `megatron-2021` is that of arXiv 2104.04473, whose attention
 #: stores its scores and whose tensor-parallel workers send parts of activations between stages.
@@ -76,3 +81,15 @@ def machine_named(name: str) -> Machine:
     if name not in MACHINES:
         raise unknown_name("machine", name, MACHINES)
     return MACHINES[name]
+
+
+#: The axes of a network, by field, that a machine has, with its own fields for them.
+LINKS = {
+    "bandwidth_bps": "card_bytes_per_s", "local_bandwidth_bps": "link_bytes_per_s", "gpus_per_host": "gpus_per_host"
+}  # fmt: skip
+
+
+def with_links(machine: Machine, axes: Mapping[str, Any]) -> Machine:
+    """The machine with the links of these values on axes of a network (`core/axes.py`), by field; others stay."""
+    found = {field: axes[field] / 8 if field.endswith("_bps") else axes[field] for field in LINKS if field in axes}
+    return replace(machine, **{LINKS[field]: value for field, value in found.items()})

@@ -37,6 +37,11 @@ class Step:
     memory: Memory
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of which the step consists, by what the busiest worker does."""
+        return {"computing": self.computing_s, "bubble": self.bubble_s, **self.exposed_s}
+
+    @property
     def tokens_per_s(self) -> float:
         return self.job.tokens / self.seconds
 

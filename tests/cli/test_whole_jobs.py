@@ -10,6 +10,7 @@ import legato
 from legato.core.job import Job
 from legato.report.breakdowns import PARTS
 from legato.whole_jobs.cost import COMPUTING, KINDS
+from legato.whole_jobs.flow import simulation
 from legato.whole_jobs.step import predict
 
 LAYOUT = ["--tensor", 8, "--pipeline", 16, "--data", 128, "--microbatches", 16, "--sequence-parallel"]
@@ -24,6 +25,16 @@ def job(tmp_path, capsys):
     assert "16,384 x h100 (pipeline 16, data 128, tensor 8), megatron-core, 16 micro-batches" in err
     assert "does not fit in 79 GiB" in err and "bubble: " in err and "20 to 25%" in err
     assert "between hosts" in out and "pipeline" in out
+    return path
+
+
+@pytest.fixture
+def small(tmp_path, capsys):
+    """A job on eight hosts."""
+    path = tmp_path / "small.json"
+    layout = ["--tensor", 2, "--pipeline", 4, "--data", 8, "--microbatches", 4, "--shard", "optimizer"]
+    status, _, err = run(capsys, "workload", "llama-3-8b", *layout, "-o", path)
+    assert status == 0, err
     return path
 
 
@@ -52,11 +63,8 @@ def test_links_of_the_machine_are_options_of_simulate(job, capsys):
     assert step_s("--local-bandwidth", "7200Gbit") < step_s() < step_s("--gpus-per-host", 1)
 
 
-def test_a_job_is_simulated_link_by_link(tmp_path, capsys):
-    job, timeline = tmp_path / "small.json", tmp_path / "t.json"
-    layout = ["--tensor", 2, "--pipeline", 4, "--data", 8, "--microbatches", 4, "--shard", "optimizer"]
-    status, _, err = run(capsys, "workload", "llama-3-8b", *layout, "-o", job)
-    assert status == 0, err
+def test_a_job_is_simulated_link_by_link(small, tmp_path, capsys):
+    job, timeline = small, tmp_path / "t.json"
 
     def step(*options):
         status, out, err = run(capsys, "simulate", job, "--json", *options)
@@ -186,31 +194,64 @@ def test_what_fit_machine_refuses(job, capsys, step, message):
 
 
 def test_jobs_are_swept_over_links_and_hosts(job, capsys, tmp_path):
-    axes = ["--bandwidth", "200,800Gbit", "--local-bandwidth", "3.6Tbit", "--gpus-per-host", "4,8"]
+    axes = ["--bandwidth", "200,800Gbit", "--local-bandwidth", "3.6Tbit", "--gpus-per-host", "4,8", "--jobs", 1]
     rows = tmp_path / "rows.csv"
-    status, out, err = run(capsys, "sweep", job, job, "--fidelity", "collective", *axes, "--json", "-o", rows)
+    status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes, "--json", "-o", rows)
     assert status == 0, err
     cells = json.loads(out)
-    assert len(cells) == 8
+    assert len(cells) == 4
     for cell in cells:
         alone = ["--bandwidth", f"{cell['bandwidth_bps'] / 1e9}Gbit", "--gpus-per-host", cell["gpus_per_host"]]
         status, out, err = run(capsys, "simulate", job, "--fidelity", "collective", "--json", *alone)
-        assert json.loads(out)["step_s"] == cell["step_s"]
+        found = json.loads(out)
+        assert {
+            name: found[name] for name in ("step_s", "tokens_per_s", "utilization", "bubble_s")
+        }.items() <= cell.items()
+        assert found["exposed_s"] == {kind: cell[f"{kind}_s"] for kind in found["exposed_s"]}
     with open(rows) as file:
         written = list(csv.DictReader(file))
     assert [float(row["step_s"]) for row in written] == [cell["step_s"] for cell in cells]
-    assert [float(row["data_s"]) for row in written] == [cell["exposed_s"]["data"] for cell in cells]
     status, out, err = run(capsys, "sweep", job, "--fidelity", "collective", *axes)
-    assert "4 cells" in out and "link inside hosts" in out and "800 Gbit/s" in out and "1.00x" in out
+    assert "4 cells, 3.6 Tbit/s inside hosts, collective fidelity" in out and "800 Gbit/s" in out and "1.00x" in out
+
+
+def test_jobs_are_swept_link_by_link_and_go_on_from_there(small, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    axes = ["--topology", "leaf-spine", "--racks", "1,2", "--oversubscription", 8, "--balance", "spray"]
+    axes += ["--disturb", "none", "--disturb", "link:0:4:0", "--jobs", 1]
+    status, out, err = run(capsys, "sweep", small, *axes, "--json", "-o", page)
+    assert status == 0, err
+    cells = json.loads(out)
+    assert [(cell["racks"], cell["disturb"]) for cell in cells] == [
+        (1, "none"), (1, "link:0:4:0"), (2, "none"), (2, "link:0:4:0")
+    ]  # fmt: skip
+    for cell in cells:
+        alone = ["--racks", cell["racks"], "--disturb", cell["disturb"], "--oversubscription", 8, "--balance", "spray"]
+        status, out, err = run(capsys, "simulate", small, *alone, "--json")
+        assert json.loads(out)["step_s"] == cell["step_s"]
+    assert len({cell["step_s"] for cell in cells}) > 2 and cells[0]["speedup"] == 1
+    assert "The step on each network, leaf-spine, oversubscription 8:1, spray, flow fidelity" in page.read_text()
+    status, out, err = run(capsys, "sweep", small, *axes, "-o", page)
+    assert status == 0 and "has 4 finished cells" in err and "4 rows -> " in err and "disturbed" in out
+
+
+def test_a_cell_that_fails_does_not_end_a_sweep_of_jobs(small, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "_MOST_SERVICES", 10)
+    status, out, err = run(capsys, "sweep", small, "--racks", "1,2", "--jobs", 1, "-o", tmp_path / "rows.csv")
+    assert status == 0 and out.count("failed") == 2
+    assert "2 failed: more than 10 flows and computations" in err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--fidelity: flow (expected collective"),
         (["--fidelity", "collective", "--workers", 4], "--workers: means nothing for a whole job"),
-        (["--fidelity", "collective", "-o", "rows.html"], "--output rows.html: .html (expected .csv)"),
+        (["--fidelity", "collective", "--racks", 2], "--racks: means nothing at collective fidelity"),
+        (["-o", "rows.parquet"], "--output rows.parquet: .parquet (expected .csv, .html)"),
         (["--fidelity", "collective", "--gpus-per-host", 0], "gpus_per_host: 0 (expected 1 to"),
+        (["--racks", "0,1"], "racks: 0"),
+        (["--disturb", "link:16384:4:0"], "link: 16384"),
+        (["--racks", ",".join(map(str, range(1, 10002)))], "10,001 cells (expected at most 10,000)"),
     ],
 )
 def test_what_sweep_refuses_for_a_job(job, capsys, options, message):

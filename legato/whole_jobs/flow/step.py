@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from msgspec import structs
 
@@ -11,6 +12,7 @@ from legato.core.job import Job, Machine
 from legato.core.program import Communication, Compute, Program
 from legato.core.timeline import Span, SpanKind, Timeline
 from legato.simulator.flow import Network
+from legato.simulator.flow.network.disturbances import UNDISTURBED, parse_disturbances
 from legato.whole_jobs import traced
 from legato.whole_jobs.cost import KINDS
 from legato.whole_jobs.flow.programs import OPTIMIZER, program
@@ -73,8 +75,12 @@ class FlowStep:
         return spans
 
 
-def network_of(machine: Machine, workers: int, **options: object) -> Network:
-    """The network of a machine for so many workers, whose hosts are full; `options` are further fields of `Network`."""
+def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **options: Any) -> Network:
+    """The network of a machine for so many workers, whose hosts are full.
+
+    `options` are further fields of `Network`, `disturb` its disturbances as `parse_disturbances` reads them. Raises
+    `InputError`.
+    """
     hosts = -(-workers // machine.gpus_per_host)
     return Network(
         workers=hosts * machine.gpus_per_host,
@@ -82,7 +88,7 @@ def network_of(machine: Machine, workers: int, **options: object) -> Network:
         bandwidth_bps=8 * machine.card_bytes_per_s * machine.card_share,
         local_bandwidth_bps=8 * machine.link_bytes_per_s * machine.link_share,
         sharing="fair",
-        **options,  # type: ignore[arg-type]
+        **{"disturbances": parse_disturbances(disturb)} | options,
     )
 
 
