@@ -11,6 +11,7 @@ from rich.table import Table
 from legato.cli.options import quantity, setting
 from legato.cli.output import note, print_json, print_table, say
 from legato.core import files
+from legato.core.axes import BY_NAME
 from legato.core.cluster import Cluster
 from legato.core.errors import InputError
 from legato.core.quantities import parse_bandwidth, parse_bytes, parse_seconds
@@ -25,6 +26,10 @@ Precision = Literal["fp32", "bf16", "fp16"]
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def _axis(name: str) -> Any:
+    return setting(BY_NAME[name].default, BY_NAME[name].help)
+
+
 @dataclass(frozen=True)
 class FullySharded:
     """What `--shard parameters` needs to know beside the network."""
@@ -37,9 +42,9 @@ class FullySharded:
         metavar="SIZE",
         show_default="no limit",
     )
-    gpus_per_host: int = setting(1, "Number of workers (GPUs) in each host.")
-    local_bandwidth: str = setting("100Gbit", "Bandwidth of a GPU's link inside its host, to each of the other GPUs.")
-    gpus_per_card: int = setting(1, "Number of GPUs of a host that share a network card.")
+    gpus_per_host: int = _axis("gpus_per_host")
+    local_bandwidth: str = _axis("local_bandwidth")
+    gpus_per_card: int = _axis("gpus_per_card")
     micro_batches: int = setting(1, "Number of micro-batches whose gradients one step adds up.")
     param_dtype: Precision | None = setting(
         None, "Precision in which parameters are gathered and computed with.", show_default="the workload's"
