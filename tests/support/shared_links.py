@@ -14,21 +14,38 @@ from support.rates import served
 
 def simulated(program, machine, network):
     """The end of each worker's last action, as fractions."""
-    return _Simulation(program, machine, network).run()
+    return _Simulation([program], [range(10**6)], machine, network, [1], [0]).run()
+
+
+def simulated_jobs(programs, places, machine, network, counts, shifts):
+    """(the end of each worker's last action, the ends of all steps of each program), as fractions.
+
+    Worker w of program j is `places[j][w]`, and makes `counts[j]` steps from `shifts[j]` on, each when all of the
+    program's workers are through with the one before it.
+    """
+    simulation = _Simulation(programs, places, machine, network, counts, shifts)
+    return simulation.run(), simulation.step_ends
 
 
 class _Simulation:
-    def __init__(self, program, machine, network):
-        self.program, self.machine, self.network = program, machine, network
+    def __init__(self, programs, places, machine, network, counts, shifts):
+        self.machine, self.network, self.counts = machine, network, counts
         self.topology = Topology(Graph(), network, network.workers, 0, network.host_shape)
         self.now = Fraction(0)
-        self.actions = {w: lane.actions for lane in program.lanes for w in lane.workers}
+        self.communications, self.groups, self.actions, self.job = {}, {}, {}, {}
+        for j, (program, place) in enumerate(zip(programs, places, strict=True)):
+            for number, one in enumerate(program.communications):
+                self.communications[j, number] = one
+                self.groups[j, number] = [tuple(place[w] for w in group) for group in one.groups]
+            for lane in program.lanes:
+                self.actions |= {place[w]: lane.actions for w in lane.workers}
+                self.job |= {place[w]: j for w in lane.workers}
         self.position = dict.fromkeys(self.actions, 0)
-        self.busy = {}  # worker: end of its computing
-        self.starts = {}  # (communication, group): workers that have started it
+        self.busy = {w: Fraction(shifts[j]) for w, j in self.job.items() if shifts[j]}  # worker: end of its computing
+        self.starts = {}  # ((program, communication, step), group): workers that have started it
         self.queues = {}  # (workers, whether sends): communications in the order of their starts
         self.latent, self.moving, self.left, self.ended = {}, {}, {}, set()
-        self.links, self.ends = {}, {}
+        self.links, self.ends, self.step_ends = {}, {}, [[] for _ in programs]
 
     def run(self):
         while True:
@@ -39,7 +56,7 @@ class _Simulation:
             if moments or self.left:
                 moments += [t for t in self.changes() if t > self.now]
             if not moments:
-                assert all(self.position[w] == len(actions) for w, actions in self.actions.items())
+                assert list(map(len, self.step_ends)) == list(self.counts)
                 return self.ends
             then = min(moments)
             for one, rate in rates.items():
@@ -57,8 +74,21 @@ class _Simulation:
             for one in [one for one, left in self.left.items() if left == 0]:
                 del self.left[one]
                 self.ended.add(one)
-            if not any(self.step(worker) for worker in self.actions) and not self.begin():
+            if not any(self.step(worker) for worker in self.actions) and not self.begin() and not self.next_step():
                 return
+
+    def next_step(self):
+        """End the steps with which all workers of their program are through; whether there is one."""
+        again = False
+        for j, ends in enumerate(self.step_ends):
+            mine = [w for w, own in self.job.items() if own == j]
+            through = all(self.position[w] == len(self.actions[w]) and w not in self.busy for w in mine)
+            if through and len(ends) < self.counts[j]:
+                ends.append(self.now)
+                if len(ends) < self.counts[j]:
+                    self.position |= dict.fromkeys(mine, 0)
+                again = True
+        return again
 
     def step(self, worker):
         """Whether the worker has done an action at this moment."""
@@ -69,10 +99,12 @@ class _Simulation:
             slower = [d for d in self.network.disturbances if d.kind == "compute" and d.number == worker]
             self.busy[worker] = self.ends[worker] = served(self.now, Fraction(action.seconds), slower)
         else:
-            one = (action.communication, self.group(action.communication, worker))
+            j = self.job[worker]
+            group = next(group for group in self.groups[j, action.communication] if worker in group)
+            one = ((j, action.communication, len(self.step_ends[j])), group)
             if isinstance(action, Start):
                 self.starts.setdefault(one, set()).add(worker)
-                kind = self.program.communications[one[0]].operation == "send"
+                kind = self.of(one).operation == "send"
                 queue = self.queues.setdefault((one[1], kind), [])
                 queue += [] if one[0] in queue else [one[0]]
             elif one in self.ended:
@@ -82,8 +114,8 @@ class _Simulation:
         self.position[worker] += 1
         return True
 
-    def group(self, number, worker):
-        return next(group for group in self.program.communications[number].groups if worker in group)
+    def of(self, one):
+        return self.communications[one[0][:2]]
 
     def begin(self):
         """Begin the first communication of each queue once all have started it; whether there was one."""
@@ -102,20 +134,19 @@ class _Simulation:
         return list(dict.fromkeys(w // self.machine.gpus_per_host for w in group))
 
     def latency(self, one):
-        number, group = one
-        further = len(self.hosts(group)) - 1
+        further = len(self.hosts(one[1])) - 1
         machine = self.machine
         seconds = Fraction(machine.latency_s)
         if further:
             seconds = Fraction(machine.network_latency_s) + further * Fraction(machine.hop_s)
-        return self.program.communications[number].times * seconds
+        return self.of(one).times * seconds
 
     def connections(self, one):
         """{link: connections}, and how many times the bytes are divided among them."""
-        number, group = one
+        group = one[1]
         if one in self.links:
             return self.links[one]
-        operation, by_host = self.program.communications[number].operation, {}
+        operation, by_host = self.of(one).operation, {}
         for worker in group:
             by_host.setdefault(worker // self.machine.gpus_per_host, []).append(worker)
         found, pairs, rings = [], [], 1
@@ -138,7 +169,7 @@ class _Simulation:
         return self.links[one]
 
     def nbytes(self, one):
-        communication, size = self.program.communications[one[0]], len(one[1])
+        communication, size = self.of(one), len(one[1])
         sent = Fraction(communication.nbytes) * communication.times / self.connections(one)[1]
         whole = {"send": 1, "broadcast": 1, "all_to_all": Fraction(1, size), "all_reduce": 2 * Fraction(size - 1, size)}
         return sent * whole.get(communication.operation, Fraction(size - 1, size))

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
+from support.jobs import GPT, IDEAL, LATENT, LLAMA, MIXTURE, disturbed, job, replace, small_job
 from support.shared_links import simulated
 
 from legato.core.errors import TooLargeError
@@ -16,38 +16,6 @@ from legato.whole_jobs.flow.quotient import Quotient
 from legato.whole_jobs.flow.simulation import run
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.step import predict
-
-LATENT = replace(IDEAL, latency_s=1e-5, network_latency_s=2e-5, hop_s=1e-6)
-SMALL = replace(LLAMA, layers=2)
-
-
-def small_job(draw, alone):
-    """A job whose communication has links of its own if `alone`: each stage is a host, and no two kinds run at once."""
-    model = draw.choice([LLAMA, replace(GPT, tied=False), MIXTURE] if alone else [SMALL, replace(GPT, layers=2)])
-    pipeline, tensor, context, data = (draw.choice([1, 2]) for _ in range(4))
-    if not alone:
-        pipeline, data = draw.choice([1, 2, 3]) if model is not SMALL else draw.choice([1, 2]), draw.choice([1, 2, 4])
-    pipeline = min(pipeline, model.layers)
-    stage = tensor * context * data
-    kinds = ("tensor", "context", "expert", "pipeline", "data")
-    hidden = tuple(kind for kind in kinds if draw.random() < 0.5)
-    shard = draw.choice(["none", "optimizer", "gradients", "parameters"])
-    schedule = draw.choice(
-        ["gpipe", "1f1b", "zero-bubble"] if alone else ["gpipe", "1f1b", "interleaved", "zero-bubble"]
-    )
-    schedule = "1f1b" if schedule == "interleaved" and pipeline * 2 > model.layers else schedule
-    if alone:
-        hidden = (draw.choice(kinds[:3]),) if pipeline > 1 or shard in ("none", "optimizer") else ()
-    expert = draw.choice([1, data]) if model is MIXTURE and shard in ("none", "optimizer") else 1
-    order = draw.sample(("data", "context"), 2) if alone else draw.sample(("pipeline", "data", "context", "tensor"), 4)
-    mesh = Mesh(tensor, context, pipeline, data, expert, ("pipeline", *order, "tensor") if alone else tuple(order))
-    hosts = stage if alone and pipeline > 1 else draw.choice([1, 2, 4, 8] if alone else [1, 2, 3, 4, 8])
-    return job(
-        model, mesh, Framework("x", hidden=hidden, divides_sends=not alone and draw.random() < 0.5),
-        replace(LATENT, gpus_per_host=hosts), microbatches=2 * pipeline if alone else draw.choice([1, 2]) * pipeline,
-        schedule=schedule, chunks=2 if schedule == "interleaved" else 1, shard=shard,
-        recompute=draw.choice(["none", "full"]), sequence_parallel=tensor > 1 and draw.random() < 0.5,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -86,40 +54,12 @@ def test_gradients_that_are_hidden_run_beside_exposed_communication_too(data, sh
     )
 
 
-def disturbed(draw, one, hosts):
-    """Random topology and disturbances of a job's network."""
-    options = {"disturbances": []}
-    leaves = 0
-    gpus = one.machine.gpus_per_host
-    topology = draw.choice(["one", "racks", "fat-tree", "rails"] if gpus > 1 else ["one", "racks", "fat-tree"])
-    if topology == "racks" and hosts > 1:
-        leaves = draw.choice([2, hosts])
-        options |= {"racks": leaves, "spines": draw.choice([1, 2, 3])}
-    elif topology == "fat-tree":
-        options |= {"topology": "fat-tree", "core_oversubscription": draw.choice([1, 2])}
-    elif topology == "rails":
-        options |= {"topology": "rails", "spines": draw.choice([0, 1, 2])}
-        leaves = gpus if options["spines"] else 0
-    if topology != "one" and leaves:
-        options |= {"oversubscription": draw.choice([1, 1.5, 4]), "balance": draw.choice(["ecmp", "spray"])}
-    for kind in draw.sample(["link", "compute", "uplink"] if leaves else ["link", "compute"], draw.choice([0, 1, 2])):
-        fails, start = draw.random() < 0.5, draw.choice([0, 2.0**-12, 2.0**-10])
-        options["disturbances"].append(
-            Disturbance(
-                kind=kind, number=draw.randrange(leaves if kind == "uplink" else one.mesh.workers),
-                factor=float("inf") if fails else draw.choice([2, 4]), start_s=start,
-                end_s=start + 2.0**-11 if fails or draw.random() < 0.5 else float("inf"),
-            )
-        )  # fmt: skip
-    return options | {"disturbances": tuple(options["disturbances"])}
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)
     network = network_of(
-        one.machine, one.mesh.workers, **disturbed(draw, one, -(-one.mesh.workers // one.machine.gpus_per_host))
+        one.machine, one.mesh.workers, **disturbed(draw, one.machine.gpus_per_host, range(one.mesh.workers))
     )
     made = program(one)
     quotient, whole = (Quotient(made, one.machine, network, alike=alike) for alike in (True, False))
@@ -159,7 +99,7 @@ def test_random_programs_are_as_in_fractions(seed):
     made, machine = random_program(draw), replace(LATENT, gpus_per_host=draw.choice([1, 2, 4]))
     one = job(GPT, Mesh(data=len(made.lanes)), machine=machine)
     network = network_of(
-        one.machine, one.mesh.workers, **disturbed(draw, one, len(made.lanes) // machine.gpus_per_host)
+        one.machine, one.mesh.workers, **disturbed(draw, machine.gpus_per_host, range(one.mesh.workers))
     )
     found = {lane.lane: lane.end_s for lane in run(Quotient(made, machine, network))}
     exact = simulated(made, machine, network)

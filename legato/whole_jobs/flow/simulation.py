@@ -8,7 +8,7 @@ latency it is a flow over all its links at once (`connections.py`). Of workers t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from legato.simulator.flow.network.disturbances import Profiles
 from legato.whole_jobs.flow.connections import nbytes_of
 from legato.whole_jobs.flow.quotient import Quotient
 
-__all__ = ["Flow", "LaneTimes", "run"]
+__all__ = ["Flow", "LaneTimes", "run", "run_steps"]
 
 #: Computations, waits, and links of flows: a simulation takes minutes beyond them, and a gigabyte.
 _MOST_SERVICES = 2**22
@@ -40,7 +40,7 @@ class Flow(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LaneTimes:
     """Workers that do the same at the same times: `workers`, of a `lane` of the program; (begin, end) of each computing
-    and wait, and the flow that is waited for, by the number of the action."""
+    and wait, and the flow that is waited for, by the number of the action. Seconds count from the begin of the step."""
 
     lane: int
     workers: NDArray[np.int64]
@@ -53,33 +53,73 @@ class LaneTimes:
         return max((end for _, end in self.times.values()), default=0.0)
 
 
-def run(quotient: Quotient, free: Sequence[str] = ()) -> list[LaneTimes]:
-    """The times of each class of workers; communication of the `free` kinds takes no time.
+def run(quotient: Quotient, free: Container[int] = ()) -> list[LaneTimes]:
+    """The times of each class of workers; the `free` communications, by their numbers, take no time.
 
     Raises `TooLargeError` on too many classes.
     """
-    return _Run(quotient, free).times()
+    return run_steps(quotient, [range(len(quotient.program.lanes))], [1], [0.0], free)[0][0]
+
+
+def run_steps(
+    quotient: Quotient,
+    jobs: Sequence[range],
+    counts: Sequence[int],
+    shift_s: Sequence[float],
+    free: Container[int] = (),
+) -> list[list[list[LaneTimes]]]:
+    """The same for `counts[j]` steps of each job, whose lanes are `jobs[j]`: by job and step, the times of its classes.
+
+    The first step of a job begins after `shift_s[j]` seconds, each other one when all of the job's workers have ended
+    the one before it. Raises `TooLargeError` on too many classes and steps.
+    """
+    return _Run(quotient, jobs, counts, shift_s, free).times()
+
+
+#: By the number of an action that takes time: its service, and the one before it.
+_Walk = dict[int, tuple[int, int]]
 
 
 class _Run:
     """The services of one simulation: of the actions of each class of workers, and of each flow."""
 
-    def __init__(self, quotient: Quotient, free: Sequence[str]) -> None:
+    def __init__(
+        self,
+        quotient: Quotient,
+        jobs: Sequence[range],
+        counts: Sequence[int],
+        shift_s: Sequence[float],
+        free: Container[int],
+    ) -> None:
         self.quotient, self.free, self.program = quotient, free, quotient.program
         self.work_s, self.link, self.weight = array("d"), array("i"), array("q")
         self.befores, self.afters = array("i"), array("i")
         self.heads, self.others = array("i"), array("i")  # what moves as one flow
         self.disturbed: dict[int, list[int]] = {}  # computations of workers that are
-        self.flows: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self.ordered: set[tuple[int, int]] = set()
-        self.walks = [self._walk(worker) for worker in quotient.standing["worker"].tolist()]
+        self.flows: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self.ordered: set[tuple[int, int, int]] = set()
+        self.steps = [self._steps(*job) for job in zip(jobs, counts, shift_s, strict=True)]
+
+    def _steps(self, lanes: range, count: int, shift_s: float) -> list[tuple[int, dict[int, _Walk]]]:
+        """Add the steps of a job: of each, the service before it, and the walks of its workers."""
+        standing = self.quotient.standing["worker"].tolist()
+        workers = [worker for worker in standing if int(self.quotient.lane_of[worker]) in lanes]
+        begun, result = self._add((), shift_s), []
+        for step in range(count):
+            walks, lasts = {}, []
+            for worker in workers:
+                walks[worker], last = self._walk(worker, step, begun)
+                lasts.append(last)
+            result.append((begun, walks))
+            begun = self._add(lasts)
+        return result
 
     def _add(self, after: Sequence[int], work_s: float = 0.0, link: int = NO_LINK, weight: int = 1) -> int:
         own = len(self.work_s)
         if own >= _MOST_SERVICES:
             raise TooLargeError(
                 f"more than {_MOST_SERVICES:,} flows and computations of {self.quotient.num_classes:,} workers "
-                "that differ (a smaller job, sprayed packets, or racks and pods of whole hosts make fewer)"
+                "that differ (a smaller job, fewer steps, sprayed packets, or racks and pods of whole hosts make fewer)"
             )
         self.work_s.append(work_s)
         self.link.append(link)
@@ -91,12 +131,14 @@ class _Run:
         self.befores.extend(befores)
         self.afters.extend([after] * len(befores))
 
-    def _walk(self, worker: int) -> dict[int, tuple[int, int]]:
-        """Add the services of a worker's actions; returns that of each computing and wait, and the one before it."""
+    def _walk(self, worker: int, step: int, last: int) -> tuple[_Walk, int]:
+        """Add the services of a worker's actions in a step behind the `last` one; returns those, and the last of them.
+
+        Whatever a job starts in a step is waited for in it.
+        """
         quotient = self.quotient
-        last = self._add(())
         ahead: dict[int, int] = {}  # the flow of each of its groups that it started last
-        found: dict[int, tuple[int, int]] = {}
+        found: _Walk = {}
         for at, action in enumerate(self.program.lanes[int(quotient.lane_of[worker])].actions):
             if isinstance(action, Compute):
                 found[at] = (self._add([last], action.seconds), last)
@@ -105,7 +147,7 @@ class _Run:
                     self.disturbed.setdefault(worker, []).append(last)
                 continue
             number = action.communication
-            key = (number, quotient.group_of(number, worker))
+            key = (step, number, quotient.group_of(number, worker))
             started, begun, flow = self._flow(key)
             if isinstance(action, Start):
                 self._edges([last], started)
@@ -117,17 +159,17 @@ class _Run:
             else:
                 found[at] = (self._add([last, flow]), last)
                 last = found[at][0]
-        return found
+        return found, last
 
-    def _flow(self, key: tuple[int, int]) -> tuple[int, int, int]:
+    def _flow(self, key: tuple[int, int, int]) -> tuple[int, int, int]:
         """The services of a flow: all have started it, its latency, and its bytes."""
         if key in self.flows:
             return self.flows[key]
-        number, group = key
+        _, number, group = key
         quotient, one = self.quotient, self.program.communications[number]
         k = quotient.number_of[number]
         place = int(quotient.standing["group"][group] - quotient.first[k])
-        found, takes_time = quotient.found[k], one.kind not in self.free
+        found, takes_time = quotient.found[k], number not in self.free
         latency_s = found.latency_s(place, quotient.machine) * one.times if takes_time else 0.0
         started = self._add(())
         begun = flow = self._add([started], latency_s)
@@ -143,7 +185,7 @@ class _Run:
         self.flows[key] = started, begun, flow
         return self.flows[key]
 
-    def times(self) -> list[LaneTimes]:
+    def times(self) -> list[list[list[LaneTimes]]]:
         from legato.simulator.flow.engine.fair import run_fair
 
         graph, quotient = Graph(_MOST_SERVICES), self.quotient
@@ -162,23 +204,27 @@ class _Run:
         assert done == len(self.work_s)
         return self._read(services.records["begin_s"], services.records["end_s"])
 
-    def _read(self, begin_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> list[LaneTimes]:
-        flows = {
-            key: Flow(float(end_s[started]), float(begin_s[begun]), float(end_s[flow]))
-            for key, (started, begun, flow) in self.flows.items()
-        }
-        quotient, result = self.quotient, []
-        for k, (worker, walk) in enumerate(zip(quotient.standing["worker"].tolist(), self.walks, strict=True)):
-            lane = int(quotient.lane_of[worker])
-            actions = self.program.lanes[lane].actions
-            times = {}
-            mine = {}
+    def _read(self, begin_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> list[list[list[LaneTimes]]]:
+        class_of = self.quotient.classes["worker"]
+        members = [np.flatnonzero(class_of == k) for k in range(self.quotient.num_classes)]
+
+        def lane(worker: int, step: int, walk: _Walk, from_s: float) -> LaneTimes:
+            number = int(self.quotient.lane_of[worker])
+            actions, times, flows = self.program.lanes[number].actions, {}, {}
             for at, (own, last) in walk.items():
                 action = actions[at]
-                times[at] = (float(end_s[last]), float(end_s[own]))
+                times[at] = (float(end_s[last]) - from_s, float(end_s[own]) - from_s)
                 if not isinstance(action, Compute):
-                    number = action.communication
-                    mine[at] = flows[number, quotient.group_of(number, worker)]
-            workers = np.flatnonzero(quotient.classes["worker"] == k)
-            result.append(LaneTimes(lane, workers, times, mine))
-        return result
+                    group = self.quotient.group_of(action.communication, worker)
+                    started, begun, flow = self.flows[step, action.communication, group]
+                    moments = end_s[started], begin_s[begun], end_s[flow]
+                    flows[at] = Flow(*(float(moment) - from_s for moment in moments))
+            return LaneTimes(number, members[class_of[worker]], times, flows)
+
+        return [
+            [
+                [lane(worker, step, walk, float(end_s[begun])) for worker, walk in walks.items()]
+                for step, (begun, walks) in enumerate(steps)
+            ]
+            for steps in self.steps
+        ]

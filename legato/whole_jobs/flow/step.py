@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from msgspec import structs
@@ -21,7 +23,7 @@ from legato.whole_jobs.flow.simulation import LaneTimes, run
 from legato.whole_jobs.step import Step, predict
 from legato.whole_jobs.traced import ProgramStep
 
-__all__ = ["FlowStep", "network_of", "simulate", "simulate_program"]
+__all__ = ["FlowStep", "busiest", "mean_step", "network_of", "seconds_of", "sends_of", "simulate", "simulate_program"]
 
 #: A timeline is for looking at.
 _MOST_DRAWN = 32
@@ -103,22 +105,48 @@ def simulate(job: Job, network: Network, *, alike: bool = True) -> FlowStep:
     _check_room(network, job.mesh.workers)
     made = program(job)
     quotient = Quotient(made, job.machine, network, alike=alike)
-    lanes = run(quotient)
-    seconds = max(lane.end_s for lane in lanes)
-    of_lanes = [_of_worker(made, lane) for lane in lanes]
-    computing_s, exposed_s = max(of_lanes, key=lambda one: one[0] + sum(one[1].values()))
+    lanes, sends = run(quotient), sends_of(made)
+    free = [run(quotient, sends)] if sends else []
+    return FlowStep(mean_step(job, made, [lanes], free, busiest(made, [lanes])), made, lanes)
+
+
+def seconds_of(lanes: Sequence[LaneTimes]) -> float:
+    """How long a step takes."""
+    return max(lane.end_s for lane in lanes)
+
+
+def sends_of(made: Program) -> set[int]:
+    """The numbers of a pipeline's communications."""
+    return {number for number, one in enumerate(made.communications) if one.kind == "pipeline"}
+
+
+def busiest(made: Program, steps: Sequence[Sequence[LaneTimes]]) -> int:
+    """The lane of the worker that computes and waits for communication the longest in one of these steps."""
+    every = [(lane.lane, *_of_worker(made, lane)) for lanes in steps for lane in lanes]
+    return max(every, key=lambda one: one[1] + sum(one[2].values()))[0]
+
+
+def mean_step(
+    job: Job, made: Program, steps: Sequence[Sequence[LaneTimes]], free: Sequence[Sequence[LaneTimes]], lane: int
+) -> Step:
+    """The mean of simulated steps of a job, as its busiest worker of a lane sees them.
+
+    `free` are the same steps where the job's `sends_of` take no time, if it has any.
+    """
+    seconds, free_s = (fmean(map(seconds_of, every)) for every in (steps, free or steps))
+    of_lane = ([_of_worker(made, one) for one in lanes if one.lane == lane] for lanes in steps)
+    works = [max(every, key=lambda one: one[0] + sum(one[1].values())) for every in of_lane]
+    computing_s = fmean(computing for computing, _ in works)
+    exposed_s = {kind: fmean(exposed[kind] for _, exposed in works) for kind in KINDS}
     idle_s = max(0.0, seconds - computing_s - sum(exposed_s.values()))
-    if any(one.kind == "pipeline" for one in made.communications):
-        free_s = max(lane.end_s for lane in run(quotient, free=["pipeline"]))
-        exposed_s["pipeline"] = min(idle_s, max(0.0, seconds - free_s))
-    step = replace(
+    exposed_s["pipeline"] = min(idle_s, max(0.0, seconds - free_s))
+    return replace(
         predict(job),
         seconds=seconds,
         computing_s=computing_s,
         bubble_s=idle_s - exposed_s["pipeline"],
         exposed_s=exposed_s,
     )
-    return FlowStep(step, made, lanes)
 
 
 def simulate_program(made: Program, machine: Machine, network: Network) -> ProgramStep:
@@ -129,7 +157,7 @@ def simulate_program(made: Program, machine: Machine, network: Network) -> Progr
     workers = sum(len(lane.workers) for lane in made.lanes)
     _check_room(network, workers)
     lanes = run(Quotient(made, machine, network))
-    seconds = max(lane.end_s for lane in lanes)
+    seconds = seconds_of(lanes)
     totals = dict.fromkeys(("computing", "idle", "late"), 0.0)
     exposed_s = dict.fromkeys((one.kind for one in made.communications), 0.0)
     for lane in lanes:

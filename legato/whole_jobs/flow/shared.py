@@ -1,0 +1,207 @@
+"""Whole jobs that share a network: how long a step of each takes alone on its GPUs, and beside the others.
+
+[Note: the window of whole jobs]
+Jobs have different steps, and what they do to one another depends on the phases in which they meet. So every job makes
+step after step, in one simulation. What counts is the *window*: it begins when the last job begins, and ends when the
+first one ends its last step. In between all jobs run all the time, and each makes at least `steps` steps from begin to
+end, of which the times are means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from legato.core.errors import InputError
+from legato.core.job import Job
+from legato.core.program import Action, Communication, Compute, Lane, Program
+from legato.simulator.flow import Network
+from legato.whole_jobs.flow.programs import program
+from legato.whole_jobs.flow.quotient import Quotient
+from legato.whole_jobs.flow.simulation import LaneTimes, run_steps
+from legato.whole_jobs.flow.step import FlowStep, busiest, mean_step, seconds_of, sends_of
+from legato.whole_jobs.step import Step
+
+__all__ = ["STEPS", "SharedStep", "simulate_shared", "together"]
+
+#: Steps of each job, unless told otherwise; and at most.
+STEPS, _MOST_STEPS = 3, 1000
+#: Moments that differ by less than this share are one.
+_ROUNDING = 1e-9
+#: Of a machine: the network.
+_OF_NETWORK = (
+    "gpus_per_host", "card_bytes_per_s", "card_share", "link_bytes_per_s", "link_share", "latency_s",
+    "network_latency_s", "hop_s",
+)  # fmt: skip
+Steps = list[list[LaneTimes]]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """A job's step alone, where nothing is disturbed, and beside the other jobs, the mean over those in the window.
+
+    Each is that of its busiest worker. Of the one beside the others, `longer_s` is by how much each part of the step is
+    longer than alone: `computing`, `bubble`, and each kind of communication. `steps_s` are the seconds of each step,
+    and `longest` is the longest one; its workers are those of the network.
+    """
+
+    alone: Step
+    beside: Step
+    longer_s: dict[str, float]
+    steps_s: tuple[float, ...]
+    longest: FlowStep
+
+    @property
+    def slowdown(self) -> float:
+        return self.beside.seconds / self.alone.seconds
+
+
+class _Window(NamedTuple):
+    """From `begin_s` to `end_s`: of each job, how many steps it was given, and which of them are inside."""
+
+    begin_s: float
+    end_s: float
+    counts: list[int]
+    inside: list[list[int]]
+
+
+def together(programs: Sequence[Program], places: Sequence[Sequence[int]], workers: int) -> Program:
+    """Programs as one: worker w of program j is worker `places[j][w]`, and those that are left of `workers` are idle.
+
+    Its lanes and its communications are those of the programs, one after another, and the idle workers' lane.
+    """
+    lanes: list[Lane] = []
+    communications: list[Communication] = []
+    for made, place in zip(programs, places, strict=True):
+        first, at = len(communications), np.array(place)
+        groups = {id(one.groups): one.groups for one in made.communications}
+        moved = {key: tuple(map(tuple, at[np.array(own)].tolist())) for key, own in groups.items()}
+        like = {id(one): structs.replace(one, groups=moved[id(one.groups)]) for one in made.communications}
+        communications += [like[id(one)] for one in made.communications]
+        lanes += [
+            Lane(tuple(at[list(lane.workers)].tolist()), tuple(_later(action, first) for action in lane.actions))
+            for lane in made.lanes
+        ]
+    if idle := set(range(workers)).difference(*places):
+        lanes.append(Lane(tuple(sorted(idle)), ()))
+    return Program("jobs on one network", tuple(lanes), tuple(communications))
+
+
+def _later(action: Action, first: int) -> Action:
+    return action if isinstance(action, Compute) else type(action)(action.communication + first)
+
+
+def simulate_shared(
+    jobs: Sequence[Job],
+    places: Sequence[Sequence[int]],
+    network: Network,
+    *,
+    steps: int = STEPS,
+    shift_s: Sequence[float] = (),
+) -> tuple[tuple[float, float], list[SharedStep]]:
+    """Simulate jobs on one network (`network_of`), and return the window, in seconds from the start, and their steps.
+
+    Worker w of job j is GPU `places[j][w]`; the job begins after `shift_s[j]` seconds (at once without), and makes at
+    least `steps` steps in the window. What a step is made of is as in `simulate`; so `pipeline` is by how much longer a
+    job's steps take than if its own pipeline sent nothing. Raises `InputError` on machines with other links, and
+    `TooLargeError` on too many steps of workers that are not alike.
+    """
+    if not 1 <= steps <= _MOST_STEPS:
+        raise InputError(f"iterations: {steps} (expected 1 to {_MOST_STEPS:,} steps)")
+    for (number, job), field in product(enumerate(jobs, 1), _OF_NETWORK):
+        own, first = (getattr(one.machine, field) for one in (job, jobs[0]))
+        if own != first:
+            raise InputError(f"job {number}, {job.name}: {field} {own:g} (expected {first:g}, as job 1 on one network)")
+    return _Shared(jobs, places, network, list(shift_s) or [0.0] * len(jobs)).steps(steps)
+
+
+class _Shared:
+    """Jobs on a network, and on one that is not disturbed."""
+
+    def __init__(
+        self, jobs: Sequence[Job], places: Sequence[Sequence[int]], network: Network, shift_s: list[float]
+    ) -> None:
+        self.jobs, self.shift_s = jobs, shift_s
+        self.made = [program(job) for job in jobs]
+        every = together(self.made, places, network.workers)
+        quiet = replace(network, disturbances=())
+        quotients = {one: Quotient(every, jobs[0].machine, one) for one in {quiet, network}}
+        self.quiet, self.network = quotients[quiet], quotients[network]
+        self.lanes = [range(*ends) for ends in pairwise(accumulate((len(one.lanes) for one in self.made), initial=0))]
+        firsts = accumulate((len(one.communications) for one in self.made), initial=0)
+        self.sends = [{first + n for n in sends_of(one)} for first, one in zip(firsts, self.made, strict=False)]
+
+    def steps(self, steps: int) -> tuple[tuple[float, float], list[SharedStep]]:
+        every = range(len(self.jobs))
+        counts = [[int(other == j) for other in every] for j in every]
+        alone = [self._run(self.quiet, counts[j])[j] for j in every]
+        window, found = self._window(steps, [seconds_of(lanes) for (lanes,) in alone])
+        result = []
+        for j, inside in enumerate(window.inside):
+            free = self._free(j, self.network, window.counts)
+            beside = [found[j][k] for k in inside], [free[k] for k in inside if free]
+            result.append(self._shared(j, (alone[j], self._free(j, self.quiet, counts[j])), beside))
+        return (window.begin_s, window.end_s), result
+
+    def _shared(self, j: int, alone: tuple[Steps, Steps], beside: tuple[Steps, Steps]) -> SharedStep:
+        """Of a job, of simulated steps, and of the same where its pipeline sends nothing."""
+        job, made = self.jobs[j], self.made[j]
+        lane = busiest(made, beside[0])
+        first, same = (mean_step(job, made, *alone, own) for own in (busiest(made, alone[0]), lane))
+        mean, longest, before = mean_step(job, made, *beside, lane), max(beside[0], key=seconds_of), same.parts
+        return SharedStep(
+            first,
+            mean,
+            {part: seconds - before[part] for part, seconds in mean.parts.items()},
+            tuple(map(seconds_of, beside[0])),
+            FlowStep(replace(mean, seconds=seconds_of(longest)), made, longest),
+        )
+
+    def _free(self, j: int, quotient: Quotient, counts: list[int]) -> Steps:
+        """The steps of a job where its own pipeline sends nothing; none if it has no pipeline."""
+        return self._run(quotient, counts, self.sends[j])[j] if self.sends[j] else []
+
+    def _run(self, quotient: Quotient, counts: list[int], free: Container[int] = ()) -> list[Steps]:
+        """The steps of all jobs, with the numbers that lanes have in a job's own program."""
+        found = run_steps(quotient, self.lanes, counts, self.shift_s, free)
+        return [
+            [[replace(lane, lane=lane.lane - lanes.start) for lane in step] for step in own]
+            for own, lanes in zip(found, self.lanes, strict=True)
+        ]
+
+    def _window(self, steps: int, each_s: Sequence[float]) -> tuple[_Window, list[Steps]]:
+        """Simulate until the window has as many steps, if one of each job takes about `each_s`."""
+        counts, early = [0] * len(each_s), [False] * len(each_s)
+        while True:
+            until_s = max(self.shift_s) + steps * max(each_s)
+            enough = (
+                math.ceil((until_s - shift) / seconds - _ROUNDING)
+                for shift, seconds in zip(self.shift_s, each_s, strict=True)
+            )
+            counts = [max(own + last, least) for own, last, least in zip(counts, early, enough, strict=True)]
+            found = self._run(self.network, counts)
+            ends_s = [
+                [*accumulate(map(seconds_of, own), initial=shift)]
+                for own, shift in zip(found, self.shift_s, strict=True)
+            ]
+            window = _window_of(ends_s, max(self.shift_s), counts)
+            if min(map(len, window.inside)) >= steps:
+                return window, found
+            each_s = [(own[-1] - own[0]) / count for own, count in zip(ends_s, counts, strict=True)]
+            early = [own[-1] <= window.end_s * (1 + _ROUNDING) for own in ends_s]
+
+
+def _window_of(ends_s: list[list[float]], begin_s: float, counts: list[int]) -> _Window:
+    """The window of steps that begin and end at these moments."""
+    end_s = min(own[-1] for own in ends_s)
+    least_s, most_s = begin_s * (1 - _ROUNDING), end_s * (1 + _ROUNDING)
+    inside = [
+        [k for k, (begin, end) in enumerate(pairwise(own)) if least_s <= begin and end <= most_s] for own in ends_s
+    ]
+    return _Window(begin_s, end_s, counts, inside)
