@@ -42,6 +42,7 @@ __all__ = [
     "quantity",
     "setting",
     "split",
+    "timeline_paths",
     "with_options",
 ]
 
@@ -94,7 +95,8 @@ Fidelity = Annotated[
 Iterations = Annotated[
     int | None,
     typer.Option(
-        help="Number of iterations to simulate.", show_default="1, or 3 where they differ; 30 where jobs share"
+        help="Number of iterations to simulate.",
+        show_default="1, or 3 where they differ; 30 where jobs share, 3 where whole ones do",
     ),
 ]
 
@@ -244,6 +246,11 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{path}: {error.strerror} (expected a folder, or a path where one can be made)") from None
+
+
+def timeline_paths(folder: Path, jobs: int) -> list[Path]:
+    """The files in the folder to which the timelines of this number of jobs are written."""
+    return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 
 def check_installed(library: str, extra: str, purpose: str) -> None:

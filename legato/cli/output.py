@@ -25,11 +25,13 @@ from legato.core.workload import Workload
 
 if TYPE_CHECKING:
     from legato.report.model import TextTable
+    from legato.simulator.flow import Disturbance
 
 __all__ = [
     "describe_cost",
     "describe_size",
     "note",
+    "note_unseen",
     "print_json",
     "print_rows",
     "print_table",
@@ -191,6 +193,15 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Print a line on standard error."""
     _console(stderr=True).print(text, soft_wrap=True)
+
+
+def note_unseen(windows_s: Mapping[str, Sequence[float]], disturbances: Sequence[Disturbance]) -> None:
+    """Say which disturbances are over when the window of a case begins, in which times count, or begin after it."""
+    for case, (begin_s, end_s) in windows_s.items():
+        for one in disturbances:
+            if one.end_s <= begin_s or one.start_s >= end_s:
+                window = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
+                note(f"{case}: {one.kind} {one.number} is disturbed outside of the window only, {window}")
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rich.table import Table
 
 from legato.cli.axes import Given, Machines
-from legato.cli.options import Simulated, in_flight_words, make_folder, one_each, setting, whole
-from legato.cli.output import note, print_json, print_table, progress
+from legato.cli.options import Simulated, in_flight_words, make_folder, one_each, setting, timeline_paths, whole
+from legato.cli.output import note, note_unseen, print_json, print_table, progress
 from legato.core import files
 from legato.core.errors import InputError
 from legato.core.plan import Plan
@@ -22,10 +22,10 @@ from legato.core.units import format_seconds
 from legato.core.workload import Workload
 
 if TYPE_CHECKING:
-    from legato.simulator.flow import Disturbance, Network, Phases, SharedJob, SharedNetwork
+    from legato.simulator.flow import Network, Phases, SharedJob, SharedNetwork
     from legato.simulator.flow.shared.placement import Placement
 
-__all__ = ["JobOptions", "simulate_shared", "timeline_paths"]
+__all__ = ["JobOptions", "simulate_shared"]
 
 #: The priorities that Crux would give.
 BY_INTENSITY = "intensity"
@@ -86,6 +86,7 @@ def simulate_shared(
     """Simulate jobs on a network with a host for each of their workers, and print what they do to one another."""
     from legato.simulator.flow import SharedNetwork
     from legato.simulator.flow.shared.jobs import ITERATIONS
+    from legato.simulator.flow.shared.placement import check_taken
 
     workers, machines, network = _network(len(workloads), given, how)
     if what.fidelity == "collective":
@@ -95,7 +96,7 @@ def simulate_shared(
         if how.best_shift and there:
             raise InputError(f"--best-shift and --{option}: give one or the other")
     jobs = _jobs(workloads, workers, network, what, how, options)
-    _check_taken(jobs, network)
+    check_taken({host for job in jobs for host in job.hosts}, network)
     priorities = [0] * len(jobs)
     if how.priority not in (None, BY_INTENSITY):
         priorities = one_each("priority", how.priority, len(jobs), whole, 0)
@@ -108,7 +109,7 @@ def simulate_shared(
     if output is not None:
         _write(output, shared, best)
     if network.disturbances:
-        _note_unseen(rows, network.disturbances)
+        note_unseen({row["case"]: row["window_s"] for row in rows}, network.disturbances)
         quiet, _ = _rows(SharedNetwork(jobs, replace(network, disturbances=()), iterations=number), how, priorities)
         rows += [row | {"case": f"{row['case']}, undisturbed"} for row in quiet]
     if json:
@@ -183,26 +184,6 @@ def _jobs(
     return jobs
 
 
-def _check_taken(jobs: Sequence[SharedJob], network: Network) -> None:
-    """Raise `InputError` if a GPU is slower on which no job has a worker, or a card that no job uses.
-
-    It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.
-    """
-    taken = {host for job in jobs for host in job.hosts}
-    cards = {host // network.gpus_per_card for host in taken}
-    of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
-    slower: list[tuple[str, int]] = [(one.kind, one.number) for one in of_gpus]
-    slower += [("slow", number) for number, factor in enumerate(network.compute_scale) if factor != 1]
-    slower += [("slow_link", number) for number, factor in enumerate(network.link_scale) if factor != 1]
-    for name, number in slower:
-        used = number in taken
-        if "link" in name:
-            used = not network.switches.connected or number // network.gpus_per_card in cards
-        if not used:
-            expected = f"one of the {len(taken)} with a worker, of {network.workers}"
-            raise InputError(f"{name}: GPU {number}, on which no job has a worker (expected {expected})")
-
-
 def _rows(
     shared: SharedNetwork, how: JobOptions, priorities: Sequence[int]
 ) -> tuple[list[dict[str, Any]], Phases | None]:
@@ -245,16 +226,6 @@ def _rows(
         row = {"case": name, "window_s": [times.begin_s, times.end_s], "slowdown": _finite(times.slowdown)}
         rows.append({**row, "utilization": times.utilization, "jobs": jobs})
     return rows, phases
-
-
-def _note_unseen(rows: Sequence[dict[str, Any]], disturbances: Sequence[Disturbance]) -> None:
-    """Say which disturbances are over when the window begins in which times count, or begin after it."""
-    for row in rows:
-        begin_s, end_s = row["window_s"]
-        for one in disturbances:
-            if one.end_s <= begin_s or one.start_s >= end_s:
-                window = f"{format_seconds(begin_s)} to {format_seconds(end_s)}"
-                note(f"{row['case']}: {one.kind} {one.number} is disturbed outside of the window only, {window}")
 
 
 def _finite(value: float) -> float | None:
@@ -329,11 +300,6 @@ def _drifts(phases: Phases) -> Table:
     for name, slowdown in found:
         table.add_row(name, "too large" if slowdown is None else _slowdown(slowdown))
     return table
-
-
-def timeline_paths(folder: Path, jobs: int) -> list[Path]:
-    """The files in the folder to which the timelines of this number of jobs are written."""
-    return [folder / f"job-{number}.json" for number in range(1, jobs + 1)]
 
 
 def _write(folder: Path, shared: SharedNetwork, best: dict[str, Any]) -> None:

@@ -13,11 +13,12 @@ import msgspec
 import typer
 
 from legato.cli.axes import FabricOptions, Given, NetworkOptions
-from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, one_each, split, whole
+from legato.cli.options import Json, Simulated, in_flight_words, keep_apart, one_each, split, timeline_paths, whole
 from legato.cli.output import note, print_json, print_rows, progress
 from legato.cli.programs import program_of, simulate_program
-from legato.cli.share import JobOptions, simulate_shared, timeline_paths
-from legato.cli.whole_jobs import job_of, simulate_job
+from legato.cli.share import JobOptions, simulate_shared
+from legato.cli.shared_jobs import simulate_shared_jobs
+from legato.cli.whole_jobs import job_of, jobs_of, simulate_job
 from legato.core import files
 from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
 from legato.core.errors import InputError, PlanError, TooLargeError
@@ -71,7 +72,7 @@ def simulate(
 
     A whole job, as legato workload --tensor writes it, is simulated on the links and hosts of its machine, with the
     topology and the disturbances that are given here, or at collective fidelity; and so is a traced one, as legato
-    import --program writes it, also on more --workers.
+    import --program writes it, also on more --workers. With --share, several whole jobs run on one network.
 
     Example: [bold]legato simulate vgg.json --workers 32 --bandwidth 25Gbit --fabric all[/]
     """
@@ -85,6 +86,9 @@ def simulate(
     for written in timeline_paths(output, len(workloads)) if output is not None and jobs.share else [output]:
         keep_apart([*workloads, *plans, *([] if network.file is None else [network.file])], output=written)
     data = [files.load(path) for path in workloads]
+    if jobs.share and len(data) > 1 and (several := jobs_of(data, workloads)):
+        simulate_shared_jobs(typed, several)
+        return
     if (job := job_of(data, workloads)) is not None:
         simulate_job(typed, job)
         return

@@ -204,7 +204,7 @@ def job_of(data: list[bytes], paths: list[Path]) -> Job | None:
     """The job in the only file, or None if it holds something else. Raises `InputError` if it is one of several."""
     jobs = [path for one, path in zip(data, paths, strict=True) if files.holds(one, Job)]
     if jobs and len(paths) > 1:
-        raise InputError(f"{jobs[0]}: a whole job beside other files (expected it alone)")
+        raise InputError(f"{jobs[0]}: a whole job beside other files (expected it alone, or --share)")
     return files.decode(data[0], Job, str(paths[0])) if jobs else None
 
 

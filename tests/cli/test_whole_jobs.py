@@ -109,7 +109,7 @@ def test_what_simulate_refuses_for_a_job(job, capsys, options, message):
 
 def test_a_job_beside_a_workload_is_refused(job, workload, capsys):
     status, _, err = run(capsys, "simulate", workload, job, "--fidelity", "collective")
-    assert status == 2 and "job.json: a whole job beside other files (expected it alone)" in err
+    assert status == 2 and "job.json: a whole job beside other files (expected it alone, or --share)" in err
 
 
 @pytest.mark.parametrize(

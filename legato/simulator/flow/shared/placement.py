@@ -15,7 +15,7 @@ from legato.simulator.flow.engine.graph import Graph
 from legato.simulator.flow.network.network import Network
 from legato.simulator.flow.network.topology import Hosts, Routes, Topology
 
-__all__ = ["PLACEMENTS", "Placed", "Placement", "num_hosts", "place"]
+__all__ = ["PLACEMENTS", "Placed", "Placement", "check_taken", "num_hosts", "place"]
 
 #: How jobs are placed: one after the other; alternately over racks; anyhow; all of them on the same hosts.
 Placement = Literal["packed", "spread", "random", "together"]
@@ -57,6 +57,25 @@ def place(workers: Sequence[int], how: Placement, network: Network) -> list[tupl
         hosts = hosts[np.lexsort((leaf, on_leaf))]
     places, ends = hosts.ravel().tolist(), np.cumsum(workers)
     return [tuple(places[end - count : end]) for end, count in zip(ends, workers, strict=True)]
+
+
+def check_taken(taken: set[int], network: Network) -> None:
+    """Raise `InputError` if a GPU is slower that is not `taken` by a worker of a job, or a card that no job uses.
+
+    It would change nothing. On rails without spines, transfers also take the cards of GPUs without a worker.
+    """
+    cards = {host // network.gpus_per_card for host in taken}
+    of_gpus = [one for one in network.disturbances if one.kind in ("compute", "link")]
+    slower: list[tuple[str, int]] = [(one.kind, one.number) for one in of_gpus]
+    slower += [("slow", number) for number, factor in enumerate(network.compute_scale) if factor != 1]
+    slower += [("slow_link", number) for number, factor in enumerate(network.link_scale) if factor != 1]
+    for name, number in slower:
+        used = number in taken
+        if "link" in name:
+            used = not network.switches.connected or number // network.gpus_per_card in cards
+        if not used:
+            expected = f"one of the {len(taken)} with a worker, of {network.workers}"
+            raise InputError(f"{name}: GPU {number}, on which no job has a worker (expected {expected})")
 
 
 class Placed(Topology):
