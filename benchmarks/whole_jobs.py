@@ -27,9 +27,10 @@ from unittest import mock
 from msgspec.structs import replace
 
 from legato.core.job import Job, LanguageModel, Latent, Mesh
-from legato.simulator.flow import Disturbance
+from legato.simulator.flow import Disturbance, place
 from legato.whole_jobs import layer, stages
 from legato.whole_jobs.fit import fit
+from legato.whole_jobs.flow.shared import simulate_shared
 from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.layouts import jobs
 from legato.whole_jobs.parameters import model_flops
@@ -449,6 +450,13 @@ def show_speed() -> None:
         ).step.seconds
         took_s, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         print(f"the same link by link, on {words}: {seconds:.2f} s in {took_s:.1f} s and {most:.0f} MiB")
+    job = llama_405b(1, 64, 16)
+    network = network_of(job.machine, 2 * job.mesh.workers, topology="rails")
+    places = place([job.mesh.workers] * 2, "packed", network)
+    start = time.perf_counter()
+    simulate_shared([job, job], places, network)
+    took_s, most = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(f"two such jobs of {job.mesh.workers:,} GPUs on one network of rails: {took_s:.1f} s and {most:.0f} MiB")
     machine = MACHINES["h100"]
     layouts = list(itertools.islice(jobs("llama", llama_405b(1, 128, 16).model, CORE, machine, 1024, 512), 100))
     networks = [replace(machine, card_bytes_per_s=bandwidth_bps / 8) for bandwidth_bps in (200e9, 400e9, 800e9)]
