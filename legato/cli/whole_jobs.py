@@ -279,11 +279,11 @@ def links(typed: typer.Context, machine: Machine) -> Machine:
     from legato.whole_jobs.presets import with_links
 
     axes = [BY_NAME[name] for name in OF_MACHINE if is_given(typed, name)]
-    values = {axis.field: typed.params[axis.name] for axis in axes}
+    found = {axis.field: typed.params[axis.name] for axis in axes}
     for axis in axes:
         if axis.parse is not None:
-            values[axis.field] = quantity(axis.name.replace("_", "-"), values[axis.field], axis.parse)
-    return with_links(machine, values)
+            found[axis.field] = quantity(axis.name.replace("_", "-"), found[axis.field], axis.parse)
+    return with_links(machine, found)
 
 
 def is_given(typed: typer.Context, option: str) -> bool:

@@ -42,8 +42,8 @@ class _Cell(msgspec.Struct, frozen=True, kw_only=True):
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     """A job on a network, by the values of the sweep's `axes`, by field.
 
-    Its step takes `step_s` seconds, those of its `parts` (`Step.parts`). `speedup` is over the sweep's first network.
-    If there is no result, these are None and `error` says why.
+    Its step takes `step_s` seconds, those of its `parts` (`Step.parts`). `speedup` is over the job's
+    first network that has a result. If there is none, these are None, `parts` empty, and `error` says why.
     """
 
     job: str
@@ -58,12 +58,9 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def columns(self) -> dict[str, Any]:
         """The row as `legato sweep --json` prints it: axes and parts beside the rest."""
-        found: dict[str, Any] = {}
-        for name, value in msgspec.structs.asdict(self).items():
-            if name == "parts":
-                value = {f"{part}_s": seconds for part, seconds in self.parts.items()}
-            found |= value if name in ("axes", "parts") else {name: value}
-        return found
+        found = msgspec.structs.asdict(self)
+        job, axes, parts = (found.pop(name) for name in ("job", "axes", "parts"))
+        return {"job": job, **axes, **found, **{f"{part}_s": seconds for part, seconds in parts.items()}}
 
 
 def sweep_jobs(

@@ -50,9 +50,9 @@ def _parquet(rows: Sequence[SweepRow]) -> bytes:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write these rows, at least one, with the keys of the first; completely or not at all. Raises `FileError`."""
+    """Write these rows, empty where one lacks another's key; completely or not at all. Raises `FileError`."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer = csv.DictWriter(text, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     files.write_text(path, text.getvalue())

@@ -11,6 +11,8 @@ from legato.core.job import Job
 from legato.report.breakdowns import PARTS
 from legato.whole_jobs.cost import COMPUTING, KINDS
 from legato.whole_jobs.flow import simulation
+from legato.whole_jobs.flow.step import network_of
+from legato.whole_jobs.flow.step import simulate as simulate_links
 from legato.whole_jobs.step import predict
 
 LAYOUT = ["--tensor", 8, "--pipeline", 16, "--data", 128, "--microbatches", 16, "--sequence-parallel"]
@@ -240,6 +242,19 @@ def test_a_cell_that_fails_does_not_end_a_sweep_of_jobs(small, capsys, tmp_path,
     status, out, err = run(capsys, "sweep", small, "--racks", "1,2", "--jobs", 1, "-o", tmp_path / "rows.csv")
     assert status == 0 and out.count("failed") == 2
     assert "2 failed: more than 10 flows and computations" in err
+
+
+def test_the_first_cell_of_a_file_may_have_failed(small, capsys, tmp_path, monkeypatch):
+    step = simulate_links(legato.read(small), network_of(legato.read(small).machine, 64))
+    several = len(step.lanes) * max(len(lane.actions) for lane in step.program.lanes)
+    monkeypatch.setattr(simulation, "_MOST_SERVICES", 3 * several)
+    rows, slow = tmp_path / "rows.csv", ",".join(f"compute:{k}:{1 + k / 64}:0" for k in range(64))
+    status, _, err = run(capsys, "sweep", small, "--disturb", slow, "--disturb", "none", "--jobs", 1, "-o", rows)
+    assert status == 0 and "1 failed: more than" in err
+    with open(rows) as file:
+        failed, found = csv.DictReader(file)
+    assert failed["error"] and not failed["step_s"] + failed["computing_s"]
+    assert float(found["step_s"]) == step.step.seconds and float(found["speedup"]) == 1
 
 
 @pytest.mark.parametrize(
