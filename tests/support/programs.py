@@ -1,6 +1,6 @@
 """Training programs made at random: loops composed of habits, under stock DDP and under legato with late messages.
 
-    PYTHONPATH=tests python -m support.programs [--seeds 0:1000] [--one 17] [--habits a,b] [--slow] [--dry]
+    PYTHONPATH=tests python -m support.programs [--seeds 0:1000] [--one 17] [--habits a,b] [--slow] [--auto] [--dry]
 
 A program is a seed and a list of habits: a model, an optimizer, and one to six others, each of which puts something
 into the training loop, at moments and in steps that its own random numbers choose. What it computes is noted down:
@@ -8,8 +8,12 @@ losses, what readers read, and at the end all parameters, buffers, gradients and
 notes must be those of stock DDP bit for bit, or legato refuses the program with the same `LegatoError` on all ranks. A
 program that stock DDP itself refuses is left out. One that fails is made smaller, habit by habit.
 
+Plans are random and given, or with `--auto` legato makes them: programs are longer, and observation and tournaments so
+short that a plan is decided within them. Which plan wins is drawn, and in most programs which plans compete, too.
+
 With `--dry` the second side is stock DDP too, with a bucket for each parameter and ranks that dawdle: it tests the
-programs. `--habits` takes these habits in place of those that the seed draws, and `--slow` may draw the slow ones.
+programs. `--habits` takes these habits in place of those that the seed draws, `--slow` may draw the slow ones, and
+`--whole` leaves programs that fail as long as they are.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import collections
 import contextlib
 import copy
 import ctypes
+import faulthandler
 import functools
 import gc
 import hashlib
@@ -26,11 +31,17 @@ import os
 import pickle
 import random
 import re
+import signal
+import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
+from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
 import numpy
 import torch
 import torch.distributed as dist
@@ -41,15 +52,20 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from support.automatic import _planned_here, short_tournaments
 from support.ranks import Ranks
 from support.training import MODELS, first_passes, random_plan
 
 #: Seconds after which a rank that does not answer hangs; after another one has failed, it is not waited for.
-PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60}, 5
+PATIENCE_S, AFTER_A_FAILURE_S = {"ddp": 30, "dry": 60, "legato": 60, "auto": 60}, 5
 #: Programs after which the ranks are replaced: each leaves groups and threads behind.
 PROGRAMS = 20
+#: The kinds in which legato trains: by given plans, and by plans of its own.
+LEGATOS = ("legato", "auto")
 
 # ---- one run of a program ------------------------------------------------------------------
 
@@ -61,21 +77,24 @@ class Deliberate(Exception):
 class Job:
     """One run on this rank: what the habits have set up, and what has been noted down."""
 
-    def __init__(self, seed, kind):
+    def __init__(self, seed, kind, long=False):
         self.seed, self.kind, self.i, self.working, self.plans = seed, kind, -1, False, 0
-        self.steps = random.Random(seed).randint(6, 14)
+        self.steps = random.Random(seed).randint(*((12, 24) if long else (6, 14)))
         self.generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         self.dawdling = random.Random(f"{seed} {kind} {dist.get_rank()}")
         self.attaching = random.Random(f"{seed} attaching")
+        self.contests, self.on_attaching = [], {}
         self.log, self.moments, self.made, self.ready = [], collections.defaultdict(list), [], []
         self.options, self.contexts, self.losses, self.strangers, self.around, self.cleanups = {}, [], [], [], [], []
         self.module, self.optimizers, self.closures = Dense(), [], False
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
         self.optimizers_last = self.module_given = self.late_optimizer = False
-        self.zero_at, self.zero = "begin", lambda: [o.zero_grad() for o in self.optimizers]
+        self.method = getattr  # of an optimizer
+        self.zero_at, self.zero = "begin", lambda: [self.method(o, "zero_grad")() for o in self.optimizers]
         self.work, self.backward = self.plain_work, lambda loss, **options: loss.backward(**options)
-        self.step, self.step_of = lambda: [self.step_of(o) for o in self.optimizers], lambda o: o.step()
+        self.step_of = lambda o: self.method(o, "step")()
+        self.step = lambda: [self.step_of(o) for o in self.optimizers]
 
     # What habits use
 
@@ -102,6 +121,19 @@ class Job:
             step = rng.randrange(self.steps)
             return lambda f: self.moments["begin"].append(lambda: self.i == step and f())
         return (lambda f: f()) if when == "early" else self.ready.append
+
+    def with_optimizers(self, rng):
+        """Decorate what is done with the optimizers: when they are made, when legato is attached, or midway."""
+        when = rng.choice(["made", "ready", "midway"])
+        if when == "midway":
+            step = rng.randrange(self.steps)
+            return lambda f: self.moments["begin"].append(lambda: self.i == step and f(self.optimizers))
+        return self.made.append if when == "made" else lambda f: self.ready.append(lambda: f(self.optimizers))
+
+    def once(self, rng, *moments):
+        """Decorate what happens in one step, at one of these moments."""
+        step = rng.randrange(self.steps)
+        return lambda f: self.moments[rng.choice(moments or ["begin", "after"])].append(lambda: self.i == step and f())
 
     def note(self, label, value):
         self.log.append((self.i, label, digest(value)))
@@ -166,7 +198,7 @@ class Job:
         self.happen("begin")
         if self.closures:
             for optimizer in self.optimizers:
-                optimizer.step(self._closure)
+                self.method(optimizer, "step")(self._closure)
         else:
             self._closure()
             self.step()
@@ -177,7 +209,7 @@ class Job:
     def train(self):
         """The whole program, with its last notes."""
         early = None if self.optimizers_last else self.optimizers_of(self.module)
-        given_module = self.module_given and self.kind == "legato"
+        given_module = self.module_given and self.kind in LEGATOS
         model = self.module if given_module else DDP(self.module, **self.options)
         self.optimizers = early or self.optimizers_of(self.module)
         self.ddp = self.attach(model, self.optimizers, self.late_optimizer, **(self.options if given_module else {}))
@@ -207,6 +239,7 @@ class Job:
         groups[0] = [*groups[0], *self.strangers]
         made = [self.make_optimizer(group) for group in groups]
         made = list(itertools.chain(*(o if isinstance(o, list) else [o] for o in made)))
+        self.classes = [type(o) for o in made]
         for function in self.made:
             function(made)
         return made
@@ -217,27 +250,31 @@ class Job:
 
     def _attach(self, model, optimizers, late, **options):
         """A wrapped model; where legato trains, legato attaches to it and its optimizers, in one of its ways."""
-        if self.kind != "legato":
+        if self.kind not in LEGATOS:
             return model
         import legato
 
-        attach, plan = self.attaching.choice([legato.distribute, legato.pytorch.attach]), self.plan(model)
-        others = self.attaching.choice(["attached", "managed", "unknown"])
+        ways = [legato.distribute, legato.pytorch.attach]
+        attach = ways[0] if self.kind == "auto" or self.on_attaching else self.attaching.choice(ways)
+        others, options = self.attaching.choice(["attached", "managed", "unknown"]), options | self.on_attaching
+        plan = [] if self.kind == "auto" else [self.plan(model)]  # without one, legato makes one
+        if self.kind == "auto":
+            self.contests.append(self.contestants(model))
         if late:  # first without an optimizer
-            model, _ = attach(model, None, plan, **options)
-            options, step = {}, self.attaching.randrange(4)
+            model, _ = attach(model, None, *plan, **options)
+            step = self.attaching.randrange(10 if self.kind == "auto" else 4)
 
             @self.moments["begin"].append
             def give():
                 if self.i == step and self.attached():
-                    attach(self.ddp, self.optimizers[0], self.attached().plan)
+                    attach(self.ddp, self.optimizers[0], *([self.attached().plan] if plan else []))
 
         else:
-            model, same = attach(model, optimizers[0], plan, **options)
+            model, same = attach(model, optimizers[0], *plan, **options)
             assert same is optimizers[0]
         for optimizer in optimizers[1:]:
             if others == "attached":
-                attach(model, optimizer, legato.attachment(model).plan)
+                attach(model, optimizer, *([legato.attachment(model).plan] if plan else []))
             elif others == "managed":
                 legato.attachment(model).manage(optimizer)
         return model
@@ -245,8 +282,25 @@ class Job:
     def plan(self, model):
         """A random plan, another one each time."""
         self.plans += 1
-        module = model.module if isinstance(model, DDP) else model
-        return random_plan(module, f"{self.seed} {self.plans}", forward_overlap=self.attaching.random() < 0.8)
+        plan = random_plan(
+            getattr(model, "module", model), f"{self.seed} {self.plans}", forward_overlap=self.attaching.random() < 0.8
+        )
+        return msgspec.structs.replace(plan, scheduler=f"random-{self.plans}")
+
+    def contestants(self, model):
+        """DDP's plan and some others."""
+        from legato.auto import default_buckets
+
+        ddps = msgspec.structs.replace(default_buckets(model), scheduler="ddp")
+        return [ddps, *(self.plan(model) for _ in range(self.attaching.randint(1, 2)))]
+
+    def planned(self, contest):
+        """What competes in place of the planner's plans, for the model that was attached last of those it may be."""
+        names = {tensor.name for tensor in contest.workload.tensors}
+        for plans in reversed(self.contests):
+            if names <= {piece.tensor for message in plans[0].messages for piece in message.slices}:
+                return [plan for plan in plans if contest.overlap or not plan.forward_overlap]
+        return _planned_here(contest)  # a parameter was thawed since
 
     def attached(self):
         """legato on the model that is trained, if any."""
@@ -491,6 +545,154 @@ def flat(job, rng):
 # Optimizers
 
 _o = torch.optim
+
+
+class Own(_o.Optimizer):
+    """A user's optimizer."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        return _own_step(self, closure)
+
+
+@torch.no_grad()
+def _own_step(optimizer, closure):
+    with torch.enable_grad():
+        loss = closure() if closure else None
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                state = optimizer.state[p]
+                state["mean"] = p.grad.clone() if "mean" not in state else state["mean"].mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * state["mean"])
+    return loss
+
+
+class Bare(_o.Optimizer):
+    """It does not call `Optimizer.__init__`, and so has no tables of hooks."""
+
+    def __init__(self, params, lr=0.05):
+        self.defaults, self.state = {"lr": lr}, collections.defaultdict(dict)
+        self.param_groups = [{"params": list(params), "lr": lr}]
+
+    def step(self, closure=None):
+        return _own_step(self, closure)
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.param_groups[0]["params"]:
+            if set_to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad.zero_()
+
+    def state_dict(self):
+        return {"state": [self.state.get(p, {}) for p in self.param_groups[0]["params"]], "lr": self.defaults["lr"]}
+
+    def load_state_dict(self, state_dict):
+        self.state.update(zip(self.param_groups[0]["params"], copy.deepcopy(state_dict["state"]), strict=True))
+
+
+class Lookahead(_o.Optimizer):
+    """Around another optimizer whose groups it shares, without `Optimizer.__init__`."""
+
+    name = "optimizer"
+
+    def __init__(self, optimizer):
+        vars(self)[self.name] = optimizer
+        self.count, self.defaults = 0, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, collections.defaultdict(dict)
+
+    def step(self, closure=None):
+        loss = getattr(self, self.name).step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]) if self.count % 2 == 0 else ():
+            slow = self.state[p].setdefault("slow", p.data.clone())
+            slow.add_(p.data - slow, alpha=0.5)
+            p.data.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        getattr(self, self.name).zero_grad(set_to_none)
+
+    def add_param_group(self, group):
+        getattr(self, self.name).add_param_group(group)
+
+    def state_dict(self):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {"fast": getattr(self, self.name).state_dict(), "slow": [self.state.get(p, {}) for p in parameters]}
+
+    def load_state_dict(self, state_dict):
+        getattr(self, self.name).load_state_dict(state_dict["fast"])
+        self.param_groups = getattr(self, self.name).param_groups
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state.update(zip(parameters, copy.deepcopy(state_dict["slow"]), strict=True))
+
+
+class LookaheadOfTimm(Lookahead):
+    """timm's has the tables of hooks."""
+
+    name = "_base_optimizer"
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self._optimizer_step_pre_hooks = collections.OrderedDict()
+        self._optimizer_step_post_hooks = collections.OrderedDict()
+
+
+class Facade:
+    """No optimizer by its class: passes on what it is asked."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        if name == "optimizer":  # not there yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class Proximal(_o.SGD):
+    """torch's, with an end of its own to each step."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.copy_(p.sgn() * (p.abs() - 1e-3).clamp(min=0))
+        return loss
+
+
+class Masters(_o.SGD):
+    """It updates copies of the parameters, in float64."""
+
+    def __init__(self, params, **options):
+        self.models = list(params)
+        super().__init__([p.detach().to(torch.complex128 if p.is_complex() else torch.float64) for p in self.models],
+                         **options)  # fmt: skip
+
+    def _pairs(self):
+        return zip(self.models, self.param_groups[0]["params"], strict=True)
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for p, master in self._pairs():
+            master.grad = None if p.grad is None else p.grad.to(master.dtype)
+        super().step()
+        for p, master in self._pairs():
+            p.data.copy_(master)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.models:
+            if set_to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad.zero_()
+
+
 OPTIMIZERS = {
     "sgd": lambda ps: _o.SGD(ps, lr=0.1),
     "momentum": lambda ps: _o.SGD(ps, lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True, foreach=False),
@@ -514,6 +716,10 @@ OPTIMIZERS = {
     "muon": lambda ps: [
         _o.Muon([p for p in ps if p.dim() == 2], lr=1e-2), _o.Adam([p for p in ps if p.dim() != 2] or ps)
     ],
+    "own": Own, "bare": Bare, "proximal": lambda ps: Proximal(ps, lr=0.05, momentum=0.9),
+    "masters": lambda ps: Masters(ps, lr=0.05, momentum=0.9), "facade": lambda ps: Facade(_o.Adam(ps, lr=1e-2)),
+    "lookahead": lambda ps: Lookahead(_o.SGD(ps, lr=0.05, momentum=0.9)),
+    "lookahead_of_timm": lambda ps: LookaheadOfTimm(_o.Adam(ps, lr=1e-2)),
 }  # fmt: skip
 
 
@@ -532,6 +738,7 @@ def lbfgs(job, rng):
 
 habit(lambda job, rng: setattr(job, "split", lambda ps: [ps[::2], ps[1::2]]), name="two_optimizers")
 habit(lambda job, rng: setattr(job, "split", lambda ps: [ps, ps[1::2]]), name="overlapping_optimizers")
+habit(lambda job, rng: setattr(job, "split", lambda ps: [[p] for p in ps]), name="optimizer_of_each")
 
 
 @habit
@@ -550,27 +757,106 @@ habit(lambda job, rng: setattr(job, "closures", True), name="closures")
 
 @habit
 def schedulers(job, rng):
+    length = job.steps + 1
     make = rng.choice([
         lambda o: lr_scheduler.StepLR(o, 3, 0.5), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
         lambda o: lr_scheduler.CyclicLR(o, 1e-3, 0.1, 4, cycle_momentum=False),
-        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=job.steps + 1, cycle_momentum=False),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=length, cycle_momentum=rng.random() < 0.3),
+        lambda o: lr_scheduler.LambdaLR(o, lambda i: 1 / (1 + i)), lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.7, patience=1),
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.LinearLR(o)]),
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.PolynomialLR(o, 9)], [3]),
     ])  # fmt: skip
     schedules = []
-    create = lambda optimizers: schedules.__setitem__(slice(None), map(make, optimizers))  # noqa: E731
-    rng.choice([job.made.append, lambda f: job.ready.append(lambda: f(job.optimizers))])(create)
-    job.moments["after"].append(lambda: [s.step() for s in schedules])
+    job.with_optimizers(rng)(lambda optimizers: schedules.__setitem__(slice(None), map(make, optimizers)))
+
+    @job.moments["after"].append
+    def step():
+        for s in schedules:
+            s.step(*([job.i % 3] if isinstance(s, lr_scheduler.ReduceLROnPlateau) else []))
+        job.note("learning rates", [g["lr"] for o in job.optimizers for g in o.param_groups])
+
+
+def _removed(job, rng, handles):
+    """Perhaps hooks are removed in some step."""
+    if rng.random() < 0.4:
+        job.once(rng)(lambda: [handle.remove() for handle in handles])
+
+
+def step_hooking(job, rng, name):
+    """Hooks on the step of one's own optimizers, or of all, which read or write."""
+    one, post, handles = job.one(rng), rng.random() < 0.5, []
+    act = rng.choice(["note", "gradient", "weight"])
+
+    def hook(optimizer, *_):
+        if act == "gradient" and one().grad is not None:
+            one().grad.mul_(0.5)
+        elif act == "weight":
+            one().data.clamp_(-0.2, 0.2)
+        job.note("in a hook of the step", [one(), one().grad, type(optimizer).__name__])
+
+    if name == "step_hooks":
+
+        @job.with_optimizers(rng)
+        def register(optimizers):
+            handles.extend((o.register_step_post_hook if post else o.register_step_pre_hook)(hook) for o in optimizers)
+
+    else:
+        register = register_optimizer_step_post_hook if post else register_optimizer_step_pre_hook
+        job.early_or_late(rng)(lambda: handles.append(register(hook)))
+    _removed(job, rng, handles)
+    job.cleanups.append(lambda: [handle.remove() for handle in handles])
+
+
+several("step_hooks global_step_hooks", step_hooking)
 
 
 @habit
-def step_hooks(job, rng):
-    one, post = job.one(rng), rng.random() < 0.5
+def methods_bound(job, rng):
+    """`step` and `zero_grad` are looked up once, and called in all later steps."""
+    names, bound = rng.choice([("step",), ("zero_grad",), ("step", "zero_grad")]), {}
+    job.with_optimizers(rng)(lambda os: bound.update({(id(o), name): getattr(o, name) for o in os for name in names}))
+    job.method = lambda o, name: bound.get((id(o), name)) or getattr(o, name)
 
-    @job.early_or_late(rng)
-    def register():
+
+@habit
+def step_replaced(job, rng):
+    """`step` of optimizers, or of their classes, becomes a function around it, perhaps for a while."""
+    one, way, back = job.one(rng), rng.choice(["wrapped", "method", "partial", "class"]), []
+
+    def around(step):
+        @functools.wraps(step)
+        def stepping(*args, **options):
+            job.note("before the step", one())
+            result = step(*args, **options)
+            job.note("after the step", one())
+            return result
+
+        return stepping
+
+    @job.with_optimizers(rng)
+    def replace(optimizers):
+        for o in set(job.classes) if way == "class" else optimizers:
+            plain, has = o.step, "step" in vars(o)
+            o.step = {
+                "method": lambda plain=plain, o=o: types.MethodType(around(lambda _, *xs, **ks: plain(*xs, **ks)), o),
+                "partial": lambda plain=plain: functools.partial(around(plain)),
+            }.get(way, lambda plain=plain: around(plain))()
+            back.append(lambda o=o, plain=plain, has=has: _set(o, "step", plain) if has else delattr(o, "step"))
+
+    if way == "class":
+        job.cleanups.append(lambda: [f() for f in reversed(back)])
+    elif rng.random() < 0.4:
+        job.once(rng)(lambda: [f() for f in reversed(back)])
+
+
+@habit
+def types_of_optimizers(job, rng):
+    @job.at(rng)
+    def look():
         for o in job.optimizers:
-            (o.register_step_post_hook if post else o.register_step_pre_hook)(
-                lambda *_: job.note("in a hook of the step", [one(), one().grad])
-            )
+            job.note("type of an optimizer", f"{type(o).__module__}.{type(o).__qualname__} {type(o) in job.classes}")
+            job.note("how it prints", repr(o).split(" object at ")[0])
 
 
 # Wrapping
@@ -704,18 +990,20 @@ def zeroing(job, rng):
     job.zero_at = rng.choice(["begin", "forward", "after"])
     to_none, every = rng.random() < 0.5, rng.choice([1, 1, 2])
 
-    def grads_by_hand():
+    def grads_by_hand(detach=False):
         for p in job.module.parameters():
             if to_none or p.grad is None:
                 p.grad = None
             else:
+                detach and p.grad.detach_()
                 p.grad.zero_()
 
     ways = {
-        "optimizer": lambda: [o.zero_grad(set_to_none=to_none) for o in job.optimizers],
+        "optimizer": lambda: [job.method(o, "zero_grad")(set_to_none=to_none) for o in job.optimizers],
         "model": lambda: job.ddp.zero_grad(set_to_none=to_none),
         "module": lambda: job.module.zero_grad(set_to_none=to_none),
         "by hand": grads_by_hand,
+        "detached by hand": lambda: grads_by_hand(detach=True),
     }
     way = ways[rng.choice(list(ways))]
     job.zero = lambda: isinstance(job.i, int) and job.i % every == 0 and way()
@@ -729,6 +1017,26 @@ def clipped(job, rng):
         lambda ps: nn.utils.clip_grad_norm_(ps, most, norm_type=float("inf"), foreach=False),
     ])  # fmt: skip
     job.at(rng, "between")(lambda: job.note("norm", by(rng.choice([job.ddp, job.module]).parameters())))
+
+
+@habit
+def clipped_through_a_list(job, rng):
+    """Gradients that stay where they are are listed in one step, and clipped through the list in later ones."""
+    job.options["gradient_as_bucket_view"] = rng.random() < 0.8
+    job.zero = lambda: [job.method(o, "zero_grad")(set_to_none=False) for o in job.optimizers]
+    first, kept, moment = rng.randrange(job.steps), [], rng.choice(["between", "after", "begin"])
+
+    @job.moments[moment].append
+    def gather():
+        if job.i == first:
+            kept[:] = [p.grad for p in job.module.parameters() if p.grad is not None]
+
+    @job.moments["between"].append
+    def clip():
+        if kept:
+            job.note("norm", norm := nn.utils.get_total_norm(kept))
+            for grad in kept:
+                grad.mul_(torch.clamp(0.05 / (norm + 1e-6), max=1.0).to(grad.dtype))
 
 
 @habit
@@ -759,6 +1067,30 @@ def autocast(job, rng):
     job.contexts.append(lambda: torch.autocast("cpu", torch.bfloat16))
 
 
+class Counting(TorchDispatchMode):
+    """A dispatch mode of the user's, which counts products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution)
+        return func(*args, **(kwargs or {}))
+
+
+@habit
+def under_a_mode(job, rng):
+    """A dispatch mode around the forward pass alone."""
+    steps = job.some(rng)
+
+    @contextlib.contextmanager
+    def counting():
+        with Counting() as mode:
+            yield
+        job.note("products", [mode.count])
+
+    job.contexts.append(lambda: counting() if job.i in steps else contextlib.nullcontext())
+
+
 @habit
 def under_a_context(job, rng):
     """Contexts through which operators and saved tensors pass."""
@@ -777,6 +1109,18 @@ def joined(job, rng):
     fewer = rng.choice([0, 2])
     job.around.append(lambda: job.ddp.join())
     job.ready.append(lambda: setattr(job, "steps", job.steps - fewer * dist.get_rank()))
+
+
+@habit
+def lone_forward(job, rng):
+    """One rank alone runs the wrapped model in training mode, and drops what comes out."""
+    rank = rng.randrange(dist.get_world_size())
+
+    @job.at(rng, "begin", "after")
+    def run():
+        sends = list(job.module.buffers()) and job.options.get("broadcast_buffers", True)
+        if dist.get_rank() == rank and not sends and not job.ddp._join_config.enable:
+            job.attempt("alone", lambda: job.ddp(job.probe()[0]))
 
 
 # Readers: what they return is noted, and some of it is kept and noted again later
@@ -871,6 +1215,7 @@ READERS = {
     "numpy_forced": lambda job, p: p.numpy(force=True),
     "numpy_array": lambda job, p: numpy.array(p.detach()),
     "dlpack": lambda job, p: torch.from_dlpack(p.detach()),
+    "dlpack_capsule": lambda job, p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p)),
     "listed": lambda job, p: p.tolist(),
     "printed": lambda job, p: repr(p),
     "item": lambda job, p: [p.sum().item(), float(p.flatten()[0].real), bool(p.detach().any())],
@@ -898,6 +1243,8 @@ READERS = {
     "model_deepcopied": lambda job, p: copy.deepcopy(job.module),
     "ddp_deepcopied": lambda job, p: copy.deepcopy(job.ddp),
     "optimizer_deepcopied": lambda job, p: copy.deepcopy(job.optimizers[0]).state_dict(),
+    "optimizer_pickled": lambda job, p: pickle.loads(pickle.dumps(job.optimizers[-1])).state_dict(),
+    "optimizer_copied": lambda job, p: copy.copy(job.optimizers[0]).state_dict(),
     "vmapped": _vmapped,
     "func_grad": lambda job, p: torch.func.grad(lambda w: w.abs().square().sum())(p),
     "func_jvp": lambda job, p: torch.func.jvp(torch.sin, (p.detach(),), (torch.ones_like(p),)),
@@ -962,14 +1309,29 @@ def averages(job, rng):
 
 @habit
 def held_from_the_start(job, rng):
-    """What was taken before the model was wrapped is read in the middle of training."""
+    """What was taken before the model was wrapped, or later, is read in the middle of training."""
+    detached, all_steps = lambda: [p.detach() for p in job.module.parameters()], rng.random() < 0.5
     take = rng.choice([
         lambda: [p.data for p in job.module.parameters()], lambda: job.module.state_dict(),
-        lambda: [p.detach().view(-1) for p in job.module.parameters()],
+        lambda: [p.view(-1) for p in detached()], lambda: [p.numpy() for p in detached() if p.dtype != torch.bfloat16],
+        lambda: [torch.from_dlpack(p) for p in detached()],
     ])  # fmt: skip
     held = []
     job.early_or_late(rng)(lambda: held.append(take()))
-    job.at(rng)(lambda: job.note("held", held))
+    (job.moments["after"].append if all_steps else job.at(rng))(lambda: job.note("held", held))
+
+
+@habit
+def capsules(job, rng):
+    """DLPack capsules of the parameters themselves, which something opens later."""
+    one, held, opened = job.one(rng), [], []
+    job.early_or_late(rng)(lambda: held.append(torch.utils.dlpack.to_dlpack(one())))
+
+    @job.moments["after"].append
+    def look():
+        if held and job.i >= job.steps // 2:
+            opened.append(torch.utils.dlpack.from_dlpack(held.pop()))
+        job.note("opened", opened)
 
 
 @habit
@@ -1037,6 +1399,35 @@ def writing(job, rng, name):
 
 
 several(" ".join(WRITERS | GRADIENT_WRITERS), writing)
+
+
+@habit
+def moved_and_back(job, rng):
+    """Between two steps the module has another dtype for a moment; after that, its parameters lie elsewhere."""
+    there, share = rng.choice([torch.float64, torch.bfloat16]), rng.random() < 0.1
+
+    @job.at(rng, "begin", "after")
+    def move():
+        dtypes = {t.dtype for t in [*job.module.parameters(), *job.module.buffers()] if t.dtype != torch.int64}
+        if share:
+            job.module.share_memory()
+        elif len(dtypes) == 1 and not job.options.get("gradient_as_bucket_view"):  # as in `gradient_data`
+            job.module.to(there).to(*dtypes)
+
+
+@habit
+def data_over_numpy(job, rng):
+    """From some step on, a parameter lies in an array."""
+    one, arrays = job.one(rng), []
+
+    @job.once(rng)
+    def move():
+        p = one()
+        if p.dtype != torch.bfloat16:
+            arrays.append(p.detach().numpy().copy("K"))
+            p.data = torch.from_numpy(arrays[-1])
+
+    job.moments["after"].append(lambda: job.note("arrays", arrays))
 
 
 @habit
@@ -1209,6 +1600,31 @@ def backward_raises(job, rng):
     _caught(job, rng)
 
 
+@habit
+def step_raises(job, rng):
+    """Before it has changed anything, or afterwards."""
+    steps, post = job.some(rng), rng.random() < 0.5
+
+    def fail(*_):
+        if job.i in steps:
+            raise Deliberate
+
+    @job.with_optimizers(rng)
+    def register(optimizers):
+        for o in optimizers:
+            (o.register_step_post_hook if post else o.register_step_pre_hook)(fail)
+
+    iterate = job._iterate
+
+    def catching():
+        try:
+            iterate()
+        except Deliberate:
+            job.note("the step has raised", "")
+
+    job._iterate = catching
+
+
 # Several models, other models, other plans
 
 
@@ -1267,8 +1683,42 @@ def copied_midway(job, rng):
 
 @habit
 def wrapped_again(job, rng):
-    step, attached = rng.randrange(1, job.steps), rng.random() < 0.7
-    job.moments["begin"].append(lambda: job.i == step and job.become(DDP(job.module, **job.options), attached))
+    """Early or late, with optimizers of its own or with those that there are."""
+    step, attached = rng.randrange(1, rng.choice([6, job.steps])), rng.random() < 0.7
+    same = rng.random() < 0.4
+
+    @job.moments["begin"].append
+    def wrap():
+        if job.i == step and same:
+            job.ddp = DDP(job.module, **job.options)
+            attached and job.attach(job.ddp, job.optimizers)
+        elif job.i == step:
+            job.become(DDP(job.module, **job.options), attached)
+
+
+@habit
+def copied_with_optimizers(job, rng):
+    """The wrapped model is copied together with its optimizers, and both are trained on."""
+    job.options.pop("static_graph", None)
+    how = rng.choice([copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved])
+    attached = rng.random() < 0.5
+
+    @job.once(rng)
+    def copied():
+        job.ddp, job.optimizers = how((job.ddp, job.optimizers))
+        job.module = job.ddp.module
+        attached and job.attach(job.ddp, job.optimizers)
+
+
+@habit
+def optimizer_copied_midway(job, rng):
+    """A copy of an optimizer, which has the same parameters and states, makes the steps from now on."""
+    attached = rng.random() < 0.5
+
+    @job.once(rng)
+    def copied():
+        job.optimizers[0] = copy.copy(job.optimizers[0])
+        attached and job.attach(job.ddp, job.optimizers)
 
 
 @habit
@@ -1286,14 +1736,19 @@ def own_collectives(job, rng):
         job.note("gathered", found)
 
 
+ON_LEGATO = "plan_adopted flushed detached attached_again planned_again competed replanned distributed_again"
+
+
 def on_legato(job, rng, name):
-    """What stock DDP has no word for: legato is asked for something between two steps."""
+    """What stock DDP has no word for: legato is asked for something between two steps, or between two of its passes."""
+    if name == "replanned":
+        job.on_attaching["replan"] = "auto"
 
     def ask():
         import legato
 
         together = not job.ddp._join_config.enable  # in `join()` ranks may have different numbers of steps
-        attached = job.kind == "legato" and together and job.attached()
+        attached = job.kind in LEGATOS and together and job.attached()
         match attached and name:  # without an attachment, none of these
             case "plan_adopted":
                 attached.adopt(job.plan(job.ddp))
@@ -1306,11 +1761,19 @@ def on_legato(job, rng, name):
                 job.attach(job.ddp, job.optimizers)
             case "planned_again":
                 legato.distribute(job.ddp, job.optimizers[0], job.plan(job.ddp))
+            case "competed":
+                attached.compete(job.contestants(job.ddp))
+            case "replanned":  # as if the pace had changed
+                attached.on_drift("computation on rank 0 takes twice as long")
+            case "distributed_again":
+                legato.distribute(job.ddp, job.optimizers[0])
 
-    job.at(rng, "begin", "after")(ask)
+    once = name in ("competed", "replanned") or rng.random() < 0.5
+    anywhere = {"flushed": ["forward", "between"], "detached": ["between"], "attached_again": ["between"]}.get(name, [])
+    (job.once if once else job.at)(rng, "begin", "after", *anywhere)(ask)
 
 
-several("plan_adopted flushed detached attached_again planned_again", on_legato)
+several(ON_LEGATO, on_legato)
 
 
 @habit
@@ -1318,7 +1781,7 @@ def traced_by_legato(job, rng):
     steps, iterate = job.some(rng), job._iterate
 
     def traced():
-        attached = job.kind == "legato" and job.i in steps and job.attached()
+        attached = job.kind in LEGATOS and job.i in steps and job.attached()
         with attached.trace() if attached else contextlib.nullcontext():
             iterate()
 
@@ -1343,6 +1806,30 @@ def compiled_function(job, rng):
 
 
 @slow
+def compiled_ddp(job, rng):
+    torch._dynamo.reset()
+    job.with_optimizers(rng)(lambda _: hasattr(job, "ddp") and _set(job, "ddp", _compiled(job.ddp)))
+
+
+@slow
+def compiled_steps(job, rng):
+    """`step` of the optimizers, or a function that calls it."""
+    torch._dynamo.reset()
+    inside, compiled = rng.random() < 0.5, {}
+
+    @job.with_optimizers(rng)
+    def compile_them(optimizers):
+        for o in optimizers:
+            compiled[id(o)] = o, _compiled((lambda o=o: o.step()) if inside else o.step)
+
+    job.step_of = lambda o: compiled[id(o)][1]() if id(o) in compiled else o.step()
+
+
+def _compiled(it):
+    return torch.compile(it, backend="aot_eager")
+
+
+@slow
 def scripted_part(job, rng):
     for m in job.module.modules():
         for name, child in m.named_children():
@@ -1360,14 +1847,16 @@ def profiled(job, rng):
 # ---- drawing and running ----------------------------------------------------------------------
 
 
-def drawn(seed, slow=False):
-    """The names of the habits that a seed stands for."""
+def drawn(seed, slow=False, auto=False):
+    """The names of the habits that a seed stands for; of programs under `auto`, some change their plans themselves."""
     rng = random.Random(f"{seed} habits")
     count = rng.randint(1, 6)
     pool = [*HABITS["other"], *(HABITS["slow"] if slow else ())]
     of = rng.choice(list(HABITS["model"]))
     by = rng.choice(["sgd", "adagrad"] if of == "sparse" else list(HABITS["optimizer"]))  # others refuse its gradients
-    return [of, by, *rng.sample(pool, count)]
+    names = [of, by, *rng.sample(pool, count)]
+    changed = [rng.choice(ON_LEGATO.split())] if auto and rng.random() < 0.3 else []
+    return list(dict.fromkeys(names + changed))
 
 
 def is_legatos(error):
@@ -1407,29 +1896,74 @@ def late_messages(seed):
         _GlooChannel.__call__ = launch
 
 
-def run(seed, names, kind):
-    """On a rank: {log, messages, error, legatos, traceback} of a program under `ddp`, `dry` or `legato`."""
+@contextlib.contextmanager
+def drawn_decisions(job):
+    """`plan="auto"` observes few steps, and after short tournaments the plan stays that is drawn.
+
+    In most programs it is drawn, too, which plans compete.
+    """
+    import legato.auto
+    from legato.pytorch.runtime.attached import attachment, tournament
+
+    rng = random.Random(f"{job.seed} decisions")
+    steps, rounds = rng.choice([1, 2]), rng.choice([1, 1, 2])
+    planned = rng.choice([_planned_here, job.planned, job.planned])
+
+    class Decided(tournament.Tournament):
+        """By a clock that shows which plan is to win."""
+
+        def __init__(self, plans, gather, clock, *more):
+            first = plans[rng.choice([0, rng.randrange(len(plans)), -1])]
+            clock = types.SimpleNamespace(
+                now=float, settle=lambda: None, seconds=lambda *_: 1.0 + (self.plan is not first)
+            )
+            super().__init__(plans, gather, clock, *more)
+
+    with (
+        short_tournaments(),
+        patch.multiple(legato.auto, WARMUP_STEPS=1, OBSERVED_STEPS=2 * steps, _planned=planned),
+        patch.multiple(tournament, FEWEST_ROUNDS=rounds, MOST_ROUNDS=rounds),
+        patch.object(attachment, "Tournament", Decided),
+    ):
+        yield
+
+
+def run(seed, names, kind, long=False):
+    """On a rank: {log, messages, said, error, legatos, traceback} of a program under `ddp`, `dry`, `legato` or `auto`.
+
+    What legato says on standard error is `said`.
+    """
+    faulthandler.register(signal.SIGUSR1, open(_where(os.getpid()), "w"), all_threads=False)  # noqa: SIM115
     torch.manual_seed(2 * seed + dist.get_rank())
     result = {"error": None, "traceback": ""}
-    lateness = late_messages(seed) if kind == "legato" else contextlib.nullcontext([])
-    with warnings.catch_warnings(), lateness as launched:
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
-        job = Job(seed, kind)
+        said, job, launched = stack.enter_context(contextlib.redirect_stderr(io.StringIO())), Job(seed, kind, long), []
+        for without in (Bare, Lookahead, LookaheadOfTimm):  # torch puts hooks around `step` of their classes in a copy
+            stack.enter_context(patch.object(without, "step", without.step))
         try:
+            if kind in LEGATOS:
+                launched = stack.enter_context(late_messages(seed))
+                stack.enter_context(drawn_decisions(job))
             for name in sorted(names, key=lambda name: name not in HABITS["model"]):
                 function = next(habits[name] for habits in HABITS.values() if name in habits)
                 function(job, random.Random(f"{seed} {name}"))
-            if kind == "dry" and "compiled_part" not in names:  # which has buckets of its own
+            if kind == "dry" and not {"compiled_part", "compiled_ddp"} & {*names}:  # which have buckets of their own
                 job.options["bucket_cap_mb"] = 1e-5
             job.train()
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip()
-            result |= {"error": text, "legatos": kind == "legato" and is_legatos(error),
+            result |= {"error": text, "legatos": kind in LEGATOS and is_legatos(error),
                        "traceback": traceback.format_exc()}  # fmt: skip
         finally:
             for function in job.cleanups:
                 function()
-    return result | {"log": job.log, "messages": len(launched)}
+    return result | {"log": job.log, "messages": len(launched), "said": said.getvalue()}
+
+
+def _where(process):
+    """The file in which a rank that hangs says where it is."""
+    return Path(tempfile.gettempdir(), f"legato-programs-{process}")
 
 
 class Pool:
@@ -1438,9 +1972,9 @@ class Pool:
     def __init__(self, size=2):
         self._ranks, self._runs = Ranks(size), 0
 
-    def run(self, seed, names, kind):
+    def run(self, seed, names, kind, long=False):
         """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
-        self._ranks.begin(run, seed, names, kind)
+        self._ranks.begin(run, seed, names, kind, long)
         results, patience = [None] * self._ranks.size, time.monotonic() + PATIENCE_S[kind]
         while None in results and time.monotonic() < patience:
             for rank, pipe in enumerate(self._ranks._pipes):
@@ -1449,61 +1983,82 @@ class Pool:
                     if results[rank]["error"]:
                         patience = min(patience, time.monotonic() + AFTER_A_FAILURE_S)
         self._runs += 1
-        results = [r or {"error": "hangs", "legatos": False, "traceback": "", "log": []} for r in results]
+        ranks = [process.pid for process in self._ranks._processes]
+        results = [r or self._lost("hangs", self._place(rank)) for r, rank in zip(results, ranks, strict=True)]
         if self._runs >= 2 * PROGRAMS or any(r["error"] for r in results):
-            self._ranks.close(force=any(r["error"] for r in results))
+            self.close(force=any(r["error"] for r in results))
             self._ranks, self._runs = Ranks(self._ranks.size), 0
         return results
 
     def _received(self, pipe):
         try:
-            return pipe.recv()[1]
+            ok, result = pipe.recv()
+            return result if ok else self._lost(result.splitlines()[0], result)
         except (EOFError, ConnectionResetError):
-            return {"error": "died", "legatos": False, "traceback": "", "log": []}
+            return self._lost("died", "")
 
-    def close(self):
-        self._ranks.close()
+    def _lost(self, error, where):
+        return {"error": error, "legatos": False, "traceback": where, "log": [], "messages": 0, "said": ""}
+
+    def _place(self, rank):
+        """Where the main thread of a rank is."""
+        with contextlib.suppress(OSError):
+            os.kill(rank, signal.SIGUSR1)
+            time.sleep(0.3)
+            found = re.findall(r'File ".*/(.*?/.*?)", line (\d+) in (.*)', _where(rank).read_text())
+            return " <- ".join(f"{file}:{line} {function}" for file, line, function in found[:25])
+
+    def close(self, force=False):
+        self._ranks.close(force)
+        for process in self._ranks._processes:
+            _where(process.pid).unlink(missing_ok=True)
 
 
 def verdict(pool, seed, names, other="legato"):
-    """("equal" | "refused by DDP" | "refused" | "fails", what there is to say)."""
-    stock = pool.run(seed, names, "ddp")
+    """("equal" | "refused by DDP" | "refused" | "fails", what there is to say); `other` may be "dry auto"."""
+    kind, long = other.split()[0], other.endswith("auto")
+    stock = pool.run(seed, names, "ddp", long)
     for result in stock:
         if result["error"] and result["error"] != "hangs":
             return "refused by DDP", result["error"]
     if any(result["error"] for result in stock):
         return "refused by DDP", "hangs"
-    ours = pool.run(seed, names, other)
+    ours = pool.run(seed, names, kind, long)
     errors = [result["error"] for result in ours]
+    said = re.sub(r"^legato: (an all-reduce takes .*; )?| \(median.*", "", ours[0]["said"], flags=re.M).strip()
     if any(errors):
         same = len({re.sub(r"\d+", "N", str(error)) for error in errors}) == 1
         if same and all(result["legatos"] for result in ours):
             return "refused", errors[0]
-        said = [f"rank {rank}: {result['error']}" for rank, result in enumerate(ours)]
-        return "fails", "\n".join([*said, ours[0]["traceback"][-1000:]])
+        lines = [f"rank {rank}: {result['error']}" for rank, result in enumerate(ours)]
+        places = [f"rank {rank}: {result['traceback'][-1000:]}" for rank, result in enumerate(ours)]
+        return "fails", "\n".join([*lines, *places, f"legato says: {said}"])
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
         for a, b in itertools.zip_longest(expected["log"], found["log"]):
             if a != b:
-                return "fails", f"on rank {rank}, under DDP {a}, found {b}"
-    return "equal", "" if ours[0]["messages"] or other == "dry" else "no message was legato's"
+                return "fails", f"on rank {rank}, under DDP {a}, found {b}\nlegato says: {said}"
+    if kind == "auto":
+        return "equal", said or "nothing was decided"
+    return "equal", "" if ours[0]["messages"] or kind == "dry" else f"no message was legato's: {said}"
 
 
 def smaller(pool, seed, names, other):
     """Drop habits as long as the program fails without them."""
     for name in list(names):
         fewer = [n for n in names if n != name]
-        if verdict(pool, seed, fewer, other)[0] == "fails":
+        if fewer and verdict(pool, seed, fewer, other)[0] == "fails":
             names = fewer
     return names
 
 
-def report(pool, seed, names, what, other="legato"):
+def report(pool, seed, names, what, other="legato", whole=False):
     """The habits without which a program does not fail, and what is said of it."""
-    least = smaller(pool, seed, names, other)
-    said = verdict(pool, seed, least, other)[1] or "nothing this time"
+    least = names if whole else smaller(pool, seed, names, other)
+    said = what if whole else verdict(pool, seed, least, other)[1] or "nothing this time"
+    options = "".join(f" --{option}" for option in other.split() if option != "legato")
+    command = f"PYTHONPATH=tests python -m support.programs{options} --one {seed} --habits {','.join(least)}"
     return least, (
-        f"seed {seed} fails: {what.splitlines()[0]}\n  habits: {', '.join(names)}\n"
-        f"  PYTHONPATH=tests python -m support.programs --one {seed} --habits {','.join(least)}\n  says: {said}"
+        f"seed {seed} fails: {what.splitlines()[0]}\n  habits: {', '.join(names)}\n  {command}\n  says: {said}"
     )
 
 
@@ -1514,22 +2069,24 @@ def main():
     parser.add_argument("--one", type=int, help="a single seed")
     parser.add_argument("--habits", help="these in place of those drawn")
     parser.add_argument("--slow", action="store_true", help="draw slow habits as well")
+    parser.add_argument("--auto", action="store_true", help='legato makes its plans (plan="auto")')
     parser.add_argument("--dry", action="store_true", help="both sides are stock DDP")
+    parser.add_argument("--whole", action="store_true", help="make no program that fails smaller")
     options = parser.parse_args()
     first, last = (options.one, options.one + 1) if options.one is not None else map(int, options.seeds.split(":"))
-    other = "dry" if options.dry else "legato"
+    other = " ".join(["dry"] * options.dry + ["auto"] * options.auto) or "legato"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of DDP on the ranks
     pool, began, counts, reasons = Pool(options.ranks), time.monotonic(), collections.Counter(), collections.Counter()
     for seed in range(first, last):
-        names = options.habits.split(",") if options.habits else drawn(seed, options.slow)
+        names = options.habits.split(",") if options.habits else drawn(seed, options.slow, options.auto)
         outcome, what = verdict(pool, seed, names, other)
         counts[outcome] += 1
         if outcome == "fails":
-            least, text = report(pool, seed, names, what, other)
-            reasons[outcome, ", ".join(least)] += 1
+            least, text = report(pool, seed, names, what, other, options.whole)
+            what = f"{what.splitlines()[0]} ({', '.join(least)})"
             print(text, flush=True)
-        elif what:
-            reasons[outcome, re.sub(r"\d+", "N", what)[:150]] += 1
+        for line in what.splitlines() if outcome == "equal" else [" ".join(what.split())]:
+            reasons[outcome, re.sub(r"\d+", "N", line)[:150]] += 1
         if seed + 1 == last or (seed + 1 - first) % 50 == 0:
             seconds = (time.monotonic() - began) / (seed + 1 - first)
             print(f"{seed + 1 - first} programs, {seconds:.2f} s each:", dict(counts), flush=True)

@@ -7,7 +7,8 @@ from support import PATIENCE_S, programs
 
 pytestmark = pytest.mark.processes
 
-SEEDS = range(25)
+#: Programs under given plans, and under plans that legato makes.
+SEEDS = {"legato": range(25), "auto": range(10)}
 
 
 @pytest.fixture
@@ -20,13 +21,14 @@ def pool(monkeypatch):
     pool.close()
 
 
-def test_programs_made_at_random_give_the_bits_of_ddp(pool):
+@pytest.mark.parametrize("kind", SEEDS)
+def test_programs_made_at_random_give_the_bits_of_ddp(pool, kind):
     outcomes, failures = collections.Counter(), []
-    for seed in SEEDS:
-        names = programs.drawn(seed)
-        outcome, what = programs.verdict(pool, seed, names)
+    for seed in SEEDS[kind]:
+        names = programs.drawn(seed, auto=kind == "auto")
+        outcome, what = programs.verdict(pool, seed, names, kind)
         outcomes[outcome] += 1
         if outcome == "fails":
-            failures.append(programs.report(pool, seed, names, what)[1])
+            failures.append(programs.report(pool, seed, names, what, kind)[1])
     assert not failures, "\n".join(failures)
-    assert outcomes["equal"] > len(SEEDS) / 2, outcomes
+    assert outcomes["equal"] > len(SEEDS[kind]) / 2, outcomes
