@@ -27,6 +27,7 @@ def training(case, directory):
     import torch.distributed as dist
     from torch.nn import functional as F
 
+    import legato
     from legato.pytorch import attach, attachment
     from support.matrix_rows import Dense, sgd
     from support.training import random_plan
@@ -36,12 +37,19 @@ def training(case, directory):
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     torch.manual_seed(7)
     model = Dense()
+    if case.endswith("with_buffers"):
+        model.register_buffer("seen", torch.zeros(1))  # DDP broadcasts it in each forward pass
+    if case == "killed_before_distribute" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     debug = {"skips_a_step_in_debug_mode": "order", "nan_in_debug_mode": "finite"}.get(case, False)
     plan = random_plan(model, 3)
     options = {"debug": debug, "flight_dir": directory, "shard": "optimizer" if "sharded" in case else "none"}
-    wrapped, optimizer = attach(model, sgd(model.parameters()), plan, **options)
+    if case.endswith("while_observed"):
+        wrapped, optimizer = legato.distribute(model, sgd(model.parameters()), flight_dir=directory)
+    else:
+        wrapped, optimizer = attach(model, sgd(model.parameters()), plan, **options)
     if case == "killed_in_a_tournament":
-        attachment(wrapped).compete([plan, random_plan(model, 4)])  # times are compared after five steps
+        attachment(wrapped).compete([plan, random_plan(model, 4)])
     bad = dist.get_rank() == (0 if case == "killed_rank_0" else 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -65,7 +73,7 @@ def training(case, directory):
                 sys.exit(3)
             if case == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if case == "raises_in_forward":
+            if case.startswith("raises_in_forward"):
                 model.second.register_forward_pre_hook(raising)
             if case == "raises_in_backward":
                 model.second.weight.register_hook(raising)

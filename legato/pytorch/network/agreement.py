@@ -1,14 +1,18 @@
 """Checks before the first step that all ranks have the same model, plan and settings.
 
 [Note: agreement] Ranks with different models, plans or dtypes would hang, or
-silently add the wrong numbers. Rank 0 broadcasts a description of what it has,
-every rank compares it with its own, and if any rank finds a difference, all
-ranks raise it. Only JSON is exchanged; nothing is unpickled.
+silently add the wrong numbers. The ranks compare hashes of a description of what each has. If they
+differ, rank 0 broadcasts its own, every rank compares it with its own, and all
+ranks raise the first difference. Only JSON is exchanged; nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +25,8 @@ from legato.core.errors import RankError
 from legato.core.files import identity
 from legato.core.plan import Plan
 from legato.core.text import count
+from legato.pytorch._private import PrefixStore, default_store
+from legato.pytorch.network.watchdog import ANSWER_S, reason
 
 __all__ = [
     "agree",
@@ -36,6 +42,8 @@ __all__ = [
     "sum_tensors",
 ]
 
+#: Seconds after which a rank that waits for the others says so.
+SAY_S = 20.0
 _MESSAGE_BYTES = 1024
 _BROADCAST_BYTES = 250 * 2**20
 
@@ -64,7 +72,10 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
 
 def agree(facts: dict[str, str], group: Any) -> None:
     """Raise `RankError` on every rank if the facts of any rank differ from those of rank 0."""
-    theirs: dict[str, str] = json.loads(broadcast_bytes(json.dumps(facts).encode(), group))
+    mine = json.dumps(facts).encode()
+    if len(set(_gathered(hashlib.sha256(mine).digest(), group))) == 1:
+        return
+    theirs: dict[str, str] = json.loads(broadcast_bytes(mine, group))
     problem = ""
     for key in [*theirs, *facts]:
         if facts.get(key) != theirs.get(key):
@@ -81,13 +92,58 @@ def raise_together(problem: str, group: Any) -> None:
 
 def first_said(problem: str, group: Any) -> str:
     """The message of the first rank that has one, with its number, on every rank; empty if none has one."""
-    mine = _to_tensor(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
+    gathered = _gathered(problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), group)
     for rank, text in enumerate(gathered):
-        if said := _from_tensor(text).rstrip(b"\0").decode(errors="replace"):
+        if said := text.rstrip(b"\0").decode(errors="replace"):
             return f"rank {rank}: {said}"
     return ""
+
+
+def _gathered(mine: bytes, group: Any) -> list[bytes]:
+    """What all ranks give, which is equally long, in the order of the ranks."""
+    tensor = _to_tensor(mine, group)
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    _wait_for_all(dist.all_gather(gathered, tensor, group=group, async_op=True), group)
+    return list(map(_from_tensor, gathered))
+
+
+#: By group: how many collectives of `_gathered` have begun here.
+_begun: dict[str, int] = {}
+
+
+def _wait_for_all(work: Any, group: Any) -> None:
+    """Wait for a collective that all ranks have to call; after a while, say for whom.
+
+    Raises `RankError` if it fails, or takes longer than the group's timeout.
+    """
+    number = _begun[group.group_name] = _begun.get(group.group_name, 0) + 1
+    store = PrefixStore(f"legato/calls/{group.group_name}", default_store())
+
+    def missing() -> str:
+        others = [r for r in range(group.size()) if r != group.rank()]
+        late = [r for r in others if not store.check([str(r)]) or int(store.get(str(r))) < number]
+        names = ", ".join(map(str, late[:8])) + (" and others" if len(late) > 8 else "")
+        who = f"rank {names} has" if len(late) == 1 else f"ranks {names} have"
+        return f"{who} not called what this rank has (legato.distribute()?)" if late else ""
+
+    started, told, pause_s = time.monotonic(), False, 1e-4
+    try:
+        store.set(str(group.rank()), str(number))
+        while not work.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+            if not told and time.monotonic() - started > SAY_S:
+                told = True
+                sys.stderr.write(f"legato: rank {group.rank()} waits: {missing() or 'all ranks have called it'}\n")
+        work.wait()
+    except RuntimeError as error:
+        why = reason(error)
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            until = time.monotonic() + ANSWER_S
+            while missing() and time.monotonic() < until:  # others may only be late
+                time.sleep(0.1)
+            why = f"{missing() or 'all ranks have called it'}: {why}"
+        raise RankError(f"rank {group.rank()}: {why}") from error
 
 
 def broadcast_bytes(data: bytes, group: Any, source: int = 0) -> bytes:

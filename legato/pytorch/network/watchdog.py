@@ -24,10 +24,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from legato.core.errors import RankError
+from legato.core.errors import LegatoError, RankError
 from legato.pytorch._private import PrefixStore, default_store
 
-__all__ = ["FlightRecorder", "Watchdog"]
+__all__ = ["ANSWER_S", "FlightRecorder", "Watchdog", "reason"]
 
 POLL_S = 0.5
 #: How long a failing rank waits for the answers of the others, once.
@@ -39,15 +39,18 @@ _MAIN = threading.main_thread()
 class Watchdog:
     """Waits for collectives on behalf of one rank, and explains their failures.
 
-    `status()` returns in words what the rank is doing; the thread calls it.
+    `status()` returns in words what the rank is doing; the thread calls it. `name` is the same on all ranks, and of no
+    other watchdog; None stands for the group's.
     """
 
-    def __init__(self, group: Any, flight_recorder: FlightRecorder, status: Callable[[], str]) -> None:
+    def __init__(
+        self, group: Any, flight_recorder: FlightRecorder, status: Callable[[], str], name: str | None = None
+    ) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.flight_recorder = flight_recorder
         self._waits_can_be_cut = group.name() == "gloo"
         self._status = status
-        self._store: Any = PrefixStore(f"legato/watch/{group.group_name}", default_store().clone())
+        self._store: Any = PrefixStore(f"legato/watch/{name or group.group_name}", default_store().clone())
         self._failure = ""  # what this rank reports
         self._seen = ""  # what another rank reported
         self.passes = 0  # backward passes that have begun here
@@ -113,7 +116,7 @@ class Watchdog:
         After the first failure, all calls return the same error.
         """
         if self._raised is None:
-            said = f"rank {self.rank}: {what}: {_reason(error)}"
+            said = f"rank {self.rank}: {what}: {reason(error)}"
             self._failure = said
             self._wake.set()
             if self.size > 1 and not self._asked.wait(ANSWER_S + 1):
@@ -172,22 +175,38 @@ class Watchdog:
             time.sleep(0.05)
         self._asked.set()
 
+    def explain(self) -> str:
+        """Why the process ends, if it does because the network failed in DDP or the program itself; or nothing."""
+        error = _last_error()
+        if self._raised is not None or isinstance(error, LegatoError) or not isinstance(error, RuntimeError):
+            return ""
+        if not _NETWORK.search(str(error)):
+            return ""
+        return str(self.failure(f"ended with {type(error).__name__}", error))
+
     def leave(self) -> None:
         """Report how this process ends, for the ranks that wait for it."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = _last_error()
         if self._raised is not None:
             return
         status = _last_status
         failed = error is not None or status not in (None, 0)
         said = f"ended with exit status {status}" if failed else "ended, without an error"
         if error is not None:
-            said = f"ended with {type(error).__name__}: {_reason(error)}{_raised_where(error)}"
+            said = f"ended with {type(error).__name__}: {reason(error)}{_raised_where(error)}"
         self._store.set(f"answer/{self.rank}", said)
         if failed and not self._store.check(["failed"]):
             self._store.set("failed", f"rank {self.rank} {said}")
 
 
 _last_status: Any = None
+#: What errors of communication say, of whichever backend or store.
+_NETWORK = re.compile(r"gloo|nccl|store|connection|socket|timed? ?out|broken pipe", re.IGNORECASE)
+
+
+def _last_error() -> BaseException | None:
+    """The error with which the process ends."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _note_exits() -> None:
@@ -252,11 +271,14 @@ class _Watch(threading.Thread):
 
 
 def _leave() -> None:
+    dogs = [watch.of() for watch in list(_watches)]
+    if said := next((said for dog in dogs if dog is not None and (said := dog.explain())), ""):
+        sys.stderr.write(f"legato: {said}\n")
     for watch in list(_watches):
         watch.leave()
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The first line of an error, without the source file and the advice that gloo adds."""
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return re.sub(r"^\[[^]]*/gloo/[^]]*\] |\. This is typically caused by .*$", "", line)

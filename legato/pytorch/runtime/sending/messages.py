@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from legato.pytorch._private import group_is_alive, group_timeout
 from legato.pytorch.network.agreement import gather_numbers, group_device
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
-from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
+from legato.pytorch.network.watchdog import Watchdog
 from legato.pytorch.runtime.sending.debug import COMPARED, DebugChecks
 from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.waiting import gate
@@ -26,23 +25,17 @@ __all__ = ["Connection", "Messages"]
 class Connection:
     """What the ranks of a model send legato's messages through, and watch each other with.
 
-    `model_group` is the model's process group. `status()` says what this rank is doing, for the errors of other ranks.
+    `model_group` is the model's process group, whose ranks the `watchdog` watches.
     """
 
-    def __init__(
-        self,
-        model_group: Any,
-        flight_dir: str | os.PathLike[str] | None,
-        debug: Sequence[str],
-        status: Callable[[], str],
-    ) -> None:
+    def __init__(self, model_group: Any, watchdog: Watchdog, debug: Sequence[str]) -> None:
         ranks = dist.get_process_group_ranks(model_group)
         timeout = group_timeout(model_group, group_device(model_group))
         everyone = len(ranks) == dist.get_world_size()
         with batch_policy_threads():
             # No other collective comes between two messages.
             self.group: Any = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
-        self.watchdog = Watchdog(self.group, FlightRecorder(self.group.rank(), flight_dir), status)
+        self.watchdog = watchdog
         compared = set(debug) & set(COMPARED)
         self.checks = DebugChecks(tuple(debug), self.group, timeout) if compared else None
         weakref.finalize(self, _release, self.group, self.watchdog).atexit = False
