@@ -1,7 +1,7 @@
 """`legato.distribute`: trains by a given plan, or makes the plan from the first steps of training.
 
 docs/runtime.md says what `plan="auto"` and `replan="auto"` do, step by step. No step is lost or run
-twice. If rank 0 could not record (for instance, because no two steps agree), all ranks stay with DDP's
+twice. If there is no plan (for instance, because no two steps agree), all ranks stay with DDP's
 passes, and rank 0 says why.
 """
 
@@ -10,38 +10,34 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.optim import Optimizer
 
 from legato.core import files
 from legato.core.cluster import Cluster
 from legato.core.errors import CaptureError, InputError, LegatoError, unknown_name
 from legato.core.plan import ROUNDINGS, Message, Plan, Rounding, Shard, Slice
 from legato.core.workload import Workload
-from legato.pytorch._private import not_compiled, without_dispatch_modes
-from legato.pytorch.network.agreement import broadcast_bytes
+from legato.pytorch._private import without_dispatch_modes
+from legato.pytorch.network.agreement import broadcast_bytes, first_said
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
-from legato.pytorch.recording.capture import PhaseTimes, agreed_workload
-from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.runtime.attached.attach import attach, attachment, attachment_of, find_ddp
 from legato.pytorch.runtime.attached.attachment import Attachment, innermost_optimizer
-from legato.pytorch.runtime.attached.forward import Hook
-from legato.pytorch.runtime.sending.tracing import Tracer
+from legato.pytorch.runtime.attached.tournament import most_steps
 from legato.pytorch.runtime.sharding.shards import check_shardable
 from legato.schedule.compare import Contest
 from legato.schedule.published.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 __all__ = ["default_buckets", "distribute", "in_wire"]
 
-WARMUP_STEPS = 2
-RECORDED_STEPS = 5
+#: Steps before the first that counts, and those that count.
+WARMUP_STEPS, OBSERVED_STEPS = 2, 10
 #: Planning that takes longer fails; the other ranks wait, and give up after ten minutes under NCCL.
 PLANNING_S = 300.0
 #: Columns of the matrices with which the weights are multiplied to compute beside messages.
@@ -114,12 +110,13 @@ def distribute(  # noqa: PLR0913
     attached = None if ddp is None else attachment_of(ddp)
     automatic = plan == "auto"
     if automatic and attached is not None:
-        _follow(attached, optimizer)
+        if optimizer is not None:
+            attached.manage(optimizer)
         return model, optimizer
     if shard != "none" and optimizer is not None:
         check_shardable(innermost_optimizer(optimizer))
     if automatic:
-        plan = default_buckets(model)
+        plan = msgspec.structs.replace(default_buckets(model), scheduler="ddp")
     elif not isinstance(plan, Plan):
         plan = files.read(Path(plan), Plan)
     model, optimizer = attach(
@@ -136,27 +133,17 @@ def distribute(  # noqa: PLR0913
     )
     attached = attachment(model)
     if automatic and not attached.reason:  # else passes are DDP's for good
-        fallback = _fallback(attached, shard, wire)
-        _Observer(attached, optimizer, fallback, shard, wire).attach()
+        _observe(attached, shard, wire)
     if replan:
-        _replan(attached, optimizer, wire)
+        _replan(attached, wire)
     return model, optimizer
-
-
-def _follow(attached: Attachment, optimizer: Any) -> None:
-    """Let another optimizer of an attached model follow; while it is watched without any, watch it again with this."""
-    if optimizer is not None:
-        attached.manage(optimizer)
-        if isinstance(attached.observer, _Observer) and attached.observed:
-            attached.observer.take(optimizer)
 
 
 def _fallback(attached: Attachment, shard: Shard, wire: Rounding) -> Plan:
     """The plan to stay with where planning fails: DDP's, unless something else was asked for."""
-    if shard == "none" and not wire.startswith("all-"):
-        return msgspec.structs.replace(attached.plan, scheduler="ddp")
-    places = {name: i for i, name in enumerate(trained_parameters(attached.module))}
-    plan = attached.plan.sharded(shard, places)
+    plan = attached.plan
+    if plan.shard != shard:
+        plan = plan.sharded(shard, {name: i for i, name in enumerate(attached.parameters)})
     return in_wire(plan, wire) if wire.startswith("all-") else plan
 
 
@@ -189,14 +176,12 @@ def _check_wire(wire: str, shard: Shard) -> None:
         raise InputError(f"wire: {wire!r} with shard {shard!r} (expected one or the other)")
 
 
-def _replan(attached: Attachment, optimizer: Any, wire: Rounding) -> None:
+def _replan(attached: Attachment, wire: Rounding) -> None:
     """Make a new plan whenever the pace changes."""
 
     def start_again(change: str) -> None:
-        before = attached.plan
-        attached.say(f"since the first passes under the plan {before.scheduler}, {change}; replanning")
-        attached.adopt(default_buckets(attached.module))
-        _Observer(attached, optimizer, before, before.shard, wire).attach()
+        attached.say(f"since the first passes under the plan {attached.plan.scheduler}, {change}; replanning")
+        _observe(attached, attached.plan.shard, wire)
 
     attached.on_drift = start_again
 
@@ -211,6 +196,10 @@ def default_buckets(model: torch.nn.Module) -> Plan:
     parameters = trained_parameters(module) or sparse_parameters(module)
     if not parameters:
         raise InputError("the model has no parameter that requires a gradient")
+    return _buckets(parameters)
+
+
+def _buckets(parameters: dict[str, torch.nn.Parameter]) -> Plan:
     messages: list[Message] = []
     slices: list[Slice] = []
     filled = 0
@@ -226,169 +215,54 @@ def default_buckets(model: torch.nn.Module) -> Plan:
     return Plan("default-buckets", tuple(messages))
 
 
-class _Observer:
-    """Records the first steps through hooks on the model and the optimizer, plans, and lets the best plans compete.
+def _observe(attached: Attachment, shard: Shard, wire: Rounding) -> None:
+    """Watch steps from now on, plan, and let the best plans compete."""
+    steps = WARMUP_STEPS + OBSERVED_STEPS
+    attached.say(f"{steps} steps are observed; then the network is measured, and plans are made and tried")
+    attached.observe(steps, partial(_decide, attached, shard, wire))
 
-    Without an optimizer, a step ends where the next forward pass begins, and plans have no forward overlap. If
-    recording or planning fails, the plan is `fallback`. All plans that compete shard the same.
-    """
 
-    def __init__(self, attached: Attachment, optimizer: Any, fallback: Plan, shard: Shard, wire: Rounding) -> None:
-        self._attached = attached
-        self._optimizer: Any = None
-        self._fallback = fallback
-        self._shard, self._wire = shard, wire
-        self._hooks: list[Any] = []
-        self._given = optimizer
-        self._begin()
-
-    def _begin(self) -> None:
-        self._done = 0
-        self._steps: list[RecordedStep] = []
-        self._untraced: list[PhaseTimes] = []
-        self._tracer: Tracer | None = None
-        self._recorder: Recorder | None = None
-        self._problem = ""
-        self._began = False  # the forward pass of the step that runs has begun
-        self._watched = False  # ... and its passes are legato's
-
-    def attach(self) -> None:
-        """Register the hooks; they are removed when the plan is made."""
-        self._attached.observed, self._attached.observer = True, self
-        self._hooks = [self._attached.ddp.register_forward_pre_hook(Hook(self._forward_begins), prepend=True)]
-        if self._given is not None:
-            self.take(self._given)
-
-    def take(self, optimizer: Any) -> None:
-        """Watch the steps of this optimizer, from the beginning, unless there is one already."""
-        optimizer = innermost_optimizer(optimizer)
-        if self._optimizer is not None or not isinstance(optimizer, Optimizer):
-            return
-        self._abandon()
-        self._begin()
-        self._optimizer = optimizer
-        self._hooks += [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(self._step_ended),
-        ]
-
-    def _is_recorded(self) -> bool:
-        """Whether the step that begins is one of those to be recorded."""
-        return self._done >= WARMUP_STEPS and (self._done - WARMUP_STEPS) % 2 == 1
-
-    @not_compiled  # type: ignore[untyped-decorator]
-    def _forward_begins(self, *_: Any) -> None:
-        """Begin to time or to record a step; of several forward passes before a step, the last one counts."""
-        attached = self._attached
-        if not attached.observed:  # legato leaves the model to DDP
-            self._end()
-            return
-        if not attached.module.training:  # frameworks call train() and eval() on the module, not on its wrapper
-            return
-        if self._optimizer is None and self._began:
-            self._step_ended()
-        self._abandon()
-        self._began, self._watched = True, attached.observed and attached.reducer is not None
-        if not self._watched:
-            return
-        if self._is_recorded() and not self._problem:
-            with self._keeping_problems():
-                self._recorder = Recorder(attached.module, self._optimizer, attached.in_graphs)
-                self._recorder.begin("forward", follow=True)
-        elif self._done >= WARMUP_STEPS:
-            self._tracer = Tracer()
-            attached.set_tracer(self._tracer)
-
-    def _step_begins(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Begin the optimizer's phase; with a closure, after the forward and backward pass in it."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._updates_begin()
-            return None
-
-        def closure_and_updates() -> Any:
-            loss = closure()
-            self._updates_begin()
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_and_updates}
-
-    def _updates_begin(self) -> None:
-        if self._recorder is not None:
-            with self._keeping_problems():
-                self._recorder.begin("optimizer")
-        elif self._tracer is not None:
-            self._tracer.switch("optimizer")
-
-    def _step_ended(self, *_: Any) -> None:
-        self._began = False
-        if self._attached.reason or (self._done >= WARMUP_STEPS and not self._watched):
-            self._abandon()  # its passes were DDP's
-            return
-        if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
-            with self._keeping_problems():
-                self._steps.append(recorder.finish())
-        elif self._tracer is not None:
-            tracer, self._tracer = self._tracer, None
-            self._attached.set_tracer(None)
-            tracer.switch(None)
-            self._untraced.append(
-                PhaseTimes(tracer.seconds("forward"), tracer.seconds("backward"), tracer.seconds("optimizer"))
-            )
-        self._done += 1
-        if self._done >= WARMUP_STEPS + 2 * RECORDED_STEPS:
-            with without_dispatch_modes():  # another model may be recorded in this step
-                self._decide()
-
-    def _end(self) -> None:
-        """Remove all hooks."""
-        self._abandon()
-        for hook in self._hooks:
-            hook.remove()
-
-    @contextmanager
-    def _keeping_problems(self) -> Iterator[None]:
-        """Whatever goes wrong while recording, training goes on, and no further step is recorded."""
+def _decide(attached: Attachment, shard: Shard, wire: Rounding) -> None:
+    """Calibrate, plan on rank 0, and let the best plans compete, on all ranks together."""
+    group, parameters, observer = attached.process_group, attached.parameters, attached.observer
+    assert observer is not None
+    workload, plans, problem = None, [_fallback(attached, shard, wire)], ""
+    with torch.no_grad(), without_dispatch_modes():
         try:
-            yield
-        except Exception as error:
-            self._problem = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
-            self._abandon()
+            compute = _products([p.detach() for p in parameters.values()])
+            if group.rank() == 0:
+                workload = observer.workload(type(attached.module).__name__, attached.optimizers, WARMUP_STEPS)
+        except Exception as error:  # the others must not wait for this rank
+            problem = _said(error)
+        if problem := first_said(problem, group):
+            attached.say(f"no plan could be made: {problem}")
+        else:
+            sizes = sizes_up_to(sum(p.nbytes for p in parameters.values()))
+            cluster = calibrate(group, sizes=sizes, compute=compute).cluster
+            chosen = _contestants(attached, workload, cluster, shard, wire) if workload else []
+            encoded = broadcast_bytes(b"\n".join(map(files.encode, chosen)), group).splitlines()
+            plans = [files.decode(plan, Plan, "a plan of rank 0") for plan in encoded] or plans
+        attached.compete(plans)
 
-    def _abandon(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.abandon()
 
-    def _decide(self) -> None:
-        """Calibrate, plan on rank 0, and let the best plans compete, on all ranks together."""
-        self._end()
-        group, parameters = self._attached.process_group, trained_parameters(self._attached.module)
-        compute = _products([p.detach() for p in parameters.values()])
-        cluster = calibrate(
-            group, sizes=sizes_up_to(sum(p.nbytes for p in parameters.values())), compute=compute
-        ).cluster
-        chosen = b"\n".join(map(files.encode, self._contestants(cluster))) if group.rank() == 0 else b""
-        plans = broadcast_bytes(chosen, group).splitlines()
-        self._attached.compete([files.decode(plan, Plan, "a plan of rank 0") for plan in plans])
+def _contestants(
+    attached: Attachment, workload: Workload, cluster: Cluster, shard: Shard, wire: Rounding
+) -> list[Plan]:
+    """The plans to try, the simplest first; none if planning fails."""
+    try:
+        workload = _undisturbed(workload, _buckets(attached.parameters), cluster)
+        found = _planned(Contest(workload, cluster, shard, wire, overlap=bool(attached.optimizers)))
+    except Exception as error:
+        attached.say(f"no plan could be made: {_said(error)}")
+        return []
+    most = most_steps(len(found), sum(op.duration_s for op in workload.ops))
+    names = ", ".join(plan.scheduler for plan in found)
+    attached.say(f"an all-reduce takes {cluster.cost()}; these take turns for at most {most} steps: {names}")
+    return found
 
-    def _contestants(self, cluster: Cluster) -> list[Plan]:
-        """The plans to try, the simplest first; the fallback alone if planning fails."""
-        try:
-            workload = _undisturbed(self._workload(), self._attached.plan, cluster)
-            contest = Contest(workload, cluster, self._shard, self._wire, overlap=self._optimizer is not None)
-            return _planned(contest) or [self._fallback]
-        except Exception as error:
-            self._attached.say(f"no plan could be made: {self._problem or error}")
-            return [self._fallback]
 
-    def _workload(self) -> Workload:
-        if not self._steps:
-            raise CaptureError(self._problem or "no step was recorded")
-        module = self._attached.module
-        device = next(iter(trained_parameters(module).values())).device.type
-        return agreed_workload(self._steps, name=type(module).__name__, device=device, untraced=self._untraced)
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
 
 
 def _planned(contest: Contest) -> list[Plan]:

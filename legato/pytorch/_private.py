@@ -46,9 +46,12 @@ __all__ = [
     "compiles_two_ways",
     "compiles_with",
     "copy_all",
+    "count_steps",
+    "counts_steps",
     "current_node",
     "current_node_number",
     "default_store",
+    "drop_accumulator",
     "group_is_alive",
     "group_timeout",
     "has_builtin_hook",
@@ -61,21 +64,23 @@ __all__ = [
     "is_compiled_in_place",
     "is_joining",
     "is_left_to_eager_mode",
+    "is_replaced",
     "is_whole_frame",
     "leaves",
-    "mark_as_hooked",
     "memory_uses",
     "module_tables",
     "multiply_all",
     "new_gloo",
     "no_gradients",
     "not_compiled",
+    "note_step",
     "on_backward_end",
     "on_compilation",
     "operator_schema",
     "outside_transforms",
     "own_feature",
     "rebind_step",
+    "runs_compiled",
     "scripted_as",
     "steps_in_backward",
     "storage_id",
@@ -131,7 +136,7 @@ def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
     It does because `torch.compile` was given the module (`module`), or because
     compiled code calls it (`caller`).
     """
-    if torch._C._dynamo.eval_frame.get_eval_frame_callback() in (None, False):
+    if not runs_compiled():
         return ""
     caller = frame
     while caller.f_code.co_filename != nn.modules.module.__file__:
@@ -139,6 +144,11 @@ def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
     while caller.f_code.co_filename == nn.modules.module.__file__:
         caller = caller.f_back
     return "module" if caller.f_globals.get("__name__", "").startswith("torch._dynamo") else "caller"
+
+
+def runs_compiled() -> bool:
+    """Whether dynamo compiles what the caller calls: some code above it was given to `torch.compile`."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 @contextmanager
@@ -369,7 +379,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
     """The module inside of one that `torch.compile` or DDP has made around it; None for any other."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return cast(nn.Module, module.module)
-    return cast("nn.Module | None", vars(module).get("_modules", {}).get("_orig_mod"))
+    return cast(nn.Module, module._orig_mod) if type(module).__module__.startswith("torch._dynamo") else None
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -598,6 +608,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def drop_accumulator(parameter: nn.Parameter) -> None:
+    """Let autograd forget the node that accumulates a parameter's gradient, with its hooks, as a cast does."""
+    data, other = parameter.data, torch.float64 if parameter.dtype is not torch.float64 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user has registered hooks on the parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
@@ -623,14 +640,16 @@ def memory_uses(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def uses(tensor: Tensor) -> tuple[int, int, bool]:
-    """The owners of a tensor's C++ object, the users of its memory, and whether these may be other processes.
+def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
+    """The owners of a tensor's C++ object, the users of its memory, whether these may be other processes, and whether
+    torch owns the memory.
 
     Owners are Python's object, autograd, scripted modules, and views of it.
     (Other processes are asked for on the CPU only: on a GPU, torch says yes of every tensor.)
     """
     storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()  # type: ignore[attr-defined]
+    users, shared = torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()  # type: ignore[attr-defined]
+    return tensor._use_count(), users, shared, storage.resizable()  # type: ignore[attr-defined]
 
 
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
@@ -685,6 +704,15 @@ def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
     return cast("Callable[[Optimizer], Any]", step.__wrapped__ if hasattr(step, "hooked") else step)
 
 
+#: The code of every `step` of torch's: all of them are wrapped in the same function, which runs hooks.
+_HOOKED: Any = Optimizer.profile_hook_step(lambda _: None).__code__  # type: ignore[attr-defined]
+
+
+def is_replaced(base: type[Optimizer]) -> bool:
+    """Whether the program has put something else in place of the `step` of an optimizer's class."""
+    return getattr(base.step, "__code__", None) is not _HOOKED
+
+
 def hooked_step(step: Callable[[Optimizer], None]) -> Callable[[Optimizer], Any]:
     """A function that steps, with the hooks of the optimizer around it."""
     return cast("Callable[[Optimizer], Any]", Optimizer.profile_hook_step(step))
@@ -706,9 +734,19 @@ class SubstituteScaler(torch.amp.GradScaler):
         return found
 
 
-def mark_as_hooked(step: Any) -> None:
-    """Keep torch from wrapping this `step` in hooks when a state is loaded: the one that it calls has them already."""
-    vars(step)["hooked"] = True
+def counts_steps(step: Any) -> bool:
+    """Whether a learning-rate scheduler has put this in place of an optimizer's `step`, to count its calls."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def count_steps(step: Any) -> None:
+    """Let a `step` that calls `note_step` pass for one of a learning-rate scheduler's."""
+    vars(step)["_wrapped_by_lr_sched"] = True
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Count a step for learning-rate schedulers."""
+    vars(optimizer)["_opt_called"] = True
 
 
 def rebind_step(optimizer: Optimizer, base: type[Optimizer], new: Any) -> None:
@@ -787,6 +825,7 @@ class IdleReducer:
         self._ddp, self._asked, self._prepare = ddp, asked, prepare
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
+        self._rebuilds = False
 
     @property
     def is_away(self) -> bool:
@@ -813,6 +852,15 @@ class IdleReducer:
         if ddp.static_graph:
             ddp.static_graph = False  # else it would not be set
             ddp._set_static_graph()
+        self._rebuilds = True
+
+    def rebuild(self) -> None:
+        """Call this after each backward pass of DDP's, on all ranks: after the first one, a reducer that has come back
+        rebuilds its buckets. It would do so in the next forward pass, which one rank may run alone.
+        """
+        if self._rebuilds:
+            self._rebuilds = False
+            self._ddp._has_rebuilt_buckets = bool(self._ddp.reducer._rebuild_buckets())
 
     def _come_back(self, name: str) -> None:
         if self.is_away:

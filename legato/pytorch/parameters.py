@@ -6,8 +6,8 @@ and checkpoints of all of these fit each other. `named_parameters` makes all nam
 
 [Note: fingerprint] A model may have other parameters for a while
 (`torch.func.functional_call`), or from some moment on; a parameter that is cast or
-moved loses its hooks. DDP does with all of these what it does, so passes are DDP's from
-then on. Before each forward pass the dictionaries of all modules
+moved loses its hooks, also if it comes back (pytorch#104336). DDP does with all of these what it does, so passes
+are DDP's from then on. Before each forward pass the dictionaries of all modules
 and all parameters are compared, which takes some tens of microseconds.
 """
 
@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from legato.pytorch._private import (
     ignored_parameters,
     is_compiled,
     is_compiled_in_place,
     module_tables,
+    will_run,
     without_overrides,
     wrapped_module,
 )
@@ -116,19 +118,41 @@ class ModuleFingerprint:
         tables: list[dict[str, Any]] = [t for m in self._modules for t in module_tables(m, "modules", "parameters")]
         self._tables = [(table, list(table.values())) for table in tables if table]
         self._empty = [table for table in tables if not table]
-        self._kinds = [(name, p, p.dtype, p.device) for name, p in named_parameters(module).items()]
+        parameters = named_parameters(module)
+        self._kinds = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
+        self._memory = {name: p.data_ptr() for name, p in parameters.items()}
+        self._accumulators = {
+            name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad and p.is_leaf
+        }
         self._compiled = any(map(is_compiled, self._modules))
 
     def difference(self) -> str:
         """What has changed since: a parameter that was cast or moved, or one that was added or replaced; or nothing."""
         with without_overrides():
             for name, p, dtype, device in self._kinds:
+                moved = p.data_ptr() != self._memory[name]
+                self._memory[name] = p.data_ptr()
+                if moved and self._has_lost_hooks(name, p):
+                    return f"{name} was cast or moved, and DDP no longer averages its gradients (pytorch#104336)"
                 if p.dtype is not dtype or p.device != device:
                     return f"{name} was cast or moved"
         for table, before in self._tables:
             if len(table) != len(before) or any(a is not b for a, b in zip(table.values(), before, strict=True)):
                 return "the model has other modules or parameters now"
         return "the model has more modules or parameters now" if any(self._empty) else ""
+
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs now adds to the gradient of a parameter."""
+        return any(map(will_run, self._accumulators.values()))
+
+    def without_hooks(self) -> list[nn.Parameter]:
+        """The parameters that have lost the hooks of DDP, which were registered before."""
+        return [p for name, p, _, _ in self._kinds if self._has_lost_hooks(name, p)]
+
+    def _has_lost_hooks(self, name: str, parameter: nn.Parameter) -> bool:
+        before = self._accumulators.get(name)
+        with without_overrides():
+            return before is not None and parameter.requires_grad and get_gradient_edge(parameter).node is not before
 
     def compiled(self) -> bool:
         """Whether `torch.compile` was applied to any of the modules."""

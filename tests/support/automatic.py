@@ -3,6 +3,7 @@
 import functools
 import io
 import sys
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,14 +15,17 @@ import legato
 import legato.auto
 from legato.core import files
 from legato.core.errors import CaptureError
-from legato.core.plan import Plan
+from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attachment
+from legato.pytorch.network import agreement
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
+from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.attached import tournament
+from support import training
 from support.training import OPTIMIZERS, build, distance, random_plan, train, wrap
 
 #: Steps until the tournament begins, and until a short one has ended.
-OBSERVED, DECIDED = 12, 34
+OBSERVED, DECIDED = 13, 35
 
 
 @contextmanager
@@ -31,9 +35,12 @@ def short_tournaments(again=False):
     Unless what comes before is done `again`, these ranks measure their network once for all decisions, and rank 0 plans
     without another process.
     """
-    usual = {name: getattr(tournament, name) for name in ("FEWEST_ROUNDS", "MOST_ROUNDS", "FEWEST_STEPS", "TURN_S")}
+    usual = {
+        name: getattr(tournament, name)
+        for name in ("FEWEST_ROUNDS", "MOST_ROUNDS", "FEWEST_STEPS", "TURN_S", "FIRST_UNTIMED")
+    }
     decides = legato.auto.calibrate, legato.auto._planned
-    vars(tournament).update(FEWEST_ROUNDS=2, MOST_ROUNDS=2, FEWEST_STEPS=1, TURN_S=0.0)
+    vars(tournament).update(FEWEST_ROUNDS=2, MOST_ROUNDS=2, FEWEST_STEPS=1, TURN_S=0.0, FIRST_UNTIMED=1)
     if not again:
         legato.auto.calibrate, legato.auto._planned = _calibrated_once, _planned_here
     try:
@@ -41,6 +48,38 @@ def short_tournaments(again=False):
     finally:
         vars(tournament).update(usual)
         legato.auto.calibrate, legato.auto._planned = decides
+
+
+@contextmanager
+def hasty(contest):
+    """`training.wrap` leaves the plan to legato, which observes two steps, and lets these compete: DDP's passes alone
+    (`ddp`), a random plan with forward overlap alone (`plan`), or both and a plan without it, in `turns`.
+    """
+
+    def planned(task):
+        tensors = {tensor.name: tensor.nbytes for tensor in task.workload.tensors}
+        every = Plan("ddp", (Message(tuple(Slice(name, 0, size) for name, size in tensors.items())),))
+        flat = Plan("flat", tuple(Message((Slice(name, 0, size),)) for name, size in tensors.items()))
+        overlapped = msgspec.structs.replace(flat, scheduler="overlapped", forward_overlap=task.overlap)
+        return {"ddp": [every], "plan": [overlapped], "turns": [every, overlapped, flat]}[contest]
+
+    steps = legato.auto.WARMUP_STEPS, legato.auto.OBSERVED_STEPS
+    with short_tournaments():
+        legato.auto.WARMUP_STEPS, legato.auto.OBSERVED_STEPS = 0, 2
+        legato.auto._planned = planned
+        training.AUTOMATIC.append(True)
+        try:
+            with training.first_passes(2):
+                yield
+        finally:
+            training.AUTOMATIC.clear()
+            legato.auto.WARMUP_STEPS, legato.auto.OBSERVED_STEPS = steps
+
+
+def hastily(contest, case, *arguments):
+    """A case in which plans are legato's own."""
+    with hasty(contest):
+        return case(*arguments)
 
 
 @functools.cache
@@ -229,13 +268,13 @@ def automatic_that_cannot_be_recorded():
     def refuse(*_):
         raise CaptureError("not this one")
 
-    recorder, legato.auto.Recorder = legato.auto.Recorder, refuse
+    workload, StepObserver.workload = StepObserver.workload, refuse
     try:
         model = build("Convolutional")
         wrapped, optimizer = legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
         train(wrapped, optimizer, 14)
     finally:
-        legato.auto.Recorder = recorder
+        StepObserver.workload = workload
     return attachment(wrapped).plan.scheduler
 
 
@@ -288,3 +327,63 @@ def automatic_for_two_models():
         [attachment(model).plan.scheduler for model in (encoder, decoder)],
         [attachment(encoder).observed, attachment(decoder).observed],
     )
+
+
+def refused(what):
+    """What `legato.distribute` says of a model, an optimizer or an option that is none."""
+    model = build("Checkpointed")
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options = {}
+    match what:
+        case "sharded":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        case "meta":
+            model = model.to("meta")
+        case "scheduler":
+            optimizer = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        case "parameters":
+            optimizer = list(model.parameters())
+        case "option":
+            options["shrad"] = "optimizer"
+    try:
+        legato.distribute(model, optimizer, **options)
+    except legato.InputError as error:
+        return str(error)
+
+
+def late_call():
+    """What a rank says that calls `legato.distribute` long before another one."""
+    model = build("Checkpointed")
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    agreement.SAY_S, usual = 0.1, agreement.SAY_S
+    try:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.5)
+        legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr, agreement.SAY_S = stderr, usual
+
+
+@short_tournaments()
+def said_and_undone():
+    """What rank 0 says in a training in which planning fails, the distance from DDP, and the plan."""
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+
+    def fail(contest):
+        raise ZeroDivisionError("no")
+
+    legato.auto._planned = fail
+    try:
+        trained = []
+        for kind in ("ddp", "auto"):
+            model = build("Convolutional")
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            wrapped, optimizer = wrap("ddp", model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
+            trained.append(train(wrapped, optimizer, 16))
+        return sys.stderr.getvalue(), distance(*trained), attachment(wrapped).plan.scheduler
+    finally:
+        sys.stderr = stderr

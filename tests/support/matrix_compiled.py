@@ -247,7 +247,7 @@ def told_to_be_eager():
 
 @short_tournaments()
 def planned(steps=24):
-    """`plan="auto"` in a compiled wrapper, with its first steps, those that are recorded, and plans that take turns."""
+    """`plan="auto"` in a compiled wrapper, with its first steps, those that are observed, and plans that take turns."""
     trained = []
     for kind in ("ddp", "legato"):
         torch._dynamo.reset()
@@ -261,7 +261,6 @@ def planned(steps=24):
         run = torch.compile(wrapped, backend="aot_eager")
         trained.append(train(wrapped, optimizer, steps, loss_of=lambda x, y, run=run: F.cross_entropy(run(x), y)))
     assert len(attachment(wrapped)._tournament.plans) > 1  # they still take turns
-    assert attachment(wrapped)._forward.readers._graphs >= 12  # recorded steps too were one graph each
     return distance(*trained)
 
 

@@ -263,7 +263,7 @@ def _prepare(mode, first_passes):
 
     _GlooChannel.__call__ = noted
     if mode == "hasty":
-        legato.auto.WARMUP_STEPS, legato.auto.RECORDED_STEPS = 1, 2
+        legato.auto.WARMUP_STEPS, legato.auto.OBSERVED_STEPS = 1, 2
     elif mode != "auto":
         attachment.FIRST_PASSES = first_passes
     _attach_to_all(mode)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import legato
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach
 from legato.pytorch.parameters import trained_parameters
@@ -176,6 +177,8 @@ def sharded_plan(plan, rng, shard):
 OPTIONS = {}
 #: What random plans shard.
 SHARD = []
+#: Not empty if plans are legato's own (`automatic.hasty`).
+AUTOMATIC = []
 #: The arguments of `model.compile()` in every case, if models are to be compiled.
 COMPILED = {}
 
@@ -187,6 +190,8 @@ def wrap(kind, model, optimizer, seed=0, **options):
         model.compile(**COMPILED)
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options), optimizer
+    if AUTOMATIC:
+        return legato.distribute(model, optimizer, **options, **OPTIONS)
     return attach(model, optimizer, random_plan(model, seed), **options, **OPTIONS)
 
 

@@ -23,12 +23,10 @@ were alike).
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -47,7 +45,7 @@ from legato.pytorch.recording.modules import ModuleObserver
 from legato.pytorch.recording.recorder import RecordedStep, Recorder
 from legato.pytorch.recording.snapshot import Snapshot
 
-__all__ = ["PhaseTimes", "agreed_workload", "at_pace", "capture", "load_training", "to_workload"]
+__all__ = ["PhaseTimes", "at_pace", "capture", "load_training", "to_workload"]
 
 _log = logging.getLogger("legato")
 
@@ -234,74 +232,6 @@ def to_workload(
         untraced_s=untraced_s,
         time_scale=scale,
     )
-
-
-def agreed_workload(
-    steps: Sequence[RecordedStep], *, name: str, device: str, untraced: Sequence[PhaseTimes] = ()
-) -> Workload:
-    """Merge the steps of a user's training that agree, in what plans use, into one iteration.
-
-    What a step does after its last gradient does not count. If most steps have the same ops, these are the iteration
-    (`to_workload`). Else the iteration has one op for each stretch between the moments at which a parameter is first
-    read, or a gradient complete, with the median of its durations in the steps that have most of these in the same
-    order. Raises `CaptureError` if less than half of the steps agree.
-    """
-    steps = [_until_last_gradient(step) for step in steps]
-    common = _most_alike(steps, lambda s: ([(op.name, op.phase, op.deps) for op in s.ops], s.tensors, _updated(s)))
-    if 2 * len(common) <= len(steps):
-        common = _most_alike([_in_stretches(step) for step in steps], lambda s: (s.tensors, _updated(s)))
-        if 2 * len(common) <= len(steps):
-            raise CaptureError("the step is not the same every time: gradients are complete in another order each time")
-        middle = (statistics.median(step.ops[i].duration_s for step in common) for i in range(len(common[0].ops)))
-        ops = tuple(Op(op.name, op.phase, seconds, op.deps) for op, seconds in zip(common[0].ops, middle, strict=True))
-        common = [replace(common[0], ops=ops)]
-    return to_workload(common, name=name, batch_size=1, device=device, untraced=untraced)
-
-
-def _most_alike(steps: Sequence[RecordedStep], facts: Callable[[RecordedStep], Any]) -> list[RecordedStep]:
-    """The largest group of steps whose facts are equal."""
-    groups: list[list[RecordedStep]] = []
-    for step in steps:
-        same = next((group for group in groups if facts(group[0]) == facts(step)), None)
-        if same is None:
-            groups.append([step])
-        else:
-            same.append(step)
-    return max(groups, key=len)
-
-
-def _updated(step: RecordedStep) -> list[str]:
-    return [parameter for parameter, _ in step.updates]
-
-
-def _until_last_gradient(step: RecordedStep) -> RecordedStep:
-    last = max(tensor.ready_after for tensor in step.tensors if tensor.name not in step.unused)
-    tensors = tuple(Tensor(t.name, t.nbytes, min(t.ready_after, last), t.readers) for t in step.tensors)
-    return replace(step, ops=step.ops[: last + 1], tensors=tensors)
-
-
-def _in_stretches(step: RecordedStep) -> RecordedStep:
-    """The step with one op for each stretch in which no parameter is first read, and no gradient complete."""
-    first_read = {tensor.name: min(tensor.readers) for tensor in step.tensors if tensor.readers}
-    starts = {0, *first_read.values(), *(tensor.ready_after + 1 for tensor in step.tensors)}
-    starts |= {i for i, (a, b) in enumerate(pairwise(step.ops), 1) if a.phase != b.phase}
-    ops: list[Op] = []
-    stretch_of: list[int] = []
-    for i, op in enumerate(step.ops):
-        if i in starts:
-            ops.append(Op(f"{op.phase} {len(ops)}", op.phase, 0.0, (len(ops) - 1,) if ops else ()))
-        ops[-1] = Op(ops[-1].name, op.phase, ops[-1].duration_s + op.duration_s, ops[-1].deps)
-        stretch_of.append(len(ops) - 1)
-    tensors = tuple(
-        Tensor(
-            tensor.name,
-            tensor.nbytes,
-            stretch_of[tensor.ready_after],
-            (stretch_of[first_read[tensor.name]],) if tensor.name in first_read else (),
-        )
-        for tensor in step.tensors
-    )
-    return replace(step, ops=tuple(ops), tensors=tensors)
 
 
 def at_pace(workload: Workload, passes_s: float) -> Workload:

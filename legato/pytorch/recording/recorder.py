@@ -1,4 +1,4 @@
-"""Records one training step, op by op, while it runs, for `capture` and for live training.
+"""Records one training step, op by op, while it runs, for `capture`.
 
 A dispatch mode sees every operator below autograd: in the forward pass, in the
 backward pass (the engine carries the mode into its device threads) and in the
@@ -19,7 +19,7 @@ from torch import nn
 
 from legato.core.errors import CaptureError
 from legato.core.workload import Op, Phase, Tensor
-from legato.pytorch._private import DispatchMode, in_backward_pass, is_compiled
+from legato.pytorch._private import DispatchMode, is_compiled
 from legato.pytorch.compiled.functions import one_by_one
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
@@ -51,59 +51,32 @@ class RecordedStep:
 
 
 class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator to the recorders that listen: one mode for all, since modes have to end in turn."""
+    """Shows every operator to a recorder."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorders: list[Recorder] = []
-
-    def add(self, recorder: Recorder) -> None:
-        if recorder not in self._recorders:
-            self._recorders.append(recorder)
-            if len(self._recorders) == 1:
-                one_by_one.wanted = True
-                self.__enter__()  # type: ignore[no-untyped-call]
-
-    def remove(self, recorder: Recorder) -> None:
-        if recorder in self._recorders:
-            self._recorders.remove(recorder)
-            if not self._recorders:
-                one_by_one.wanted = False
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        started = [(recorder, recorder._clock.now()) for recorder in self._recorders]
+        kwargs, clock = kwargs or {}, self._recorder._clock
+        start = clock.now()
         out = func(*args, **kwargs)
-        for recorder, start in started:
-            recorder._has_run(func, args, kwargs, out, (start, recorder._clock.now()))
+        self._recorder._has_run(func, args, kwargs, out, (start, clock.now()))
         return out
-
-
-class _ModeOfThread(threading.local):
-    def __init__(self) -> None:
-        self.mode = _Mode()
-
-
-_of_thread = _ModeOfThread()
 
 
 class Recorder:
     """Records the steps of a model and its optimizer, one at a time.
 
-    Call `begin(phase)` and `end()` around each phase, or use `with
-    recorder.phase(name)`; after the last one, `finish()` returns the
-    `RecordedStep`. A phase that begins while another is open ends that one. If
-    the step fails, `abandon()` removes all hooks; `finish()` does so too. Without
-    an optimizer, its phase is not recorded.
+    Use `with recorder.phase(name)` around each phase; after the last one, `finish()` returns the
+    `RecordedStep`. If the step fails, `abandon()` removes all hooks; `finish()` does so too.
 
     What cannot be recorded does not disturb the step: `finish()` raises for it.
-    `compiled` says that a wrapper of the model is compiled.
 
     Raises `CaptureError` if the model has no trainable parameter, or one with sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, compiled: bool = False) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
         if sparse := sparse_parameters(model):
@@ -112,7 +85,7 @@ class Recorder:
         if not self._parameters:
             raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
         self._clock = clock_for(next(iter(self._parameters.values())).device)
-        self._compiled = compiled or any(map(is_compiled, model.modules()))
+        self._compiled = any(map(is_compiled, model.modules()))
         self._lock = threading.Lock()
         self._hooks = ExitStack()
         self._phase: Phase | None = None
@@ -121,33 +94,20 @@ class Recorder:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Record a phase: forward, backward or optimizer."""
-        self.begin(phase)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def begin(self, phase: Phase, *, follow: bool = False) -> None:
-        """Begin a phase.
-
-        With `follow`, the forward phase becomes the backward phase when autograd
-        begins to run. (The gradient of the loss, a tensor of ones, is created
-        before that, by a forward op.)
-        """
         if self._phase is None:
             self._start()
-        self._phase, self._follow = phase, follow
-        if phase == "optimizer" and self._optimizer is not None:
+        self._phase = phase
+        if phase == "optimizer":
             self._updates = OptimizerTimes(list(self._parameters.values()), self._optimizer, self._storages)
-        _of_thread.mode.add(self)
-
-    def end(self) -> None:
-        """End the phase; nothing is recorded until the next one begins."""
-        _of_thread.mode.remove(self)
+        one_by_one.wanted = True
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            one_by_one.wanted = False
 
     def abandon(self) -> None:
         """Stop, remove all hooks, and forget what was recorded of the step."""
-        self.end()
         self._hooks.close()
         self._phase = None
 
@@ -241,8 +201,6 @@ class Recorder:
         writes = made | {key(tensor) for tensor in what.written(args, kwargs)}
         if not writes and not (what.host and inputs):
             return  # nothing is computed: a view, a query of a shape, a mark of the profiler
-        if self._phase == "forward" and self._follow and in_backward_pass():
-            self._phase = "backward"
         assert self._phase is not None
         op = len(self._ops)
         deps = self._storages.access(

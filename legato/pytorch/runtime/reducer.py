@@ -6,7 +6,7 @@ The order cannot differ between ranks, whatever happens on one of them alone: do
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -33,9 +33,9 @@ class Reducer:
     """Averages the gradients of one model over the ranks of a group, as a plan says.
 
     A backward pass sends if the reducer is `armed` when it begins, as DDP's is by a forward pass
-    (see `legato.pytorch.runtime.attached.attachment`). `optimizers` are those whose steps a sharded plan
-    divides among the ranks. With `error_feedback`, what rounding to a wire format takes from gradients and
-    from their sum is added to the next ones (Seide et al., Interspeech 2014).
+    (see `legato.pytorch.runtime.attached.attachment`), and `ended()` is called after it. `optimizers` are those
+    whose steps a sharded plan divides among the ranks. With `error_feedback`, what rounding to a wire format takes
+    from gradients and from their sum is added to the next ones (Seide et al., Interspeech 2014).
     Raises `PlanError` if the plan is for another model (`buckets.check_plan`).
     """
 
@@ -45,12 +45,13 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         connection: Connection,
         readers: Readers,
+        ended: Callable[[], None] = lambda: None,
         *,
         gradient_as_bucket_view: bool = False,
         optimizers: Sequence[Optimizer] = (),
         error_feedback: bool = False,
     ) -> None:
-        self.plan, self.readers = plan, readers
+        self.plan, self.readers, self._ended = plan, readers, ended
         self.messages = Messages(connection)
         number = {id(p): i for i, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         ranks = connection.group.size()
@@ -223,6 +224,7 @@ class Reducer:
         self.delivery.after_pass()
         if self.messages.tracer:
             self.messages.tracer.switch(None)
+        self._ended()
 
     # ---- failures ----------------------------------------------------------------
 

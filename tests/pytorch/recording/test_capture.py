@@ -299,23 +299,6 @@ def test_gradient_accumulated_into_a_buffer_of_the_user():
     assert {workload.ops[t.ready_after].name for t in workload.tensors} == {"backward/add_"}
 
 
-def test_recorder_follows_the_step_of_a_training_loop():
-    model, optimizer, loss = captured.branches()
-    apart, _ = record(model, optimizer, loss)
-    optimizer.zero_grad()
-    recorder = Recorder(model, optimizer)
-    recorder.begin("forward", follow=True)
-    loss().backward()
-    recorder.begin("optimizer")
-    optimizer.step()
-    together = recorder.finish()
-    assert [op.deps for op in together.ops] == [op.deps for op in apart.ops]
-    different = [a.name for a, b in zip(together.ops, apart.ops, strict=True) if (a.name, a.phase) != (b.name, b.phase)]
-    assert different == ["forward/ones_like"]  # made before autograd runs
-    assert together.tensors == apart.tensors
-    assert [name for name, _ in together.updates] == [name for name, _ in apart.updates]
-
-
 def test_recorder_records_one_step_after_another():
     model, optimizer, loss = captured.tied()
     recorder = Recorder(model, optimizer)

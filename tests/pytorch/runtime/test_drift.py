@@ -24,7 +24,7 @@ class Training:
     def run(self, windows):
         said = []
         for _ in range(windows * WINDOW):
-            text = self.drift.pass_begins(self.messages)
+            text = self.drift.pass_ended(self.messages)
             if text:
                 said.append((self.messages.passes // WINDOW, text))
             if self.messages.tracer is not None:
@@ -61,7 +61,7 @@ def test_samples_are_short_and_leave_the_user_his_own_tracer():
     training = Training([CALM] * 3)
     traced = 0
     for _ in range(2 * WINDOW):
-        training.drift.pass_begins(training.messages)
+        training.drift.pass_ended(training.messages)
         traced += training.messages.tracer is not None
         training.messages.passes += 1
     assert traced == 2 * 2 * WINDOW // SAMPLE

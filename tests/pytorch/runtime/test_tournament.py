@@ -8,9 +8,11 @@ from legato.core.plan import Message, Plan, Slice
 from legato.pytorch.runtime.attached.tournament import (
     FEWEST_ROUNDS,
     FEWEST_STEPS,
-    MOST_ROUNDS,
+    FIRST_UNTIMED,
     MOST_STEPS,
+    UNTIMED,
     Tournament,
+    most_steps,
 )
 
 PLANS = [Plan(name, (Message((Slice("w", 0, 4),)),)) for name in ("ddp", "few", "many", "most")]
@@ -33,10 +35,11 @@ def play(seconds, plans=PLANS, gather=lambda numbers: [numbers], switch_s=100.0)
     """The plans of all steps, and the tournament at its end; step number n under a plan takes `seconds(name, n)`."""
     clock, used = Clock(), []
     tournament = Tournament(plans, gather, clock)
-    while tournament.step_begins():
+    while tournament.goes_on:
         name = tournament.plan.scheduler
         clock.time_s += seconds(name, len(used)) + switch_s * (used[-1:] != [name])
         used.append(name)
+        tournament.step_ended()
     return used, tournament
 
 
@@ -53,26 +56,27 @@ def test_the_fastest_wins_and_what_was_measured_is_known():
     assert all(found.steps == FEWEST_ROUNDS * FEWEST_STEPS for found in tournament.measured.values())
 
 
-def test_turns_alternate_and_have_one_untimed_step():
+def test_turns_alternate_and_begin_with_untimed_steps():
     used, _ = play(always(ddp=1.0, few=0.9, many=0.8, most=1.5))
-    turn = FEWEST_STEPS + 1
-    turns = [used[i] for i in range(0, len(used), turn)]
     names = [plan.scheduler for plan in PLANS]
-    assert used == [name for name in turns for _ in range(turn)]
-    assert turns == ["ddp", *(names + names[::-1]) * 2]
+    first = [name for name in names for _ in range(FIRST_UNTIMED + FEWEST_STEPS)]
+    later = [name for name in (*names[::-1], *names, *names[::-1]) for _ in range(UNTIMED + FEWEST_STEPS)]
+    assert used == ["ddp"] * (UNTIMED + FEWEST_STEPS) + first + later
 
 
 def test_of_equals_the_first_wins_and_the_tournament_is_short():
     used, tournament = play(always(ddp=1.0, few=0.997, many=1.0, most=1.003))
     assert tournament.plan.scheduler == "ddp"
-    assert len(used) == (1 + FEWEST_ROUNDS * len(PLANS)) * (FEWEST_STEPS + 1)
+    turns = 1 + FEWEST_ROUNDS * len(PLANS)
+    assert len(used) == turns * (UNTIMED + FEWEST_STEPS) + len(PLANS) * (FIRST_UNTIMED - UNTIMED)
 
 
 def test_within_the_scatter_plans_are_equal_and_a_tournament_has_an_end():
     for seed in range(20):
         noise = random.Random(seed)
         used, _ = play(lambda name, step, noise=noise: noise.gauss(0.97 if name == "many" else 1.0, 0.2), switch_s=0.0)
-        assert len(used) <= (1 + MOST_ROUNDS * len(PLANS)) * (FEWEST_STEPS + 1) == 165
+        assert len(used) <= most_steps(len(PLANS), 1.0) == 173
+    assert most_steps(len(PLANS), 0.002) < 1000  # in two seconds
 
 
 def test_slow_plans_are_out_and_a_close_race_goes_on():
@@ -116,12 +120,30 @@ def test_the_slowest_rank_counts():
     assert tournament.measured["few"].seconds == pytest.approx(1.0)
 
 
-def test_all_ranks_exchange_equally_many_numbers_after_each_round():
+def test_all_ranks_exchange_numbers_after_each_turn():
     counts = []
     play(
         always(ddp=1.0, few=1.004, many=2.0, most=3.0), gather=lambda numbers: counts.append(len(numbers)) or [numbers]
     )
-    assert counts == [1] + [4] * FEWEST_ROUNDS
+    assert counts == [2] * (1 + FEWEST_ROUNDS * len(PLANS))
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_plan_that_cannot_change_any_more_stays(turn):
+    """One of the ranks says so at the end of some turn."""
+    turns = []
+
+    def gather(numbers):
+        turns.append(numbers)
+        return [numbers, [numbers[0], float(len(turns) > turn)]]
+
+    used, tournament = play(always(ddp=1.0, few=0.9, many=0.8, most=1.5), gather=gather)
+    assert tournament.plan.scheduler == used[-1] == ["ddp", "ddp", "few"][turn] and len(turns) == turn + 1
+
+
+def test_what_was_measured_scatters():
+    _, tournament = play(lambda name, step: 1.0 + 0.1 * (step % 2), switch_s=0.0)
+    assert all(found.scatter < 0.1 for found in tournament.measured.values())
 
 
 def test_a_single_plan_needs_no_tournament():

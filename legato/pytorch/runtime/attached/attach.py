@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from legato.core import files
-from legato.core.errors import InputError
+from legato.core.errors import InputError, unknown_name
 from legato.core.plan import Plan, Shard
 from legato.pytorch.network.agreement import agree, describe_model
 from legato.pytorch.parameters import sparse_parameters, trained_parameters
@@ -48,10 +51,9 @@ def attach(  # noqa: PLR0913
     if not dist.is_initialized():
         raise InputError("no process group: start with torchrun and call torch.distributed.init_process_group() first")
     ddp: Any = find_ddp(model)
-    if ddp is not None and (options or process_group is not None):
-        name = next(iter(options), "process_group")
-        raise InputError(f"{name}: the model is a DistributedDataParallel already, and keeps its own arguments")
+    _check_options(ddp, optimizer, process_group, options)
     module = model if ddp is None else ddp.module
+    _check_module(module)
     parameters = trained_parameters(module)
     if not parameters and not sparse_parameters(module):
         raise InputError("the model has no parameter that requires a gradient")
@@ -74,6 +76,34 @@ def attach(  # noqa: PLR0913
         found.manage(optimizer)
     found.begin()
     return model, optimizer
+
+
+def _check_options(ddp: Any, optimizer: Any, process_group: Any, options: Mapping[str, Any]) -> None:
+    """Raise `InputError` for an option that nobody knows, or nobody can follow any more, and for no optimizer."""
+    ddps = inspect.signature(DistributedDataParallel).parameters if options else ()
+    if unknown := [name for name in options if name not in ddps]:
+        raise unknown_name("option", unknown[0], [*inspect.signature(attach).parameters, *ddps][3:])
+    if ddp is not None and (options or process_group is not None):
+        name = next(iter(options), "process_group")
+        raise InputError(f"{name}: the model is a DistributedDataParallel already, and keeps its own arguments")
+    what = type(optimizer).__name__
+    if isinstance(optimizer, LRScheduler):
+        raise InputError(f"optimizer: {what} is a learning-rate scheduler (expected the optimizer that it schedules)")
+    if optimizer is not None and not hasattr(optimizer, "step"):
+        raise InputError(f"optimizer: {what} has no step() (expected a torch.optim.Optimizer)")
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raise `InputError` for a model that no DDP can train."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes long
+    if fsdp and any(isinstance(m, fsdp.FSDPModule | fsdp.FullyShardedDataParallel) for m in module.modules()):
+        raise InputError(
+            "model: FSDP shards its parameters, and sends its gradients itself (expected a model for "
+            "DistributedDataParallel; for FSDP2, legato.plan(shard='parameters') says which modules to wrap together)"
+        )
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise InputError(f"model: {name} is on the meta device and has no values (expected the training's device)")
 
 
 def _check_sharded(plan: Plan, module: nn.Module, optimizer: Any) -> None:

@@ -21,13 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from legato.core.errors import InputError
+from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.core.text import one_line
 from legato.core.timeline import Timeline
+from legato.core.units import format_seconds
 from legato.pytorch._private import (
     JOIN_BEGINS,
     IdleReducer,
+    drop_accumulator,
     has_builtin_hook,
     is_joining,
     not_compiled,
@@ -36,8 +38,10 @@ from legato.pytorch._private import (
 )
 from legato.pytorch.network.agreement import agree, describe_model, describe_optimizer, first_said
 from legato.pytorch.network.channel import check_message
+from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
 from legato.pytorch.recording.clock import clock_for
+from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.attached.ddp_passes import DdpPasses
 from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, restore_steps
 from legato.pytorch.runtime.attached.drift import DriftMonitor
@@ -52,6 +56,7 @@ from legato.pytorch.runtime.sharding.shards import Shards, check_shardable
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import check_plan
+from legato.pytorch.runtime.waiting.readers import gradient_is_held
 
 __all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
 
@@ -81,6 +86,7 @@ class Attachment:
         self._parameters = trained_parameters(ddp.module)
         self._debug = chosen_checks(debug)
         self._group: Any = ddp.process_group
+        self._number = _attached[self._group.group_name] = _attached.get(self._group.group_name, 0) + 1
         former = self._former_attachments()
         shared = any(other.module is not self.module for other in former)
         reason = "it has a parameter of another model" if shared else self._model_reason()
@@ -93,10 +99,14 @@ class Attachment:
         self._plan = plan
         #: What carries the plan out; None while passes are DDP's.
         self.reducer: Reducer | None = None
-        self.stepped = False
+        self._stepped = False  # whether an optimizer's `step()` was called since the last backward pass that sent
         self._said: set[str] = set()
         self._fingerprint = ModuleFingerprint(self.module)
         self._forward = ForwardPasses(ddp, self._fingerprint, _sender_of, current, strict="reads" in self._debug)
+        #: Watches the steps for `plan="auto"`, whose passes are DDP's.
+        self.observer: StepObserver | None = None
+        self._to_observe = 0  # the number of steps until `_decide()` is called, on all ranks
+        self._observation: tuple[int, Callable[[], None]] = 0, lambda: None
         # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
@@ -108,9 +118,6 @@ class Attachment:
         self._methods_back: Callable[[], Any] | None = None  # puts back what was replaced (`gate.methods`)
         self._trained = False  # whether the last forward pass was in training mode
         self._nested = 0  # forward passes inside one of legato's
-        self.observed = False  # whether `plan="auto"` has not decided yet: it watches the steps, or tries plans
-        #: What watches the steps for `plan="auto"`.
-        self.observer: Any = None
         #: The plans that `compete` has tried, by the names of their schedulers, and what was measured of each.
         self.tournament: dict[str, Measured] = {}
         self._tournament: Tournament | None = None
@@ -137,9 +144,19 @@ class Attachment:
         return self._plan
 
     @property
-    def in_graphs(self) -> bool:
-        """Whether the last of legato's forward passes was compiled, or parts of it."""
-        return self._forward.in_graphs
+    def observed(self) -> bool:
+        """Whether `plan="auto"` has not decided yet: it watches the steps, or tries plans."""
+        return self.observer is not None or self._tournament is not None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are averaged, by name: those that were trained when legato was attached."""
+        return self._parameters
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers whose steps legato knows."""
+        return self._optimizers
 
     def manage(self, optimizer: Any) -> None:
         """Defer this optimizer's updates as the plan says; call it on all ranks, for each optimizer of the model.
@@ -162,6 +179,8 @@ class Attachment:
             if self._plan.shard != "none":
                 check_shardable(optimizer, self._optimizers)
             self._optimizers.append(optimizer)
+            if self.observer is not None:
+                self.observe(*self._observation)  # from the beginning
         if not self._is_idle:
             defer_steps(optimizer, self)
         if self._shards is not None:
@@ -169,8 +188,19 @@ class Attachment:
 
     def begin(self) -> None:
         """Carry the plan out from the first pass on, if no passes are to be DDP's first."""
-        if not self._first and self.reducer is None and not (self.reason or is_ddps(self._plan) or self._pass_reason()):
+        if not self._first and self._is_due() and not self._pass_reason():
             self._carry_out(self._plan)
+
+    def observe(self, steps: int, decide: Callable[[], None]) -> None:
+        """Let passes be DDP's, watch so many steps, and then call `decide()` on all ranks, after a backward pass.
+
+        `observer` has what was seen. If `decide` raises an error, passes stay DDP's, unless a rank has failed.
+        """
+        self._first, self._to_observe, self._observation = 0, steps, (steps, decide)
+        compiled = self._fingerprint.compiled() or self._forward.in_graphs
+        self.observer = StepObserver(self.module, self._parameters, compiled)
+        if self.reducer is None:
+            self._watch_ddp_anew()
 
     def adopt(self, plan: Plan) -> None:
         """Switch to another plan, between two iterations, on all ranks together.
@@ -181,12 +211,14 @@ class Attachment:
         if plan.shard != "none":
             for i, optimizer in enumerate(self._optimizers):
                 check_shardable(optimizer, self._optimizers[:i])
-        self._plan = plan
+        self._plan, self._stepped = plan, True
         if self.reducer is not None:
             self._carry_out(plan)
         elif self._ddps is None and not self.reason:
-            self._ddps = self._watch_ddp()
+            self._watch_ddp_anew()
             self._forward.compile_graphs()
+            for optimizer in self._optimizers:
+                defer_steps(optimizer, self)
 
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
@@ -200,9 +232,10 @@ class Attachment:
         if self.reason:
             return
         clock = clock_for(next(iter(self._parameters.values())).device)
-        self._tournament = Tournament(plans, self._gather_numbers, clock)
-        self.observed, self.stepped = True, False
-        self._next_turn(self._tournament)
+        _ = self._connection
+        self._tournament = Tournament(plans, self._gather_numbers, clock, self._is_bound)
+        self._plan, self._stepped = self._tournament.plan, False
+        self._end_tournament()
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
@@ -302,52 +335,100 @@ class Attachment:
     def _former_attachments(self) -> list[Attachment]:
         """What is attached to the parameters already.
 
-        Whether the program still has it must not depend on when each rank last collected garbage.
+        Whether the program still has it must not depend on when each rank last collected garbage, where that matters.
         """
 
         def found() -> dict[int, Attachment]:
             known = (_attachments.get(parameter, lambda: None)() for parameter in self._parameters.values())
             return {id(other): other for other in known if other is not None}
 
-        if found():
+        if any(other.module is not self.module or other.plan.shard != "none" for other in found().values()):
             gc.collect()
         return list(found().values())
 
     def _choose(self) -> None:
-        """Decide whose the pass is that begins; nothing of another pass is still to be sent."""
+        """Decide whose the pass is that begins. What this follows from is known to all ranks: nothing is sent."""
         if reason := self._pass_reason():
             self._leave_to_ddp(reason)
-            return
-        if self._first and not self._first_passes_have_ended():
-            return
-        stepped, self.stepped = self.stepped or not self._optimizers, False
-        if self._tournament is not None and stepped:  # else another pass of the same step
-            self._next_turn(self._tournament)
-        elif self.reducer is None and not is_ddps(self._plan):
+        elif self._is_due():
             self._carry_out(self._plan)
+            if is_ddps(self._plan) and not self.observed:
+                self._rest()
         elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
             for optimizer in self._optimizers:
                 agree(describe_optimizer(optimizer), self._group)
             self._carry_out(self._plan)
-        if self.reducer is None or self.observed:
-            return
-        if change := self._drift.pass_begins(self.reducer.messages):
+
+    def _is_due(self) -> bool:
+        """Whether passes are not those of the plan yet, and can be."""
+        if self.reason or self._first:
+            return False
+        ours = self.observer is None and not is_ddps(self._plan)
+        return ours != (self.reducer is not None) or (self.reducer is not None and self.reducer.plan is not self._plan)
+
+    def _pass_ended(self) -> None:
+        """After a backward pass that sends, on all ranks: where they tell each other what decides on later passes.
+
+        One rank alone may run forward passes, as under DDP, but no such backward pass.
+        """
+        stepped, self._stepped = self._stepped or not self._optimizers, False
+        if self._ddps is not None:
+            self._idle.rebuild()
+            if self._ddps.done >= FIRST_PASSES:  # not in trainings of a few steps
+                _ = self._watchdog
+        if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
+            self._first = 0
+            _ = self._connection
+        elif self.observer is not None and stepped:
+            self._to_observe -= 1
+            if not self._to_observe:
+                self._observation_ended()
+        elif self._tournament is not None and stepped:
+            self._tournament.step_ended()
+            self._plan = self._tournament.plan
+            self._end_tournament()
+        elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
 
-    def _first_passes_have_ended(self) -> bool:
-        """Whether passes may be legato's from now on: those in which it looked at the model have shown nothing else."""
+    def _observation_ended(self) -> None:
+        if not self._is_fit():
+            return
+        _, decide = self._observation
+        try:
+            decide()
+        except RankError:
+            raise
+        except Exception as error:  # of legato's own: training goes on without it
+            self.say(f"no plan could be made: {type(error).__name__}: {error}")
+        self.observer = None
+        if self._tournament is None and is_ddps(self._plan):
+            self._rest()
+        elif self.reducer is None:
+            self._watch_ddp_anew()
+
+    def _is_fit(self) -> bool:
+        """Whether passes may be legato's: those in which it looked at the model have shown nothing else on any rank."""
         assert self._ddps is not None
-        if self._ddps.done < self._first:
-            return False
-        self._first = 0
-        if said := first_said(self._ddps.objection or self._model_reason(), self._group):
+        held = "its gradients are held elsewhere" if self._is_bound() else ""
+        if said := first_said(self._ddps.objection or held or self._model_reason(), self._group):
             self._leave_to_ddp(said.partition(": ")[2])
-        return not self.reason
+        return not said
+
+    def _is_bound(self) -> bool:
+        """Whether gradients cannot move to the buckets of another plan: something holds the memory of one."""
+        if not self.ddp.gradient_as_bucket_view:
+            return False
+        with gate.invisible():
+            if self.reducer is not None:
+                return any(gradient_is_held(slot.parameter, slot.whole, memory=False) for slot in self.reducer.slots)
+            return any(gradient_is_held(p, memory=False) for p in self._parameters.values())
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Let passes be DDP's for good."""
         self._carry_out(None)
-        self.reason, self.observed = reason, False
+        for parameter in self._fingerprint.without_hooks():
+            drop_accumulator(parameter)  # a reducer that has come back has registered hooks, which DDP would not have
+        self.reason, self.observer, self._tournament = reason, None, None
         self.say(f"DDP's own passes stay: {reason}")
         self._rest()
 
@@ -368,11 +449,21 @@ class Attachment:
         """Whether passes are DDP's until there is another plan."""
         return self.reducer is None and self._ddps is None
 
+    def _watch_ddp_anew(self) -> None:
+        if self._ddps is not None:
+            self._ddps.close()
+        self._ddps = self._watch_ddp()
+
     def _watch_ddp(self) -> DdpPasses:
         """Watch passes of DDP's: all parameters if these are the first passes, else the first and the last one."""
         names = list(self._parameters)
-        watched = names if self._first else names[:1] + names[-1:]
-        return DdpPasses({name: self._parameters[name] for name in watched})
+        watched = names if self._first or self.observer is not None else names[:1] + names[-1:]
+        return DdpPasses(
+            {name: self._parameters[name] for name in watched},
+            self._fingerprint.accumulates,
+            _weakly(self._pass_ended),
+            self.observer,
+        )
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
@@ -383,7 +474,7 @@ class Attachment:
             before.close()
         if self._ddps is not None:
             self._ddps.close()
-        if plan is None or is_ddps(plan):
+        if plan is None or is_ddps(plan) or self.observer is not None:
             if self._idle.is_away:
                 self._idle.bring_back()
             self._ddps = self._watch_ddp()
@@ -406,6 +497,7 @@ class Attachment:
                 self._parameters,
                 self._connection,
                 self._forward.readers,
+                _weakly(self._pass_ended),
                 gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
                 optimizers=self._optimizers,
                 error_feedback=self._error_feedback,
@@ -418,7 +510,12 @@ class Attachment:
 
     @cached_property
     def _connection(self) -> Connection:
-        return Connection(self._group, self._flight_dir, self._debug, _status(weakref.ref(self)))
+        return Connection(self._group, self._watchdog, self._debug)
+
+    @cached_property
+    def _watchdog(self) -> Watchdog:
+        recorder = FlightRecorder(self._group.rank(), self._flight_dir)
+        return Watchdog(self._group, recorder, _status(weakref.ref(self)), f"{self._group.group_name}/{self._number}")
 
     def _ddp_is_asked(self, name: str) -> None:
         """DDP's reducer was put away, and comes back because something asks for its attribute `name`."""
@@ -445,12 +542,13 @@ class Attachment:
         training = torch.is_grad_enabled()
         waiting = self._ddps.running if self._ddps is not None else self.reducer is not None and self.reducer.armed
         # In evaluation mode, one rank may run a pass alone.
-        sends = training and self.ddp.require_backward_grad_sync
-        if sends and self.module.training and not (waiting and self._trained):
+        sends = training and self.ddp.require_backward_grad_sync and self.module.training
+        dropped = self._stepped or not self._optimizers  # what waits: one rank has run a forward pass alone
+        if sends and not (waiting and self._trained and not dropped):
             self._choose()
         self._trained = self.module.training
         if self._ddps is not None:
-            self._ddps.forward_begins()
+            self._ddps.forward_begins(sends)
         if self.reducer is None:
             return
         self.reducer.begin_forward()
@@ -489,27 +587,44 @@ class Attachment:
 
     # ---- steps -------------------------------------------------------------------------
 
-    def _next_turn(self, tournament: Tournament) -> None:
-        """Go on with the plan whose turn it is, or stay with the winner."""
-        goes_on = tournament.step_begins()
-        if tournament.plan is not self._plan or (self.reducer is None) != is_ddps(tournament.plan):
-            self._plan = tournament.plan
-            self._carry_out(tournament.plan)
-        if not goes_on:
-            if is_ddps(self._plan):
-                self._rest()
-            self.tournament, self._tournament, self.observed = tournament.measured, None, False
-            found = ", ".join(f"{name} {m.seconds * 1e3:.3g} ms" for name, m in self.tournament.items())
-            which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
-            self.say(f"{which}{f' (median step of each: {found})' if found else ''}")
+    def step_begins(self) -> None:
+        """An optimizer's `step()` was called."""
+        self._stepped = True
+
+    def updates_begin(self) -> None:
+        """It begins to work."""
+        if self.observer is not None:
+            self.observer.updates_begin()
+
+    def step_ended(self) -> None:
+        """It returns."""
+        if self.observer is not None:
+            self.observer.updates_end()
+
+    def _end_tournament(self) -> None:
+        """Stay with the plan of a tournament that is over, and say what was measured."""
+        if self._tournament is None or self._tournament.goes_on:
+            return
+        self.tournament, self._tournament = self._tournament.measured, None
+        found = ", ".join(
+            f"{name} {format_seconds(m.seconds)} +- {format_seconds(m.scatter)}" for name, m in self.tournament.items()
+        )
+        which = "DDP's own passes stay" if is_ddps(self._plan) else f"the plan {self._plan.scheduler} stays"
+        fastest = min(self.tournament, key=lambda name: self.tournament[name].seconds, default=self._plan.scheduler)
+        why = "" if fastest == self._plan.scheduler else f"; {fastest} is not faster by more than the scatter"
+        self.say(f"{which}{f' (median step of each: {found}{why})' if found else ''}")
+        if is_ddps(self._plan) and self.reducer is None:
+            self._rest()
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
-        return self._connection.gather_numbers(numbers, "comparing times before a forward pass")
+        return self._connection.gather_numbers(numbers, "comparing times")
 
     def _log_drift(self, change: str) -> None:
         self.say(f"since the first passes under the plan {self._plan.scheduler}, {change}; consider replanning")
 
 
+#: By process group: how often legato was attached to a model of it.
+_attached: dict[str, int] = {}
 #: legato on the model that has a parameter.
 _attachments: Any = WeakIdKeyDictionary()
 
@@ -529,6 +644,17 @@ def _sender_of(parameter: nn.Parameter) -> GraphSender | None:
     """What sends the parameter's gradients, as compiled graphs see it; None in passes of DDP's."""
     reducer: Reducer | None = getattr(_attachments.get(parameter, lambda: None)(), "reducer", None)
     return None if reducer is None else GraphSender(reducer)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method that keeps its object from being garbage no longer: autograd's nodes hold their hooks for good."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := reference()) is not None:
+            found()
+
+    return call
 
 
 def _status(attachment: weakref.ref[Attachment]) -> Callable[[], str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from legato.pytorch._private import on_backward_end
+from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.autograd import Accumulator, BackwardScope
 
 __all__ = ["DdpPasses"]
@@ -17,14 +19,23 @@ __all__ = ["DdpPasses"]
 class DdpPasses:
     """Counts the backward passes in which DDP sends.
 
-    The gradients of `parameters` are watched; a few are enough to see where a backward pass ends.
+    The gradients of `parameters` are watched; a few are enough to see where a backward pass ends. `accumulates()` says
+    of the one that runs whether it adds to any gradient, as `torch.autograd.grad` does not: DDP sends only then.
+    `ended()` is called after each backward pass that sends, when DDP has finished it.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        accumulates: Callable[[], bool],
+        ended: Callable[[], None],
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._ended, self._observer = ended, observer
         self._in_forward = False
         self._arrived: set[str] = set()
         self._accumulators = [Accumulator(p, self._before, partial(self._after, n, p)) for n, p in parameters.items()]
-        self._scope = BackwardScope(lambda: True, self._backward_ended)
+        self._scope = BackwardScope(accumulates, self._backward_ended)
         #: Backward passes that have ended.
         self.done = 0
         #: Whether DDP still has to send the gradients of a forward pass.
@@ -32,13 +43,15 @@ class DdpPasses:
         #: Why legato cannot send this model's gradients; empty if nothing was seen.
         self.objection = ""
 
-    def forward_begins(self) -> None:
-        """A forward pass begins."""
+    def forward_begins(self, sends: bool) -> None:
+        """A forward pass begins; does DDP send in its backward pass?"""
         self._in_forward = True
+        if self._observer is not None and sends:
+            self._observer.forward_begins()
 
     def forward_ended(self, output: Any, sends: bool) -> None:
         """A forward pass has ended; does DDP send in the backward pass that comes next?"""
-        self._in_forward = False
+        self.forward_failed()
         if sends:
             self.running = True
             self._scope.expect(output)
@@ -46,6 +59,8 @@ class DdpPasses:
     def forward_failed(self) -> None:
         """A forward pass has raised an exception."""
         self._in_forward = False
+        if self._observer is not None:
+            self._observer.forward_ended()
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -55,6 +70,8 @@ class DdpPasses:
     def _before(self, *_: Any) -> None:
         if self._in_forward:
             self.objection = "backward passes run inside forward passes"
+        if self._observer is not None:
+            self._observer.backward_begins()
         self._scope.notice()
 
     def _after(self, name: str, parameter: nn.Parameter, *_: Any) -> None:
@@ -63,8 +80,12 @@ class DdpPasses:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             self.objection = f"{name} has a gradient that is not dense"
         self._arrived.add(name)
+        if self._observer is not None:
+            self._observer.ready(name)
 
     def _backward_ended(self) -> None:
         self._arrived.clear()
-        self.done += self.running
-        self.running = False
+        if self.running:
+            self.running = False
+            self.done += 1
+            on_backward_end(self._ended)  # after what DDP does there

@@ -4,27 +4,43 @@
 `step` updates the parameters later, on a stand-in object that shares the state and holds only the
 parameters that are to be updated now. Where that could compute something else, the step updates
 all parameters at once, when all gradients have arrived.
+
+[Note: the user's optimizer] `step` of an optimizer becomes a method of its own, once and for good: whoever
+has bound, wrapped or copied it calls this one, which does what the present passes ask for, and without an
+attachment what the optimizer did before. A step that does not come through it reads gradients through the gates of
+parameters, and is right without waiting less. The optimizer's class is another one only while updates wait or states
+are sharded: its methods then bring everything up to date first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
 
 from legato.core.errors import InputError, RankError
-from legato.pytorch._private import has_step_hooks, mark_as_hooked, rebind_step, without_overrides
+from legato.pytorch._private import (
+    count_steps,
+    counts_steps,
+    has_step_hooks,
+    is_replaced,
+    not_compiled,
+    note_step,
+    runs_compiled,
+    without_overrides,
+)
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sharding.shards import shards_of
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import PENDING
 from legato.pytorch.runtime.waiting.readers import state_is_held
-from legato.pytorch.runtime.waiting.update import Update, reducers_of, zeroing
+from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_class
 
 __all__ = ["Attached", "defer_steps", "is_known", "restore_steps"]
 
@@ -37,89 +53,169 @@ class Attached(Protocol):
 
     #: What carries a plan out; None where passes are DDP's.
     reducer: Reducer | None
-    #: Whether `step()` was called since this was last set to False.
-    stepped: bool
+
+    def step_begins(self) -> None:
+        """`step()` was called."""
+
+    def updates_begin(self) -> None:
+        """The optimizer's own part of the step begins: after the closure, if it has one."""
+
+    def step_ended(self) -> None:
+        """`step()` returns."""
 
 
-class _DeferredSteps:
-    """A mix-in for the class of the user's optimizer, which defers its steps and is otherwise transparent."""
+def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
+    """Let the optimizer's `step()` return at once and update each parameter when it is read, in legato's passes."""
+    mine = vars(optimizer)
+    if "_legato_attachments" not in mine:
+        before = mine.get("step")
+        mine["_legato_attachments"] = []
+        mine["step"] = MethodType(_own_step(before, type(optimizer)), optimizer)
+    if attachment not in mine["_legato_attachments"]:
+        mine["_legato_attachments"].append(attachment)
+    _show(optimizer)
+
+
+def restore_steps(optimizer: Any, attachment: Attached) -> None:
+    """Defer the optimizer's steps for this model no longer."""
+    attached = vars(optimizer).get("_legato_attachments", [])
+    if attachment in attached:
+        _settle(optimizer)
+        attached.remove(attachment)
+        _show(optimizer)
+
+
+def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
+    """What becomes the `step` of an optimizer; `before` is what its object had in place of its class's, or None."""
+
+    @wraps(base.step)
+    @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        call = _Step(self, before, runs_compiled(), args, kwargs)
+        try:
+            if call.defers():
+                return call.loss
+            return call.plain(*call.args, **call.kwargs)  # compiled, if the user has compiled it
+        finally:
+            call.ends()
+
+    if counts_steps(before):
+        count_steps(step)
+    return step
+
+
+class _Step:
+    """One call of an optimizer's `step()`; `compiled` says whether dynamo compiles what it calls."""
+
+    def __init__(
+        self, optimizer: Optimizer, before: Any, compiled: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._optimizer, self._base = optimizer, users_class(optimizer)
+        self._before = before
+        self.plain: Callable[..., Any] = before or MethodType(self._base.step, optimizer)
+        self.args, self.kwargs, self.loss = args, kwargs, None
+        self._closure = kwargs.get("closure", args[0] if args else None)
+        odd = len(args) > 1 or bool(kwargs.keys() - {"closure"}) or not (before is None or counts_steps(before))
+        self._whole = (
+            odd
+            or compiled
+            or self._base.__name__ in _WHOLE
+            or is_replaced(self._base)
+            or has_step_hooks(optimizer)
+            or _mixes_dtypes(optimizer, self._base)
+        )
+        self._attached: list[Attached] = list(vars(optimizer)["_legato_attachments"])
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def defers(self) -> bool:
+        """Begin the step; return whether nothing is left to do now."""
+        optimizer, base, closure = self._optimizer, self._base, self._closure
+        if any(reducer.in_backward for reducer in reducers_of(optimizer)):
+            raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
+        for attachment in self._attached:
+            attachment.step_begins()
+        if closure is not None and (not self._whole or shards_of(optimizer) is not None):
+            with torch.enable_grad():
+                self.loss = closure()
+            self.args, self.kwargs, closure = (), {}, None
+        if closure is None:
+            self._updates_begin()
+        else:
+            self.args, self.kwargs = self.args[1:], {**self.kwargs, "closure": self._then_updates(closure)}
+        reducers: list[Reducer] = reducers_of(optimizer)  # the closure's forward pass may have changed the plan
+        if (shards := shards_of(optimizer)) is not None:
+            shards.step(optimizer, base)
+        elif reducers and not self._whole and _divisible(optimizer, reducers):
+            _step_later(optimizer, base, reducers)
+        else:
+            for reducer in reducers:
+                reducer.settle()
+            return False
+        if counts_steps(self._before):
+            note_step(optimizer)
+        return True
+
+    def _then_updates(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_and_updates() -> Any:
+            loss = closure()
+            self._updates_begin()
+            return loss
+
+        return closure_and_updates
+
+    def _updates_begin(self) -> None:
+        for attachment in self._attached:
+            attachment.updates_begin()
+
+    @not_compiled  # type: ignore[untyped-decorator]
+    def ends(self) -> None:
+        """Tell the models that the step has ended."""
+        for attachment in self._attached:
+            attachment.step_ended()
+
+
+class _Waiting:
+    """A mix-in for the class of the user's optimizer while updates wait: what shows their results waits for them."""
 
     _legato_base: type[Optimizer]
-    _legato_attachments: list[Attached]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer, base = cast(Optimizer, self), self._legato_base
-        if any(reducer.in_backward for reducer in reducers_of(self)):
-            raise RankError("optimizer.step() inside a backward pass: the gradients are not averaged yet")
-        for attachment in self._legato_attachments:
-            attachment.stepped = True
-        loss = None
-        whole = base.__name__ in _WHOLE or has_step_hooks(optimizer) or _mixes_dtypes(optimizer, base)
-        if closure is not None and (not whole or shards_of(self) is not None):
-            with torch.enable_grad():
-                loss = closure()
-            closure = None
-        reducers: list[Reducer] = reducers_of(self)  # the closure's forward pass may have changed the plan
-        if (shards := shards_of(self)) is not None:
-            shards.step(optimizer, base)
-            return loss
-        if reducers and not whole and _divisible(optimizer, reducers):
-            _step_later(optimizer, base, reducers)
-            return loss
-        for reducer in reducers:
-            reducer.settle()
-        tracers = [reducer.messages.tracer for reducer in reducers if reducer.messages.tracer]
-        for tracer in tracers:
-            tracer.switch("optimizer")
-        result = base.step(optimizer) if closure is None else base.step(optimizer, closure)
-        for tracer in tracers:
-            tracer.switch(None)
-        return result if loss is None else loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer, reducers = cast(Optimizer, self), reducers_of(self)
-        if not reducers:
-            return self._legato_base.zero_grad(optimizer, set_to_none)
-        zero_of = {
-            key: partial(reducer.delivery.zero, slot)
-            for reducer in reducers
-            for key, slot in reducer.delivery.by_parameter.items()
-        }
-        for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if id(p) in zero_of:
-                zero_of[id(p)](set_to_none)
-            else:
-                zeroing(set_to_none)(p)
-        return None
 
     @property
     def state(self) -> Any:
-        self._settle()
-        return vars(self)["state"] if "state" in vars(self) else getattr(super(), "state")  # noqa: B009
+        _settle(self)
+        return vars(self)["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
         vars(self)["state"] = value
 
     def state_dict(self) -> Any:
-        """The state of whole parameters; if it is sharded, all ranks have to call this."""
-        self._settle()
-        shards = shards_of(self)
-        if shards is None:
-            return self._legato_base.state_dict(cast(Optimizer, self))
-        return self._legato_base.state_dict(self._with_state(whole_state(cast(Optimizer, self), shards)))
+        return _settle(self).state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        _settle(self).load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: Any) -> None:
+        _settle(self).add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _settle(self).__reduce_ex__(protocol)
+
+
+class _Sharded(_Waiting):
+    """A mix-in for the class of the user's optimizer while its states are sharded."""
+
+    def state_dict(self) -> Any:
+        """The state of whole parameters; all ranks have to call this."""
+        optimizer = _settle(self)
+        return self._legato_base.state_dict(self._with_state(whole_state(optimizer, shards_of(self))))
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take the state of whole parameters, of which a rank keeps its shards."""
-        self._settle()
-        shards = shards_of(self)
-        if shards is None:
-            return self._legato_base.load_state_dict(cast(Optimizer, self), state_dict)
+        optimizer = _settle(self)
         whole = self._with_state({})
         self._legato_base.load_state_dict(whole, state_dict)
         vars(self)["param_groups"] = whole.param_groups
-        take_state(cast(Optimizer, self), whole.state, shards)
-        return None
+        take_state(optimizer, whole.state, shards_of(self))
 
     def _with_state(self, state: Any) -> Optimizer:
         """A stand-in of the user's own class, with another state."""
@@ -128,27 +224,36 @@ class _DeferredSteps:
         return stand_in
 
     def add_param_group(self, param_group: Any) -> None:
-        self._settle()
-        self._legato_base.add_param_group(cast(Optimizer, self), param_group)
+        """Add a group, as the user's own class does."""
+        self._legato_base.add_param_group(_settle(self), param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy (pickle, deepcopy) as an optimizer of the user's own class."""
-        self._settle()
-        if shards_of(self) is not None:
-            raise InputError("a sharded optimizer cannot be copied: use its state_dict(), on all ranks")
-        return object.__new__, (self._legato_base,), self._legato_base.__getstate__(cast(Optimizer, self))
-
-    def _settle(self) -> None:
-        for reducer in reducers_of(self):
-            reducer.settle()
+        raise InputError("a sharded optimizer cannot be copied: use its state_dict(), on all ranks")
 
 
-mark_as_hooked(_DeferredSteps.step)
+@cache
+def _overlay(kind: type[_Waiting], base: Any) -> type[Any]:
+    return type(base.__name__, (kind, base), {"_legato_base": base, "__module__": base.__module__})
+
+
+def _settle(optimizer: Any) -> Any:
+    """Bring everything up to date, and return the optimizer, which has its own class again unless it is sharded."""
+    for reducer in reducers_of(optimizer):
+        reducer.settle()
+    _show(optimizer)
+    return optimizer
+
+
+def _show(optimizer: Any, waits: bool = False) -> None:
+    """Give the optimizer the class for what there is to hide: states that are sharded, or updates that wait."""
+    base = users_class(optimizer)
+    kind = _Sharded if shards_of(optimizer) is not None else _Waiting if waits else None
+    object.__setattr__(optimizer, "__class__", _overlay(kind, cast(Any, base)) if kind else base)
 
 
 def is_known(optimizer: Any) -> bool:
     """Whether the optimizer is one of torch's, or its class says that it treats parameters or elements alone."""
-    base = getattr(optimizer, "_legato_base", type(optimizer))
+    base = users_class(optimizer)
     alone = (getattr(base, name, False) for name in ("steps_parameters_alone", "steps_elements_alone"))
     return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
 
@@ -169,7 +274,7 @@ def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
-    update = Update(optimizer, base)
+    update = Update(optimizer, base, partial(_show, optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = vars(optimizer)["state"]
     waiting: set[int] = set()
@@ -185,29 +290,5 @@ def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[
         delivery.deliver(slot for slot in slots if slot.stage != PENDING)
     if now := [p for p in parameters if id(p) not in waiting]:
         update.apply(now)
-
-
-def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
-    """Let the optimizer's `step()` return at once and update each parameter when it is read, in legato's passes."""
-    if isinstance(optimizer, _DeferredSteps):
-        if attachment not in optimizer._legato_attachments:
-            optimizer._legato_attachments.append(attachment)
-        return
-    base = type(optimizer)
-    vars(optimizer)["_legato_attachments"] = [attachment]
-    overlay = type(base.__name__, (_DeferredSteps, base), {"_legato_base": base, "__module__": base.__module__})
-    object.__setattr__(optimizer, "__class__", overlay)
-    rebind_step(optimizer, base, overlay)
-
-
-def restore_steps(optimizer: Any, attachment: Attached) -> None:
-    """Defer the optimizer's steps for this model no longer; after the last one, it has its own class again."""
-    if not isinstance(optimizer, _DeferredSteps) or attachment not in optimizer._legato_attachments:
-        return
-    optimizer._settle()
-    optimizer._legato_attachments.remove(attachment)
-    if not optimizer._legato_attachments:
-        base = optimizer._legato_base
-        object.__setattr__(optimizer, "__class__", base)
-        vars(optimizer).pop("_legato_attachments")
-        rebind_step(cast(Optimizer, optimizer), base, base)
+    update.waiting = len(waiting)
+    _show(optimizer, waits=bool(waiting))

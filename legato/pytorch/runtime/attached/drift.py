@@ -41,8 +41,8 @@ class DriftMonitor:
         self._reference: Sequence[Pace] = ()
         self._suspected = False
 
-    def pass_begins(self, messages: Messages) -> str:
-        """Call this before each forward pass whose gradients will be sent.
+    def pass_ended(self, messages: Messages) -> str:
+        """Call this after each backward pass that sends.
 
         Returns a description of what has changed its pace, or an empty string.
         """

@@ -16,30 +16,35 @@ from typing import NamedTuple
 from legato.core.plan import Plan
 from legato.pytorch.recording.clock import DeviceClock, HostClock
 
-__all__ = ["Measured", "Tournament"]
+__all__ = ["Measured", "Tournament", "most_steps"]
 
 #: Number of rounds.
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 8
 #: Timed steps of a turn: as many as take `TURN_S` seconds, within these limits.
-FEWEST_STEPS, MOST_STEPS = 4, 100
+FEWEST_STEPS, MOST_STEPS = 4, 28
 TURN_S = 0.2
+#: Steps of a turn that are not timed: of its plan's first one, in which legato looks at readers, and of others.
+FIRST_UNTIMED, UNTIMED = 3, 1
 #: Plans whose times differ by no more than this fraction are equal.
 SAME = 0.005
 
 
 class Measured(NamedTuple):
-    """What was measured of a plan: the median of its turns in seconds per step, and the number of timed steps."""
+    """What was measured of a plan: the median of its turns, and how far they scatter around it, both in seconds per
+    step (the median of their distances from it), and the number of timed steps.
+    """
 
     seconds: float
     steps: int
+    scatter: float = 0.0
 
 
 class Tournament:
     """Lets plans take turns. They come in the order in which they win among equals: the simplest first.
 
-    `plan` is the plan of the current step; at the end, it is the winner.
+    `plan` is the plan of the next step; at the end, it is the winner.
     `gather(numbers)` exchanges numbers among the ranks, and returns all of them
-    in the order of the ranks.
+    in the order of the ranks. Where `is_bound()` says so on any rank, the plan cannot change any more, and stays.
     """
 
     def __init__(
@@ -47,23 +52,28 @@ class Tournament:
         plans: Sequence[Plan],
         gather: Callable[[Sequence[float]], Sequence[Sequence[float]]],
         clock: HostClock | DeviceClock,
+        is_bound: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plans[0]
-        self.plans, self._gather, self._clock = tuple(plans), gather, clock
+        self.plans, self._gather, self._clock, self._is_bound = tuple(plans), gather, clock, is_bound
         self._rounds: list[list[float]] = [[] for _ in plans]  # seconds per step of each plan, round by round
         self._contestants = list(range(len(plans)))
         self._steps = FEWEST_STEPS
         self._played = self._play()
+        #: Whether there are turns to come.
+        self.goes_on = next(self._played, False)
 
-    def step_begins(self) -> bool:
-        """Call this at the beginning of each step on all ranks; returns whether the tournament goes on."""
-        return next(self._played, False)
+    def step_ended(self) -> None:
+        """Call this after the first backward pass that sends of each step, on all ranks."""
+        self.goes_on = next(self._played, False)
 
     @property
     def measured(self) -> dict[str, Measured]:
         """What was measured, by the names of the plans' schedulers."""
         return {
-            plan.scheduler: Measured(statistics.median(rounds), self._steps * len(rounds))
+            plan.scheduler: Measured(
+                statistics.median(rounds), self._steps * len(rounds), _scatter(rounds, statistics.median(rounds))
+            )
             for plan, rounds in zip(self.plans, self._rounds, strict=True)
             if rounds
         }
@@ -71,39 +81,37 @@ class Tournament:
     def _play(self) -> Generator[bool, None, None]:
         if len(self.plans) == 1:
             return
-        trial_s = yield from self._turn(self.plan)
-        (slowest_s,) = self._slowest([trial_s])
-        self._steps = min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(TURN_S / max(slowest_s, 1e-9))))
-        for number in range(MOST_ROUNDS):
-            yield from self._round(backwards=bool(number % 2))
-            if number + 1 >= FEWEST_ROUNDS:
-                self._contestants = [i for i in self._contestants if min(self._ratios(i)) <= 1 + SAME]
-                if max(self._ratios(self._contestants[0])) <= 1 + 2 * SAME:
-                    break
-        self.plan = self.plans[next(i for i in self._contestants if self._is_as_fast(i))]
+        try:
+            slowest_s = yield from self._turn(self.plan, UNTIMED)
+            self._steps = _steps_of_turn(slowest_s)
+            for number in range(MOST_ROUNDS):
+                order = reversed(self._contestants) if number % 2 else self._contestants
+                for i in list(order):
+                    untimed = UNTIMED if number else FIRST_UNTIMED
+                    self._rounds[i].append((yield from self._turn(self.plans[i], untimed)))
+                if number + 1 >= FEWEST_ROUNDS:
+                    self._contestants = [i for i in self._contestants if min(self._ratios(i)) <= 1 + SAME]
+                    if max(self._ratios(self._contestants[0])) <= 1 + 2 * SAME:
+                        break
+            self.plan = self.plans[next(i for i in self._contestants if self._is_as_fast(i))]
+        except _BoundError:
+            return
 
-    def _round(self, backwards: bool) -> Generator[bool, None, None]:
-        medians = dict.fromkeys(self._contestants, 0.0)
-        for i in reversed(self._contestants) if backwards else self._contestants:
-            medians[i] = yield from self._turn(self.plans[i])
-        for i, seconds in zip(medians, self._slowest(list(medians.values())), strict=True):
-            self._rounds[i].append(seconds)
-
-    def _turn(self, plan: Plan) -> Generator[bool, None, float]:
-        """Let a plan have its turn; return the median seconds per step."""
+    def _turn(self, plan: Plan, untimed: int) -> Generator[bool, None, float]:
+        """Let a plan have its turn; return the median seconds per step, on the slowest rank."""
         self.plan = plan
-        yield True
-        marks = []
-        for _ in range(self._steps):
-            marks.append(self._clock.now())
+        for _ in range(untimed):
             yield True
-        marks.append(self._clock.now())
+        marks = [self._clock.now()]
+        for _ in range(self._steps):
+            yield True
+            marks.append(self._clock.now())
         self._clock.settle()
-        return statistics.median(self._clock.seconds(a, b) for a, b in itertools.pairwise(marks))
-
-    def _slowest(self, seconds: Sequence[float]) -> list[float]:
-        """The maxima over all ranks."""
-        return [max(column) for column in zip(*self._gather(seconds), strict=True)]
+        seconds = statistics.median(self._clock.seconds(a, b) for a, b in itertools.pairwise(marks))
+        told = self._gather([seconds, float(self._is_bound())])
+        if any(bound for _, bound in told):
+            raise _BoundError
+        return max(seconds for seconds, _ in told)
 
     def _ratios(self, i: int) -> list[float]:
         """How a contestant compares with the leader, round by round."""
@@ -114,4 +122,23 @@ class Tournament:
         """Whether a contestant is as fast as the leader: within `SAME`, or within the scatter of their rounds."""
         ratios = self._ratios(i)
         middle = statistics.median(ratios)
-        return middle <= 1 + max(SAME, statistics.median(abs(ratio - middle) for ratio in ratios))
+        return middle <= 1 + max(SAME, _scatter(ratios, middle))
+
+
+def most_steps(plans: int, step_s: float) -> int:
+    """How many steps a tournament of so many plans may take, if a step takes `step_s` seconds."""
+    turns = 1 + MOST_ROUNDS * plans
+    return turns * (_steps_of_turn(step_s) + UNTIMED) + plans * (FIRST_UNTIMED - UNTIMED)
+
+
+def _steps_of_turn(step_s: float) -> int:
+    return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(TURN_S / max(step_s, 1e-9))))
+
+
+class _BoundError(Exception):
+    """The plan cannot change any more."""
+
+
+def _scatter(values: Sequence[float], middle: float) -> float:
+    """The median of the distances from the median."""
+    return statistics.median(abs(value - middle) for value in values)

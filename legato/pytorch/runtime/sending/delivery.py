@@ -262,12 +262,15 @@ class Delivery:
         tracer = self.messages.tracer
         resume = tracer.switch("optimizer") if tracer else None
         for group in by_update.values():
+            update = group[0].update
             for slot in group:
                 slot.mark_updating()
             with without_overrides():  # their gates stay until they are up to date: other threads may read
                 self._apply(group)
             for slot in group:
                 gate.remove(slot)
+            if update is not None:
+                update.applied(len(group))
         if tracer:
             tracer.switch(resume)
 

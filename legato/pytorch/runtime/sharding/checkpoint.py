@@ -40,7 +40,7 @@ from legato.pytorch.network.agreement import raise_together
 from legato.pytorch.parameters import named_parameters
 from legato.pytorch.runtime.sharding.shards import Shard, Shards, shards_of
 from legato.pytorch.runtime.sharding.state import is_elementwise, uneven
-from legato.pytorch.runtime.waiting.update import Update, reducers_of
+from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_class
 
 __all__ = ["LocalShards", "OptimizerState", "boxes"]
 
@@ -285,7 +285,7 @@ def _first_entries(
     blank, stand_ins = _blank(optimizer, shards)
     if settings is not None:
         blank.param_groups = [{**group, **new} for group, new in zip(optimizer.param_groups, settings, strict=True)]
-    Update(blank, optimizer._legato_base).apply_to_shards((stand_in, p) for p, stand_in in stand_ins.items())
+    Update(blank, users_class(optimizer)).apply_to_shards((stand_in, p) for p, stand_in in stand_ins.items())
     return {p: vars(blank)["state"].get(stand_in, {}) for p, stand_in in stand_ins.items()}
 
 

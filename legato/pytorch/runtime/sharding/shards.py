@@ -39,7 +39,7 @@ from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, Bucket, BucketSlice, Slot
 from legato.pytorch.runtime.waiting.readers import Readers, gradient_is_held
-from legato.pytorch.runtime.waiting.update import Update, reducers_of
+from legato.pytorch.runtime.waiting.update import Update, reducers_of, users_class
 
 __all__ = ["ELEMENTWISE", "GradScaler", "Shard", "Shards", "check_shardable", "shards_of"]
 
@@ -61,7 +61,7 @@ ELEMENTWISE = (
 
 def check_shardable(optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
     """Raise `InputError` unless the optimizer treats every element alone, and has no parameter of the others."""
-    base = getattr(optimizer, "_legato_base", type(optimizer))
+    base = users_class(optimizer)
     if base not in ELEMENTWISE and not getattr(base, "steps_elements_alone", False):
         raise InputError(
             f"optimizer: {base.__name__} cannot be sharded (expected one that treats every element alone: "

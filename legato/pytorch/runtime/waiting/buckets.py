@@ -74,6 +74,7 @@ class Slot:
 
     def begin_pass(self, lends: bool) -> None:
         """Prepare for a backward pass that sends; `lends` says whether the gradient lies in the buckets."""
+        self.clear_spent()
         self.ready = self.has_grad = self.early = self.zeroed = False
         self.taken = None
         self.to_pack = len(self.parts)
@@ -83,16 +84,25 @@ class Slot:
     @property
     def is_spent(self) -> bool:
         """Whether a sharded optimizer has taken the gradient; ask it where gates do not see it."""
-        return self.spent is not None and self.parameter.grad is self.spent
+        spent = self.spent
+        return spent is not None and self.parameter.grad is spent and not _is_overwritten(spent)
 
     def spend(self) -> None:
         """Take the gradient, for a sharded optimizer; what is there instead is a NaN without memory of its own."""
-        if self.spent is None:
-            nan = torch.full((), math.nan, dtype=self.parameter.dtype, device=self.parameter.device)
-            self.spent = nan.expand(self.parameter.shape)
-            self.spent._legato_spent = True  # type: ignore[attr-defined]  # a plan that comes later has to know it
         with without_overrides():
+            if self.spent is None:  # one number in memory, but no view: it can be detached and zeroed in place
+                p = self.parameter
+                self.spent = torch.empty_strided(p.shape, [0] * p.dim(), dtype=p.dtype, device=p.device)
+            if _is_overwritten(self.spent):
+                self.spent.fill_(math.nan)
+                self.spent._legato_spent = version_of(self.spent)  # type: ignore[attr-defined]  # for later plans, too
             self.parameter.grad = self.spent
+
+    def clear_spent(self) -> None:
+        """Give a gradient that was taken, and then zeroed by the program itself, memory of its own."""
+        with without_overrides():
+            if self.parameter.grad is self.spent is not None and not self.is_spent:
+                self.zero(set_to_none=False)
 
     def find_spent(self) -> None:
         """Notice a gradient that was taken under the plan before."""
@@ -103,13 +113,14 @@ class Slot:
         """Do what `zero_grad` does, also to a gradient that was taken, without waiting for the parameter."""
         self.zeroed = not set_to_none
         with without_overrides():
-            if self.is_spent:
+            if self.parameter.grad is self.spent is not None:
                 self.parameter.grad = None if set_to_none else torch.zeros_like(self.parameter)
             else:
                 zeroing(set_to_none)(self.parameter)
 
     def check_cleared(self) -> None:
         """Raise `RankError` if a backward pass or a step is about to use a gradient that was taken."""
+        self.clear_spent()
         if self.is_spent:
             raise RankError(
                 f"{self.name}: step() has used its gradient up, and nothing can be added to it: call zero_grad() "
@@ -165,6 +176,11 @@ class Slot:
         """Let go of the buckets for good: both refer to each other, so memory would stay until garbage is collected."""
         self.slices, self.buckets, self.parts = [], [], {}
         self.whole = self.gate = self.spent = None
+
+
+def _is_overwritten(spent: Tensor) -> bool:
+    """Whether what took a gradient's place is not, or no longer, what it was then."""
+    return version_of(spent) != getattr(spent, "_legato_spent", -1)
 
 
 @dataclass(eq=False, slots=True)

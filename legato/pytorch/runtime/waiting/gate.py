@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import unwrap
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ __all__ = ["GatedParameter", "functions", "hide", "install", "invisible", "metho
 
 _GET_GRAD, _SET_GRAD = (getattr(Tensor.grad, name) for name in ("__get__", "__set__"))
 _GRAD = frozenset((_GET_GRAD, _SET_GRAD, getattr(Tensor.grad, "__delete__")))  # noqa: B009
+_ZERO_GRAD = frozenset(unwrap(kind.zero_grad).__code__ for kind in (nn.Module, torch.optim.Optimizer))
 _METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "grad_fn", "is_cuda", "is_cpu",
@@ -149,7 +151,7 @@ def resolve(parameter: GatedParameter, gradient: bool = False) -> None:
 def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any, ...]) -> bool:
     """Zero a gradient without waiting for it, if that is all that its reader wants: `p.grad = None`, or `zero_grad()`.
 
-    `nn.Module.zero_grad` asks for each gradient only to see whether there is one.
+    `zero_grad` of a module or of an optimizer asks for each gradient only to see whether there is one.
     """
     zero = vars(parameter)["_legato_gate"][2]
     if zero is None or slot.stage not in (PENDING, SENT):
@@ -158,7 +160,7 @@ def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any
         zero(slot, True)
         return True
     caller = sys._getframe(2)
-    if func == _GET_GRAD and caller.f_code is nn.Module.zero_grad.__code__:
+    if func == _GET_GRAD and caller.f_code in _ZERO_GRAD:
         zero(slot, caller.f_locals["set_to_none"])
         return True
     return False
@@ -238,8 +240,9 @@ functions = Constructors(
     {
         torch: (
             "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
-            "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+            "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor", "to_dlpack",
         ),
+        torch.utils.dlpack: ("to_dlpack",),
         torch.nested: ("nested_tensor", "as_nested_tensor"),
         **TRANSFORMS,
     }

@@ -11,6 +11,7 @@ the graph, which brings them up to date.
 from __future__ import annotations
 
 import fnmatch
+import gc
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -49,7 +51,7 @@ def _references(parameter: Tensor, _: Tensor | None) -> int:
     return sys.getrefcount(grad)
 
 
-def _alone() -> tuple[tuple[int, int, bool], tuple[int, int, bool], int, int]:
+def _alone() -> tuple[tuple[Any, ...], tuple[Any, ...], int, int]:
     """The counts of a parameter and a gradient that nobody else holds, in this version of torch and Python."""
 
     def asked(parameter: Tensor, lent: Tensor | None) -> int:  # as in `gradient_is_held`
@@ -72,7 +74,9 @@ _PARAMETER_ALONE, _GRADIENT_ALONE, _REFERENCES_ALONE, _LENT_REFERENCES_ALONE = _
 
 
 def parameter_is_held(parameter: nn.Parameter) -> bool:
-    """Whether anything but the module and autograd has the parameter's tensor or memory; call it under `invisible`."""
+    """Whether anything but the module and autograd has the parameter's tensor or memory, which may be of another
+    library; call it under `invisible`.
+    """
     return uses(parameter) != _PARAMETER_ALONE
 
 
@@ -90,8 +94,8 @@ def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter)
 _STATE_REFERENCES = 3
 
 
-def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
-    """Whether anything but the parameter has its gradient; call it under `invisible`.
+def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None, *, memory: bool = True) -> bool:
+    """Whether anything but the parameter has its gradient, or also its `memory`; call it under `invisible`.
 
     `lent` is the runtime's own view of a bucket, whose memory has other uses.
     """
@@ -100,7 +104,25 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> boo
         return False
     if grad is lent:
         return _references(parameter, lent) > _LENT_REFERENCES_ALONE
-    return _references(parameter, None) > _REFERENCES_ALONE or uses(grad) != _GRADIENT_ALONE
+    return _references(parameter, None) > _REFERENCES_ALONE or (memory and uses(grad) != _GRADIENT_ALONE)
+
+
+class _Imported:
+    """Whether a module other than torch's has imported a function by its name; asked again where its uses change."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._references, self._found = function, 0, False
+
+    def __bool__(self) -> bool:
+        if sys.getrefcount(self._function) != self._references:
+            referrers = [r for r in gc.get_referrers(self._function) if type(r) is dict and "__spec__" in r]
+            self._found = any(not str(r.get("__name__")).startswith("torch") for r in referrers)
+            self._references = sys.getrefcount(self._function)
+        return self._found
+
+
+#: It shows a parameter's memory to other libraries and asks no gate, unless it is called by its name in torch.
+_to_dlpack = _Imported(getattr(torch.utils.dlpack, "to_dlpack"))  # noqa: B009
 
 
 class Readers:
@@ -127,13 +149,14 @@ class Readers:
         self._of_graph: set[int] = set()  # by id(): its parameters
 
     def is_gateable(self, slot: Slot) -> bool:
-        """Whether a gate can see all reads of a parameter: it is no subclass's, and torch owns its memory."""
+        """Whether a gate can see all reads of a parameter: it is no subclass's, and not one of `current`."""
         current = any(slot.name == it or fnmatch.fnmatchcase(slot.name, it) for it in self._current)
-        with gate.invisible():
-            return slot.plain_class is nn.Parameter and not current and slot.parameter.untyped_storage().resizable()
+        return slot.plain_class is nn.Parameter and not current
 
     def may_wait(self, parameter: nn.Parameter) -> bool:
         """Whether all watched reads of the parameter passed its gate."""
+        if _to_dlpack:
+            return False
         key = id(parameter)
         if self._forwards >= WATCHED:
             return key in self._seen and key not in self._unseen

@@ -12,18 +12,22 @@ from torch.optim import Optimizer
 
 from legato.pytorch._private import unhooked_step, without_dispatch_modes, without_overrides, without_step_hooks
 
-__all__ = ["Update", "reducers_of", "set_to_none", "zeroing"]
+__all__ = ["Update", "reducers_of", "set_to_none", "users_class", "zeroing"]
 
 
 class Update:
     """A call of `optimizer.step()`, with the hyper-parameters and the autocast settings of that moment.
 
     `base` is the user's own class of the optimizer. Applying runs its `step` on
-    a stand-in object that shares the optimizer's state.
+    a stand-in object that shares the optimizer's state. `finished()` is called when none of the
+    parameters that are `waiting` for it waits any more.
     """
 
-    def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        self._base = base
+    def __init__(
+        self, optimizer: Optimizer, base: type[Optimizer], finished: Callable[[], None] = lambda: None
+    ) -> None:
+        self._base, self._finished = base, finished
+        self.waiting = 0
         attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "param_groups")}
         self._shared = without_step_hooks(attributes)
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -35,6 +39,12 @@ class Update:
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run the optimizer's step on these parameters and no others."""
         self.apply_to_shards((p, p) for p in parameters)
+
+    def applied(self, count: int) -> None:
+        """Note that so many of the parameters that waited were updated."""
+        self.waiting -= count
+        if not self.waiting:
+            self._finished()
 
     def apply_to_shards(self, shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Run the optimizer's step on shards, each given with the parameter of which it is a part."""
@@ -63,6 +73,11 @@ class Update:
             stack.enter_context(without_dispatch_modes())
             stack.enter_context(torch.enable_grad())  # the optimizer disables it where it has to
             yield
+
+
+def users_class(optimizer: Any) -> type[Optimizer]:
+    """The user's own class of an optimizer."""
+    return getattr(type(optimizer), "_legato_base", type(optimizer))
 
 
 def reducers_of(optimizer: Any) -> list[Any]:

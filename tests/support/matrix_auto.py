@@ -1,0 +1,313 @@
+"""Rows of the equality matrix: what `plan="auto"` has to survive. Everything here runs on the ranks.
+
+Programs are as long as it takes until legato has decided (`automatic.hasty`).
+"""
+
+import copy
+import types
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import legato
+from support.matrix_rows import Dense, adam, sgd
+from support.training import train, under_both, wrap
+
+STEPS = 24
+
+
+@under_both
+def scheduler_made_last(kind):
+    """README's order: the scheduler comes after the one line."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    schedule = StepLR(optimizer, 3, 0.5)
+    train(wrapped, optimizer, STEPS, inner=lambda *_: None, step=lambda o, i: (o.step(), schedule.step()))
+    if kind == "legato":
+        legato.attachment(wrapped).detach()
+    return train(wrapped, optimizer, 4, step=lambda o, i: (o.step(), schedule.step()))
+
+
+@under_both
+def hooks_of_the_users(kind):
+    """On the step, and on all optimizers' steps, registered before and after."""
+    model, seen = Dense(), []
+    optimizer = sgd(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.first.weight.sum().item()))
+    wrapped, optimizer = wrap(kind, model, optimizer)
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.third.weight.sum().item()))
+    return train(wrapped, optimizer, STEPS), [torch.tensor(seen)]
+
+
+@under_both
+def one_optimizer_over_two_models(kind):
+    first, second = Dense(), Dense()
+    optimizer = adam([*first.parameters(), *second.parameters()])
+    pair = [wrap(kind, model, optimizer)[0] for model in (first, second)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        x, y = first.batch(generator)
+        optimizer.zero_grad()
+        F.cross_entropy(pair[0](x) + pair[1](x), y).backward()
+        optimizer.step()
+    return nn.ModuleList(pair)
+
+
+@under_both
+def wrapped_again(kind, after=2):
+    """The module is wrapped and attached again while it is observed, or later."""
+    model = Dense()
+    optimizer = sgd(model.parameters())
+    wrapped, _ = wrap(kind, model, optimizer)
+    train(wrapped, optimizer, after)
+    wrapped, _ = wrap(kind, model, optimizer)
+    return train(wrapped, optimizer, STEPS, seed=5)
+
+
+@under_both
+def compiled_step(kind, function=False):
+    torch._dynamo.reset()
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    step = torch.compile((lambda: optimizer.step()) if function else optimizer.step, backend="aot_eager")
+    return train(wrapped, optimizer, STEPS, step=lambda o, i: step())
+
+
+def compiled_function_that_steps(*arguments):
+    return compiled_step(True, *arguments)
+
+
+@under_both
+def compiled_ddp_without_an_optimizer(kind):
+    torch._dynamo.reset()
+    model = Dense()
+    wrapped, _ = wrap(kind, model, None)
+    optimizer = sgd(model.parameters())
+    compiled = torch.compile(wrapped, backend="aot_eager")
+    return train(wrapped, optimizer, STEPS, loss_of=lambda x, y: F.cross_entropy(compiled(x), y))
+
+
+@under_both
+def clipped_through_kept_gradients(kind, first=1):
+    """Gradients are views of buckets, are listed once, and stay where they are."""
+    model, kept = Dense(), []
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = sgd(model.parameters())
+    if kind == "legato":
+        wrapped, optimizer = wrap(kind, wrapped, optimizer)
+
+    def clip(_, __, i):
+        if i == first:
+            kept.extend(p.grad for p in model.parameters())
+        for grad in kept:
+            grad.clamp_(-0.01, 0.01)
+
+    return train(wrapped, optimizer, STEPS, inner=clip, set_to_none=False)
+
+
+def clipped_through_gradients_kept_later(*arguments):
+    return clipped_through_kept_gradients(9, *arguments)
+
+
+class Local(torch.optim.Optimizer):
+    """One of those that do not call `Optimizer.__init__`."""
+
+    def __init__(self, optimizer):
+        self.optim, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optim.zero_grad(set_to_none)
+
+
+@under_both
+def optimizer_without_tables(kind):
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, Local(sgd(model.parameters())))
+    return train(wrapped, optimizer, STEPS)
+
+
+@under_both
+def one_rank_runs_alone(kind):
+    """One rank runs the model in training mode, drops the output, and all meet elsewhere."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def log(_, __, i):
+        if i > 3 and dist.get_rank() == i % 2:  # earlier, DDP itself rebuilds its buckets in a forward pass
+            wrapped(model.batch(torch.Generator().manual_seed(i))[0])
+        dist.barrier()
+
+    def step(o, i):
+        o.step()
+        log(None, None, i + 1)
+
+    return train(wrapped, optimizer, STEPS, inner=log, step=step)
+
+
+@under_both
+def gradients_of_one_rank(kind):
+    """One rank asks for gradients of its input, which DDP does not average."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def look(_, __, i):
+        if i > 3 and dist.get_rank() == i % 2:
+            x = model.batch(torch.Generator().manual_seed(i))[0].requires_grad_()
+            torch.autograd.grad(wrapped(x).sum(), x)
+        dist.barrier()
+
+    return train(wrapped, optimizer, STEPS, inner=look)
+
+
+@under_both
+def shown_to_others(kind, imported=True):
+    """`to_dlpack`, by the name in torch, or by one that was imported before legato had anything to do with it."""
+    model, seen = Dense(), []
+    module = types.ModuleType("of_the_user")
+    if imported:
+        module.to_dlpack = torch.utils.dlpack.to_dlpack
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def show(o, _):
+        o.step()
+        for p in reversed(list(model.parameters())):
+            show = module.to_dlpack if imported else torch.utils.dlpack.to_dlpack
+            seen.append(float(torch.utils.dlpack.from_dlpack(show(p)).sum()))
+
+    train(wrapped, optimizer, STEPS, step=show)
+    return wrapped, [torch.tensor(seen)]
+
+
+def shown_by_torch(*arguments):
+    return shown_to_others(False, *arguments)
+
+
+@under_both
+def memory_of_another_library(kind):
+    """From some step on a parameter lies in an array, which is read after each step."""
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    array = numpy.zeros((16, 12), numpy.float32)
+
+    def step(o, i):
+        o.step()
+        if i == STEPS // 2:
+            array[:] = model.first.weight.detach().numpy()
+            model.first.weight.data = torch.from_numpy(array)
+        seen.append(float(array.sum()))
+
+    train(wrapped, optimizer, STEPS, step=step)
+    return wrapped, [torch.tensor(seen)]
+
+
+@under_both
+def cleared_by_hand(kind):
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def clear(o, _):
+        o.step()
+        for p in model.parameters():
+            p.grad.detach_()
+            p.grad.zero_()
+
+    return train(wrapped, optimizer, STEPS, step=clear, zero="never")
+
+
+@under_both
+def moved_and_back(kind, at=2):
+    """torch's DDP no longer averages gradients after this (pytorch#104336), and neither does anything else."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    train(wrapped, optimizer, at)
+    wrapped.double()
+    wrapped.float()
+    return train(wrapped, optimizer, STEPS, seed=5)
+
+
+def moved_and_back_later(*arguments):
+    return moved_and_back(9, *arguments)
+
+
+class _Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@under_both
+def mode_around_the_forward_pass(kind):
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+
+    def loss(x, y):
+        with _Counting():
+            out = wrapped(x)
+        return F.cross_entropy(out, y)
+
+    return train(wrapped, optimizer, STEPS, loss_of=loss)
+
+
+@under_both
+def type_of_the_optimizer(kind):
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    train(wrapped, optimizer, STEPS, inner=lambda _, o, __: seen.append(type(o) is torch.optim.SGD))
+    return wrapped, [torch.tensor(seen)]
+
+
+@under_both
+def scripted(kind):
+    model = torch.jit.script(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 10)))
+    batch = Dense().batch
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        x, y = batch(generator)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+    return wrapped
+
+
+@under_both
+def bound_early(kind):
+    """`step` and `zero_grad` are looked up once, and `step` is replaced by a function around it."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+    optimizer.step = types.MethodType(lambda _: step(), optimizer)
+    shell = types.SimpleNamespace(zero_grad=lambda set_to_none: zero_grad(set_to_none))
+    return train(wrapped, shell, STEPS, step=lambda _, i: optimizer.step() if i % 2 else step())
+
+
+@under_both
+def copied_optimizer(kind):
+    model, seen = Dense(), []
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+
+    def step(o, _):
+        o.step()
+        twin = copy.deepcopy(o)
+        seen.append(type(twin) is torch.optim.Adam and not any("legato" in name for name in vars(twin)))
+
+    train(wrapped, optimizer, STEPS, step=step)
+    return wrapped, [torch.tensor(seen)]
+
+
+ROWS = [
+    scheduler_made_last, hooks_of_the_users, one_optimizer_over_two_models, wrapped_again, compiled_step,
+    compiled_function_that_steps, compiled_ddp_without_an_optimizer, clipped_through_kept_gradients,
+    clipped_through_gradients_kept_later, optimizer_without_tables, one_rank_runs_alone, gradients_of_one_rank,
+    shown_to_others, shown_by_torch, memory_of_another_library, cleared_by_hand, moved_and_back, moved_and_back_later,
+    mode_around_the_forward_pass,
+    type_of_the_optimizer, scripted, bound_early, copied_optimizer,
+]  # fmt: skip
