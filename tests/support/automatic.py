@@ -3,7 +3,6 @@
 import functools
 import io
 import sys
-import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from legato.core import files
 from legato.core.errors import CaptureError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attachment
+from legato.pytorch._private import default_store
 from legato.pytorch.network import agreement
 from legato.pytorch.network.calibrate import calibrate, sizes_up_to
 from legato.pytorch.recording.observed import StepObserver
@@ -356,12 +356,18 @@ def refused(what):
 
 def late_call():
     """What a rank says that calls `legato.distribute` long before another one."""
-    model = build("Checkpointed")
-    stderr, sys.stderr = sys.stderr, io.StringIO()
+    model, store = build("Checkpointed"), default_store()
+
+    class Telling(io.StringIO):
+        def write(self, text):
+            store.set("told", "")
+            return super().write(text)
+
+    stderr, sys.stderr = sys.stderr, Telling()
     agreement.SAY_S, usual = 0.1, agreement.SAY_S
     try:
         if torch.distributed.get_rank() == 1:
-            time.sleep(0.5)
+            store.wait(["told"])
         legato.distribute(model, OPTIMIZERS["sgd"](model.parameters()))
         return sys.stderr.getvalue()
     finally:
