@@ -14,7 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, cast
 
@@ -818,14 +818,21 @@ class IdleReducer:
 
     What takes its place brings it back as soon as anything else than a forward pass asks something of it, or of
     the DDP's logger, and calls `asked(name)` before. A framework that prepares it for a backward pass calls
-    `prepare()` instead.
+    `prepare()` instead. Buckets are made in a context `moving()`.
     """
 
-    def __init__(self, ddp: Any, asked: Callable[[str], None], prepare: Callable[[], None]) -> None:
-        self._ddp, self._asked, self._prepare = ddp, asked, prepare
+    def __init__(
+        self,
+        ddp: Any,
+        asked: Callable[[str], None],
+        prepare: Callable[[], None],
+        moving: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._ddp, self._asked, self._prepare, self._moving = ddp, asked, prepare, moving
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
-        self._rebuilds = False
+        #: Whether a reducer that has come back has still to rebuild its buckets (`rebuild`).
+        self.rebuilds = False
 
     @property
     def is_away(self) -> bool:
@@ -845,22 +852,24 @@ class IdleReducer:
         frozen = [p for p in self._parameters if not p.requires_grad]
         for p in frozen:
             p.requires_grad_(True)
-        ddp._ddp_init_helper(self._parameters, self._sparse, self._names, ddp.static_graph)
+        with self._moving():
+            ddp._ddp_init_helper(self._parameters, self._sparse, self._names, ddp.static_graph)
         for p in frozen:
             p.requires_grad_(False)
         ddp._has_rebuilt_buckets = False
         if ddp.static_graph:
             ddp.static_graph = False  # else it would not be set
             ddp._set_static_graph()
-        self._rebuilds = True
+        self.rebuilds = True
 
     def rebuild(self) -> None:
         """Call this after each backward pass of DDP's, on all ranks: after the first one, a reducer that has come back
         rebuilds its buckets. It would do so in the next forward pass, which one rank may run alone.
         """
-        if self._rebuilds:
-            self._rebuilds = False
-            self._ddp._has_rebuilt_buckets = bool(self._ddp.reducer._rebuild_buckets())
+        if self.rebuilds:
+            self.rebuilds = False
+            with self._moving():
+                self._ddp._has_rebuilt_buckets = bool(self._ddp.reducer._rebuild_buckets())
 
     def _come_back(self, name: str) -> None:
         if self.is_away:

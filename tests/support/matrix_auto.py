@@ -94,7 +94,7 @@ def compiled_ddp_without_an_optimizer(kind):
 
 
 @under_both
-def clipped_through_kept_gradients(kind, first=1):
+def clipped_through_kept_gradients(kind, first=1, set_to_none=False):
     """Gradients are views of buckets, are listed once, and stay where they are."""
     model, kept = Dense(), []
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -108,11 +108,16 @@ def clipped_through_kept_gradients(kind, first=1):
         for grad in kept:
             grad.clamp_(-0.01, 0.01)
 
-    return train(wrapped, optimizer, STEPS, inner=clip, set_to_none=False)
+    return train(wrapped, optimizer, STEPS, inner=clip, set_to_none=set_to_none)
 
 
 def clipped_through_gradients_kept_later(*arguments):
     return clipped_through_kept_gradients(9, *arguments)
+
+
+def clipped_through_gradients_that_are_dropped(*arguments):
+    """With views of buckets, the next gradients have the memory of those that were dropped."""
+    return clipped_through_kept_gradients(1, True, *arguments)
 
 
 class Local(torch.optim.Optimizer):
@@ -257,10 +262,61 @@ def mode_around_the_forward_pass(kind):
 
 
 @under_both
+def detached_before_the_backward_pass(kind):
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    train(wrapped, optimizer, STEPS)
+    x, y = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    optimizer.zero_grad()
+    loss = F.cross_entropy(wrapped(x), y)
+    if kind == "legato":
+        legato.attachment(wrapped).detach()
+    loss.backward()
+    optimizer.step()
+    return train(wrapped, optimizer, 4)
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.05 * p.grad)
+
+
+@under_both
+def compiled_step_of_another_optimizer(kind):
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, Own(model.parameters()))
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    return train(wrapped, optimizer, STEPS, step=lambda *_: step())
+
+
+@under_both
+def forward_called_directly(kind):
+    """No hook of the model runs."""
+    model = Dense()
+    wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
+    return train(wrapped, optimizer, STEPS, loss_of=lambda x, y: F.cross_entropy(wrapped.forward(x), y))
+
+
+@under_both
 def type_of_the_optimizer(kind):
     model, seen = Dense(), []
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
-    train(wrapped, optimizer, STEPS, inner=lambda _, o, __: seen.append(type(o) is torch.optim.SGD))
+
+    def look(o, *_):
+        seen.append(type(o) is torch.optim.SGD)
+
+    def step(o, _):
+        o.step()
+        look(o)
+
+    train(wrapped, optimizer, STEPS, inner=lambda _, o, __: look(o), step=step)
     return wrapped, [torch.tensor(seen)]
 
 
@@ -304,10 +360,31 @@ def copied_optimizer(kind):
 
 
 ROWS = [
-    scheduler_made_last, hooks_of_the_users, one_optimizer_over_two_models, wrapped_again, compiled_step,
-    compiled_function_that_steps, compiled_ddp_without_an_optimizer, clipped_through_kept_gradients,
-    clipped_through_gradients_kept_later, optimizer_without_tables, one_rank_runs_alone, gradients_of_one_rank,
-    shown_to_others, shown_by_torch, memory_of_another_library, cleared_by_hand, moved_and_back, moved_and_back_later,
+    scheduler_made_last,
+    hooks_of_the_users,
+    one_optimizer_over_two_models,
+    wrapped_again,
+    compiled_step,
+    compiled_function_that_steps,
+    compiled_ddp_without_an_optimizer,
+    clipped_through_kept_gradients,
+    clipped_through_gradients_kept_later,
+    clipped_through_gradients_that_are_dropped,
+    optimizer_without_tables,
+    one_rank_runs_alone,
+    gradients_of_one_rank,
+    shown_to_others,
+    shown_by_torch,
+    memory_of_another_library,
+    cleared_by_hand,
+    moved_and_back,
+    moved_and_back_later,
     mode_around_the_forward_pass,
-    type_of_the_optimizer, scripted, bound_early, copied_optimizer,
-]  # fmt: skip
+    detached_before_the_backward_pass,
+    compiled_step_of_another_optimizer,
+    forward_called_directly,
+    type_of_the_optimizer,
+    scripted,
+    bound_early,
+    copied_optimizer,
+]

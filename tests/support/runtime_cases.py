@@ -256,6 +256,23 @@ def deferral():
     return all(gated), tuple(shape), still, type(model.head.weight) is nn.Parameter, moved
 
 
+def leave(rank, directory):
+    """Rank 1 ends as soon as its last step has returned; rank 0 reads what came of it later."""
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(6)))
+    plan = msgspec.structs.replace(default_buckets(model), forward_overlap=True)
+    wrapped, optimizer = attach(model, torch.optim.SGD(model.parameters(), 1e-4), plan)
+    for _ in range(5):
+        optimizer.zero_grad()
+        wrapped(torch.full((2, 1000), rank + 1.0)).sum().backward()
+        optimizer.step()
+    if rank == 0:
+        time.sleep(0.5)
+        torch.save(model.state_dict(), f"{directory}/model")
+
+
 def waiting_in_halves():
     """Whether gradients that are sent in halves, the second ones in the forward pass, wait for `step()`."""
     model = build("Convolutional")

@@ -24,7 +24,7 @@ from legato.pytorch.runtime.sending.packing import PACK_BYTES
 from legato.pytorch.runtime.sharding.shards import Shards
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot, make_buckets
-from legato.pytorch.runtime.waiting.readers import Readers, settle_before_fork
+from legato.pytorch.runtime.waiting.readers import Readers, settle_before_leaving
 
 __all__ = ["Reducer"]
 
@@ -77,7 +77,7 @@ class Reducer:
             s: Accumulator(s.parameter, partial(self._before_accumulation, s), partial(self._gradient_ready, s))
             for s in self.slots
         }
-        settle_before_fork(self)
+        settle_before_leaving(self)
 
     @property
     def shards(self) -> Shards | None:

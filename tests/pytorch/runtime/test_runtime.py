@@ -6,8 +6,10 @@ message; there one gradient is held against the exact sum with the bound of
 rounding analysis, and many steps against the distance that DDP has from itself.
 """
 
+import multiprocessing
+
 import pytest
-from support import runtime_cases, training
+from support import PATIENCE_S, runtime_cases, training
 
 pytestmark = pytest.mark.processes
 
@@ -113,6 +115,16 @@ def test_updates_wait_until_they_are_read(two_ranks):
 def test_updates_wait_where_gradients_are_views_of_buckets(two_ranks):
     for gated, *_ in two_ranks.run(training.lent, runtime_cases.deferral):
         assert gated
+
+
+def test_what_a_rank_sends_last_arrives_where_it_ends_at_once(tmp_path):
+    context = multiprocessing.get_context("forkserver")  # its processes end by `os._exit()`
+    ranks = [context.Process(target=runtime_cases.leave, args=(rank, str(tmp_path))) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE_S)
+    assert [rank.exitcode for rank in ranks] == [0, 0] and (tmp_path / "model").exists()
 
 
 def test_gradients_that_are_sent_in_halves_wait(two_ranks):

@@ -118,7 +118,7 @@ def attachment_of(ddp: nn.Module) -> Attachment | None:
     """legato on a `DistributedDataParallel`; None if it is not attached."""
     hooks = ddp._forward_pre_hooks.values()
     found = (hook.attachment for hook in hooks if isinstance(hook, Hook))
-    return next((attachment for attachment in found if attachment is not None), None)
+    return next((attachment for attachment in found if attachment is not None and not attachment.is_detached), None)
 
 
 def attachment(model: nn.Module) -> Attachment:

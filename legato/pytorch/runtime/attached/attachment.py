@@ -10,8 +10,8 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,7 @@ from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, rest
 from legato.pytorch.runtime.attached.drift import DriftMonitor
 from legato.pytorch.runtime.attached.forward import ForwardPasses, Hook
 from legato.pytorch.runtime.attached.graph_sender import GraphSender
+from legato.pytorch.runtime.attached.kept_gradients import KeptGradients
 from legato.pytorch.runtime.attached.tournament import Measured, Tournament
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sending.debug import chosen_checks
@@ -56,7 +57,6 @@ from legato.pytorch.runtime.sharding.shards import Shards, check_shardable
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import check_plan
-from legato.pytorch.runtime.waiting.readers import gradient_is_held
 
 __all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
 
@@ -92,6 +92,8 @@ class Attachment:
         reason = "it has a parameter of another model" if shared else self._model_reason()
         #: Why passes are DDP's for good; empty if they are not.
         self.reason = first_said(reason, self._group).partition(": ")[2]
+        #: Whether `detach` was called.
+        self.is_detached = False
         if not self.reason:
             self._check(plan)
         self._error_feedback, self._flight_dir = error_feedback, flight_dir
@@ -110,7 +112,8 @@ class Attachment:
         # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
-        self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward)
+        self._kept = KeptGradients(self._parameters) if ddp.gradient_as_bucket_view else None
+        self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
         self._tracer: Tracer | None = None
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
@@ -128,7 +131,7 @@ class Attachment:
         ]
         for other in former:
             if other.module is self.module:
-                other.detach()
+                other._end()
             else:  # passes are DDP's in both models
                 other._leave_to_ddp(self.reason)
         for parameter in self._parameters.values():
@@ -233,7 +236,7 @@ class Attachment:
             return
         clock = clock_for(next(iter(self._parameters.values())).device)
         _ = self._connection
-        self._tournament = Tournament(plans, self._gather_numbers, clock, self._is_bound)
+        self._tournament = Tournament(plans, self._gather_numbers, clock)
         self._plan, self._stepped = self._tournament.plan, False
         self._end_tournament()
 
@@ -243,12 +246,22 @@ class Attachment:
             self.reducer.settle()
 
     def detach(self) -> None:
-        """End legato's part, between two iterations, on all ranks: from now on the model is DDP's alone."""
+        """End legato's part, on all ranks: from now on the model is DDP's alone.
+
+        A backward pass of legato's that was still to come stays legato's.
+        """
+        self.reason = self.reason or "legato was detached"
+        self.is_detached, self.observer, self._tournament = True, None, None
+        self.flush()
+        if self.reducer is None or not self.reducer.armed:
+            self._carry_out(None)
+            self._rest()
+
+    def _end(self) -> None:
+        """Let go of the model, now."""
+        self.is_detached = True
         self._carry_out(None)
-        self._rest()
-        for hook in self._hooks:
-            hook.remove()
-        self._optimizers.clear()
+        self._rest(at_once=True)
 
     @property
     def process_group(self) -> Any:
@@ -348,12 +361,13 @@ class Attachment:
 
     def _choose(self) -> None:
         """Decide whose the pass is that begins. What this follows from is known to all ranks: nothing is sent."""
-        if reason := self._pass_reason():
+        if self.reason:
+            if self.reducer is not None:
+                self._carry_out(None)
+        elif reason := self._pass_reason():
             self._leave_to_ddp(reason)
         elif self._is_due():
             self._carry_out(self._plan)
-            if is_ddps(self._plan) and not self.observed:
-                self._rest()
         elif self._shards is not None and any(map(self._shards.has_changed, self._optimizers)):
             for optimizer in self._optimizers:
                 agree(describe_optimizer(optimizer), self._group)
@@ -373,10 +387,17 @@ class Attachment:
         """
         stepped, self._stepped = self._stepped or not self._optimizers, False
         if self._ddps is not None:
-            self._idle.rebuild()
+            if not is_joining(self.ddp):
+                self._idle.rebuild()
+            if self._kept is not None:
+                self._kept.note()
             if self._ddps.done >= FIRST_PASSES:  # not in trainings of a few steps
                 _ = self._watchdog
-        if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
+        if self.reason or (is_ddps(self._plan) and self.reducer is None and not self._first and not self.observed):
+            if self.reducer is not None:
+                self._carry_out(None)
+            self._rest()
+        elif self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
         elif self.observer is not None and stepped:
@@ -409,19 +430,9 @@ class Attachment:
     def _is_fit(self) -> bool:
         """Whether passes may be legato's: those in which it looked at the model have shown nothing else on any rank."""
         assert self._ddps is not None
-        held = "its gradients are held elsewhere" if self._is_bound() else ""
-        if said := first_said(self._ddps.objection or held or self._model_reason(), self._group):
+        if said := first_said(self._ddps.objection or self._model_reason(), self._group):
             self._leave_to_ddp(said.partition(": ")[2])
         return not said
-
-    def _is_bound(self) -> bool:
-        """Whether gradients cannot move to the buckets of another plan: something holds the memory of one."""
-        if not self.ddp.gradient_as_bucket_view:
-            return False
-        with gate.invisible():
-            if self.reducer is not None:
-                return any(gradient_is_held(slot.parameter, slot.whole, memory=False) for slot in self.reducer.slots)
-            return any(gradient_is_held(p, memory=False) for p in self._parameters.values())
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Let passes be DDP's for good."""
@@ -432,8 +443,10 @@ class Attachment:
         self.say(f"DDP's own passes stay: {reason}")
         self._rest()
 
-    def _rest(self) -> None:
-        """Do nothing until there is another plan."""
+    def _rest(self, *, at_once: bool = False) -> None:
+        """Do nothing until there is another plan, as soon as DDP's reducer has all that it needs."""
+        if self._idle.rebuilds and not (at_once or is_joining(self.ddp)):
+            return
         if self._ddps is not None:
             self._ddps.close()
             self._ddps = None
@@ -443,6 +456,10 @@ class Attachment:
             self._methods_back = None
         for optimizer in self._optimizers:
             restore_steps(optimizer, self)
+        if self.is_detached:
+            for hook in self._hooks:
+                hook.remove()
+            self._optimizers.clear()
 
     @property
     def _is_idle(self) -> bool:
@@ -462,8 +479,12 @@ class Attachment:
             {name: self._parameters[name] for name in watched},
             self._fingerprint.accumulates,
             _weakly(self._pass_ended),
+            _weakly(self._say_unseen),
             self.observer,
         )
+
+    def _say_unseen(self) -> None:
+        self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""
@@ -484,7 +505,8 @@ class Attachment:
             if self._methods_back is None:
                 gate.methods.begin()
                 self._methods_back = weakref.finalize(self, gate.methods.end)
-            self.reducer, self._ddps = self._make_reducer(plan, before), None
+            with self._moving(self._places):
+                self.reducer, self._ddps = self._make_reducer(plan, before), None
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)
             take_state(optimizer, state, self._shards)
@@ -507,6 +529,16 @@ class Attachment:
             reducer.messages.forwards = before.messages.forwards
             GraphSender(reducer).learn_from(before)
         return reducer
+
+    def _moving(
+        self, places: Callable[[], Mapping[str, torch.Tensor | None]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Where buckets are made: gradients that lie in them, and that the program keeps, move along."""
+        return nullcontext() if self._kept is None else self._kept.moving(places)
+
+    def _places(self) -> dict[str, torch.Tensor | None]:
+        """The gradients in the buckets of the plan."""
+        return {} if self.reducer is None else {slot.name: slot.whole for slot in self.reducer.slots}
 
     @cached_property
     def _connection(self) -> Connection:

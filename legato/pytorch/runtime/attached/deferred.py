@@ -8,8 +8,8 @@ all parameters at once, when all gradients have arrived.
 [Note: the user's optimizer] `step` of an optimizer becomes a method of its own, once and for good: whoever
 has bound, wrapped or copied it calls this one, which does what the present passes ask for, and without an
 attachment what the optimizer did before. A step that does not come through it reads gradients through the gates of
-parameters, and is right without waiting less. The optimizer's class is another one only while updates wait or states
-are sharded: its methods then bring everything up to date first.
+parameters, and is right without waiting less. While updates wait, another table stands in the place of `state`: who
+asks it for anything brings everything up to date. The optimizer's class is another one only while states are sharded.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
         before = mine.get("step")
         mine["_legato_attachments"] = []
         mine["step"] = MethodType(_own_step(before, type(optimizer)), optimizer)
+        mine["load_state_dict"] = MethodType(_own_load(mine.get("load_state_dict")), optimizer)
     if attachment not in mine["_legato_attachments"]:
         mine["_legato_attachments"].append(attachment)
     _show(optimizer)
@@ -174,8 +175,40 @@ class _Step:
             attachment.step_ended()
 
 
-class _Waiting:
-    """A mix-in for the class of the user's optimizer while updates wait: what shows their results waits for them."""
+def _own_load(before: Any) -> Callable[..., None]:
+    """What becomes the `load_state_dict` of an optimizer: what it loads may be the state of a step that still waits."""
+
+    @wraps(Optimizer.load_state_dict)
+    def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        load = before or MethodType(type(_settle(self)).load_state_dict, self)
+        load(*args, **kwargs)
+
+    return load_state_dict
+
+
+class _WaitingState(defaultdict[Any, Any]):
+    """In place of an optimizer's state while updates wait: the same table, which brings itself up to date first."""
+
+    def __init__(self, optimizer: Optimizer, state: Any) -> None:
+        super().__init__(dict)
+        self._optimizer, self.state = optimizer, state
+
+
+def _up_to_date(name: str) -> Callable[..., Any]:
+    def method(self: _WaitingState, *args: Any, **kwargs: Any) -> Any:
+        _settle(self._optimizer)
+        return getattr(self.state, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in ({*vars(dict), *vars(defaultdict)} - {*vars(object)}) | {"__eq__", "__ne__", "__repr__", "__reduce__"}:
+    if _name not in ("__class_getitem__", "fromkeys", "default_factory"):
+        setattr(_WaitingState, _name, _up_to_date(_name))
+
+
+class _Sharded:
+    """A mix-in for the class of the user's optimizer while its states are sharded."""
 
     _legato_base: type[Optimizer]
 
@@ -187,22 +220,6 @@ class _Waiting:
     @state.setter
     def state(self, value: Any) -> None:
         vars(self)["state"] = value
-
-    def state_dict(self) -> Any:
-        return _settle(self).state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        _settle(self).load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: Any) -> None:
-        _settle(self).add_param_group(param_group)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _settle(self).__reduce_ex__(protocol)
-
-
-class _Sharded(_Waiting):
-    """A mix-in for the class of the user's optimizer while its states are sharded."""
 
     def state_dict(self) -> Any:
         """The state of whole parameters; all ranks have to call this."""
@@ -232,12 +249,12 @@ class _Sharded(_Waiting):
 
 
 @cache
-def _overlay(kind: type[_Waiting], base: Any) -> type[Any]:
-    return type(base.__name__, (kind, base), {"_legato_base": base, "__module__": base.__module__})
+def _overlay(base: Any) -> type[Any]:
+    return type(base.__name__, (_Sharded, base), {"_legato_base": base, "__module__": base.__module__})
 
 
 def _settle(optimizer: Any) -> Any:
-    """Bring everything up to date, and return the optimizer, which has its own class again unless it is sharded."""
+    """Bring everything up to date, and return the optimizer."""
     for reducer in reducers_of(optimizer):
         reducer.settle()
     _show(optimizer)
@@ -245,10 +262,13 @@ def _settle(optimizer: Any) -> Any:
 
 
 def _show(optimizer: Any, waits: bool = False) -> None:
-    """Give the optimizer the class for what there is to hide: states that are sharded, or updates that wait."""
-    base = users_class(optimizer)
-    kind = _Sharded if shards_of(optimizer) is not None else _Waiting if waits else None
-    object.__setattr__(optimizer, "__class__", _overlay(kind, cast(Any, base)) if kind else base)
+    """Let the optimizer hide what is to be hidden: states that are sharded, or that updates have still to change."""
+    base, mine = users_class(optimizer), vars(optimizer)
+    object.__setattr__(optimizer, "__class__", base if shards_of(optimizer) is None else _overlay(cast(Any, base)))
+    if type(mine["state"]) is _WaitingState:
+        mine["state"] = mine["state"].state
+    if waits:
+        mine["state"] = _WaitingState(optimizer, mine["state"])
 
 
 def is_known(optimizer: Any) -> bool:
@@ -274,6 +294,7 @@ def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:
 
 
 def _step_later(optimizer: Optimizer, base: type[Optimizer], reducers: Iterable[Reducer]) -> None:
+    _show(optimizer)  # the step before may still wait
     update = Update(optimizer, base, partial(_show, optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = vars(optimizer)["state"]

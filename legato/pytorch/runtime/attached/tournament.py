@@ -44,7 +44,7 @@ class Tournament:
 
     `plan` is the plan of the next step; at the end, it is the winner.
     `gather(numbers)` exchanges numbers among the ranks, and returns all of them
-    in the order of the ranks. Where `is_bound()` says so on any rank, the plan cannot change any more, and stays.
+    in the order of the ranks.
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class Tournament:
         plans: Sequence[Plan],
         gather: Callable[[Sequence[float]], Sequence[Sequence[float]]],
         clock: HostClock | DeviceClock,
-        is_bound: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plans[0]
-        self.plans, self._gather, self._clock, self._is_bound = tuple(plans), gather, clock, is_bound
+        self.plans, self._gather, self._clock = tuple(plans), gather, clock
         self._rounds: list[list[float]] = [[] for _ in plans]  # seconds per step of each plan, round by round
         self._contestants = list(range(len(plans)))
         self._steps = FEWEST_STEPS
@@ -81,21 +80,18 @@ class Tournament:
     def _play(self) -> Generator[bool, None, None]:
         if len(self.plans) == 1:
             return
-        try:
-            slowest_s = yield from self._turn(self.plan, UNTIMED)
-            self._steps = _steps_of_turn(slowest_s)
-            for number in range(MOST_ROUNDS):
-                order = reversed(self._contestants) if number % 2 else self._contestants
-                for i in list(order):
-                    untimed = UNTIMED if number else FIRST_UNTIMED
-                    self._rounds[i].append((yield from self._turn(self.plans[i], untimed)))
-                if number + 1 >= FEWEST_ROUNDS:
-                    self._contestants = [i for i in self._contestants if min(self._ratios(i)) <= 1 + SAME]
-                    if max(self._ratios(self._contestants[0])) <= 1 + 2 * SAME:
-                        break
-            self.plan = self.plans[next(i for i in self._contestants if self._is_as_fast(i))]
-        except _BoundError:
-            return
+        slowest_s = yield from self._turn(self.plan, UNTIMED)
+        self._steps = _steps_of_turn(slowest_s)
+        for number in range(MOST_ROUNDS):
+            order = reversed(self._contestants) if number % 2 else self._contestants
+            for i in list(order):
+                untimed = UNTIMED if number else FIRST_UNTIMED
+                self._rounds[i].append((yield from self._turn(self.plans[i], untimed)))
+            if number + 1 >= FEWEST_ROUNDS:
+                self._contestants = [i for i in self._contestants if min(self._ratios(i)) <= 1 + SAME]
+                if max(self._ratios(self._contestants[0])) <= 1 + 2 * SAME:
+                    break
+        self.plan = self.plans[next(i for i in self._contestants if self._is_as_fast(i))]
 
     def _turn(self, plan: Plan, untimed: int) -> Generator[bool, None, float]:
         """Let a plan have its turn; return the median seconds per step, on the slowest rank."""
@@ -108,10 +104,7 @@ class Tournament:
             marks.append(self._clock.now())
         self._clock.settle()
         seconds = statistics.median(self._clock.seconds(a, b) for a, b in itertools.pairwise(marks))
-        told = self._gather([seconds, float(self._is_bound())])
-        if any(bound for _, bound in told):
-            raise _BoundError
-        return max(seconds for seconds, _ in told)
+        return max(told for (told,) in self._gather([seconds]))
 
     def _ratios(self, i: int) -> list[float]:
         """How a contestant compares with the leader, round by round."""
@@ -133,10 +126,6 @@ def most_steps(plans: int, step_s: float) -> int:
 
 def _steps_of_turn(step_s: float) -> int:
     return min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(TURN_S / max(step_s, 1e-9))))
-
-
-class _BoundError(Exception):
-    """The plan cannot change any more."""
 
 
 def _scatter(values: Sequence[float], middle: float) -> float:

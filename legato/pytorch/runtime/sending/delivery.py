@@ -57,24 +57,19 @@ class Delivery:
         self._in_arrival_order = sorted(slots, key=lambda slot: max(bucket.index for bucket in slot.buckets))
         # Whose bytes nothing but torch can reach, and whose reads a gate sees.
         self._gateable = {slot for slot in slots if readers.is_gateable(slot)}
-        self._module_calls = ModuleCalls(self.settle, readers.is_own)
+        self._module_calls = ModuleCalls(self.settle, readers.is_own, readers.note_compilation)
         self._replaces_functions = False  # while updates wait
-        buffers = {id(bucket.buffer.untyped_storage()): bucket.buffer for bucket in buckets} if lends else {}
-        self._memory_uses = [(buffer, memory_uses(buffer)) for buffer in buffers.values()]
+        lent = [memory for slot in slots for memory in slot.keep_apart()] + [b.buffer for b in buckets] if lends else []
+        by_storage = {memory.untyped_storage().data_ptr(): memory for memory in lent}
+        self._memory_uses = [(memory, memory_uses(memory)) for memory in by_storage.values()]
 
     def close(self) -> None:
-        """Let go of parameters and buckets.
-
-        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
-        """
+        """Let go of parameters and buckets. A gradient that lies in a bucket keeps its memory."""
         if self._replaces_functions:
             gate.functions.end()
         for slot in self.slots:
             if slot.stage != IDLE:  # its gradient was sharded, and not used
                 gate.remove(slot)
-            with gate.invisible():
-                if slot.parameter.grad is slot.whole is not None and not gradient_is_held(slot.parameter, slot.whole):
-                    slot.parameter.grad = slot.whole.clone()
             slot.release()
         for bucket in self.buckets:
             bucket.release()
@@ -119,7 +114,10 @@ class Delivery:
         if self._lends:
             with gate.invisible():
                 for slot in slots:
-                    slot.parameter.grad = slot.whole
+                    grad, whole = slot.parameter.grad, slot.whole
+                    slot.parameter.grad = whole
+                    if slot.is_apart and grad is not None and whole is not None and grad is not whole:
+                        whole.copy_(grad)
 
     def after_accumulation(self) -> None:
         """Note that autograd has let go of the gradients that came before the one that it has just added."""
@@ -138,8 +136,10 @@ class Delivery:
     def _read_without_gate(self) -> Sequence[Slot]:
         """The parameters that have no gate, or whose `.grad` or its memory is held elsewhere."""
         with gate.invisible():
-            if self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses):
-                return self.slots  # another object has a view, as a collective made of steps has while it is in flight
+            # Another object has a view of a bucket, as a collective made of steps has while it is in flight.
+            viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
+            if viewed or self.readers.compiled_between:
+                return self.slots
             return [
                 slot
                 for slot in self.slots
@@ -159,9 +159,7 @@ class Delivery:
         first. Inside the backward pass, a gradient that was sent stays this rank's
         own, as user hooks see it under DDP. Several threads may call it.
 
-        Raises `RankError` inside a backward pass if the gradient was released
-        and is partitioned (see [Note: lent gradients]), and after it if gradients
-        are sharded.
+        Raises `RankError` if gradients are sharded.
         """
         with self._lock, outside_transforms():
             if slot.stage == SENT and self.messages.in_backward:
@@ -174,11 +172,10 @@ class Delivery:
                 self._update(self._take_pending(slot.buckets[-1].index))
 
     def _read_in_backward(self, slot: Slot) -> None:
-        if slot.has_grad and not slot.to_pack and (slot.is_spent or (self._lends and slot.whole is None)):
-            keeps = "gradient_as_bucket_view=False" if self._lends else "a plan without shards"
+        if slot.has_grad and not slot.to_pack and slot.is_spent:
             raise RankError(
                 f"{slot.name}: its gradient is in flight in {len(slot.slices)} messages, and cannot be read before "
-                f"the backward pass has ended (use {keeps} to keep it in place)"
+                "the backward pass has ended (use a plan without shards to keep it in place)"
             )
         for bucket in slot.buckets:  # what the reader does to it must not be sent
             if slot in bucket.arrived:
@@ -294,6 +291,8 @@ class Delivery:
                 optimizer_only = slot.update is not None and slot.zero_after is set_to_none
                 if slot.whole is not None and (optimizer_only or self._lends):
                     slot.parameter.grad = slot.whole
+                    if slot.is_apart:
+                        slot.unpack_into(slot.whole)
                     continue
                 if slot.parameter.grad is None:
                     slot.parameter.grad = torch.empty_like(slot.parameter)

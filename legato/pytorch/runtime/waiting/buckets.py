@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class Slot:
     parts: dict[int, list[BucketSlice]] = field(default_factory=dict)  # its slices, by the index of their bucket
     to_pack: int = 0  # number of buckets into which its gradient has still to be packed in this backward pass
     whole: Tensor | None = None  # the whole gradient as one view of the buckets; None if it is not in one place
+    is_apart: bool = False  # `whole` is no view of them, but memory of its own, of a gradient that is not in one place
     ready: bool = False  # in this backward pass its gradient has arrived, or is known to be absent
     has_grad: bool = False  # ... and it has arrived
     offered: tuple[int, int] | None = None  # the gradient that a compiled graph has handed out: its address and version
@@ -78,8 +79,16 @@ class Slot:
         self.ready = self.has_grad = self.early = self.zeroed = False
         self.taken = None
         self.to_pack = len(self.parts)
-        if lends and self.whole is not None and self.whole.data_ptr() != self.slices[0].view.data_ptr():
+        lent = lends and self.whole is not None and not self.is_apart
+        if lent and self.whole.data_ptr() != self.slices[0].view.data_ptr():  # type: ignore[union-attr]
             self.whole = _whole(self)  # the user has given it other memory (`p.grad.data = ...`)
+
+    def keep_apart(self) -> Iterator[Tensor]:
+        """Give the gradient memory of its own if it is not in one place of the buckets; yield a view of it."""
+        self.is_apart = self.whole is None
+        if self.is_apart:
+            self.whole = torch.zeros_like(self.parameter, requires_grad=False)
+            yield self.whole.detach()
 
     @property
     def is_spent(self) -> bool:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import fnmatch
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ __all__ = [
     "Readers",
     "gradient_is_held",
     "parameter_is_held",
-    "settle_before_fork",
+    "settle_before_leaving",
     "state_is_held",
 ]
 
@@ -94,8 +96,8 @@ def state_is_held(states: Mapping[Any, dict[str, Any]], parameter: nn.Parameter)
 _STATE_REFERENCES = 3
 
 
-def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None, *, memory: bool = True) -> bool:
-    """Whether anything but the parameter has its gradient, or also its `memory`; call it under `invisible`.
+def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None) -> bool:
+    """Whether anything but the parameter has its gradient, or its memory; call it under `invisible`.
 
     `lent` is the runtime's own view of a bucket, whose memory has other uses.
     """
@@ -104,7 +106,7 @@ def gradient_is_held(parameter: nn.Parameter, lent: Tensor | None = None, *, mem
         return False
     if grad is lent:
         return _references(parameter, lent) > _LENT_REFERENCES_ALONE
-    return _references(parameter, None) > _REFERENCES_ALONE or (memory and uses(grad) != _GRADIENT_ALONE)
+    return _references(parameter, None) > _REFERENCES_ALONE or uses(grad) != _GRADIENT_ALONE
 
 
 class _Imported:
@@ -142,6 +144,8 @@ class Readers:
         strict: bool = False,
     ) -> None:
         self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
+        #: Whether anything was compiled between two passes: no gradient waits any more.
+        self.compiled_between = False
         self._forwards = 0
         self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
         self._seen: set[int] = set()
@@ -173,6 +177,11 @@ class Readers:
     def never(self) -> None:
         """Let no parameter wait from now on: compiled code reads them without their gates."""
         self._forwards = self._graphs = -(2**62)
+
+    def note_compilation(self) -> None:
+        """Note that something is compiled between two passes: from now on, neither parameters nor gradients wait."""
+        self.never()
+        self.compiled_between = True
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
@@ -233,41 +242,69 @@ class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModuleCalls:
-    """Calls `settle()` before any module runs, but for the one that `is_own` names and those that it calls."""
+    """Calls `settle()` before any module runs, but for the one that `is_own` names and those that it calls.
 
-    def __init__(self, settle: Callable[[], None], is_own: Callable[[nn.Module], bool]) -> None:
-        self._settle, self._is_own = settle, is_own
+    Where anything is compiled, it calls `compiled()` as well.
+    """
+
+    def __init__(
+        self,
+        settle: Callable[[], None],
+        is_own: Callable[[nn.Module], bool],
+        compiled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settle, self._is_own, self._compiled = settle, is_own, compiled
         self._hook: Any = None
+        self._watch = ExitStack()
 
     def _module_runs(self, module: nn.Module, _: Any) -> None:
         if not self._is_own(module):
             self._settle()
 
+    def _compilation_begins(self) -> None:
+        self._settle()
+        self._compiled()
+
     def begin(self) -> None:
         """Watch from now on: updates wait."""
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(self._module_runs)
+            self._watch.enter_context(on_compilation(self._compilation_begins))
 
     def end(self) -> None:
         """Watch no longer: the training's own forward pass begins, or nothing waits."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._watch.close()
 
 
-_forking: weakref.WeakSet[Any] = weakref.WeakSet()
+_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+_finalizers: dict[int, Finalize] = {}  # by process
 
 
-def settle_before_fork(reducer: Any) -> None:
-    """Let `reducer.settle()` run before this process forks: a child cannot wait for messages."""
-    _forking.add(reducer)
+def settle_before_leaving(reducer: Any) -> None:
+    """Let `reducer.settle()` run before this process forks, as a child cannot wait for messages, and before it ends.
+
+    A process of `multiprocessing` that ends does not wait for threads, and what they send would be lost.
+    """
+    _reducers.add(reducer)
+    if os.getpid() not in _finalizers:
+        _finalizers[os.getpid()] = Finalize(None, _before_end, exitpriority=0)
 
 
-def _before_fork() -> None:
-    for reducer in list(_forking):
+def _settle_all() -> None:
+    for reducer in list(_reducers):
         if not reducer.in_backward:
             reducer.settle()
 
 
+def _before_end() -> None:
+    error = sys.exc_info()[1]
+    failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+    if multiprocessing.parent_process() is not None and not failed:
+        _settle_all()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+    os.register_at_fork(before=_settle_all)

@@ -28,7 +28,7 @@ class Update:
     ) -> None:
         self._base, self._finished = base, finished
         self.waiting = 0
-        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "param_groups")}
+        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "load_state_dict", "param_groups")}
         self._shared = without_step_hooks(attributes)
         self._groups = [{k: _snapshot(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}

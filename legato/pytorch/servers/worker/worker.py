@@ -27,7 +27,7 @@ from legato.core.text import count
 from legato.pytorch.runtime.autograd import BackwardScope
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import PENDING, SENT, Slot
-from legato.pytorch.runtime.waiting.readers import ModuleCalls, parameter_is_held, settle_before_fork
+from legato.pytorch.runtime.waiting.readers import ModuleCalls, parameter_is_held, settle_before_leaving
 from legato.pytorch.servers.protocol import DROP, GRADIENTS, STEP, PendingSend, Transport
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.changes import Averages, ParameterCheck
@@ -61,7 +61,7 @@ class Worker(Puller):
         self._hooks = [self._watch(slot) for slot in self.slots.values()]
         self._nodes = [get_gradient_edge(p).node for p in parameters.values()]  # kept alive: use counts are compared
         self._module_calls = ModuleCalls(self.settle, lambda module: getattr(module, "_worker", None) is self)
-        settle_before_fork(self)
+        settle_before_leaving(self)
 
     @property
     def status(self) -> str:

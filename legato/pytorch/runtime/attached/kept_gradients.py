@@ -1,0 +1,77 @@
+"""Gradients that a program keeps: with `gradient_as_bucket_view`, they move along when buckets change.
+
+DDP's `.grad` is then one tensor in its bucket, the same in all passes, and a program may list the gradients
+once and read, clip or send them through its list from then on, whatever `zero_grad` does to `.grad`. When DDP's buckets
+give way to a plan's, or come back, tensors that were a parameter's `.grad` before get the memory that it has now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from legato.pytorch.runtime.waiting import gate
+
+__all__ = ["KeptGradients"]
+
+
+class KeptGradients:
+    """The tensors that have been `.grad` of `parameters` and still exist."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._known: dict[str, list[TensorWeakRef]] = {name: [] for name in parameters}
+
+    def note(self) -> None:
+        """Remember the gradients that there are."""
+        with gate.invisible():
+            for name, parameter in self._parameters.items():
+                self._note(name, parameter.grad)
+
+    @contextmanager
+    def moving(self, places: Callable[[], Mapping[str, Tensor | None]] | None = None) -> Iterator[None]:
+        """Let known gradients move to the buckets that are made inside, with their values.
+
+        `places()` has the tensor of each gradient in them; without it, they are DDP's, which moves each `.grad` itself.
+        """
+        self.note()
+        absent = {}
+        with gate.invisible():
+            for name, parameter in self._parameters.items():
+                if parameter.grad is None and (kept := self._kept(name)):
+                    absent[name], parameter.grad = parameter, kept[-1]
+        try:
+            yield
+        finally:
+            with gate.invisible():
+                found = {n: p.grad for n, p in self._parameters.items()} if places is None else places()
+                for name, place in found.items():
+                    self._move(name, place)
+                for parameter in absent.values():
+                    parameter.grad = None
+
+    def _note(self, name: str, grad: Tensor | None) -> None:
+        if grad is not None:  # DDP itself leaves tensors behind when it first rebuilds its buckets
+            kept = [t for t in self._kept(name) if t is not grad and t.data_ptr() == grad.data_ptr()]
+            self._known[name] = [TensorWeakRef(tensor) for tensor in (*kept, grad)]
+
+    def _kept(self, name: str) -> list[Tensor]:
+        """Those that still exist and look like the parameter, the latest last."""
+        like = self._parameters[name]
+        found = [tensor for reference in self._known[name] if (tensor := reference()) is not None]
+        return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
+
+    def _move(self, name: str, place: Tensor | None) -> None:
+        parameter = self._parameters[name]
+        if place is None or parameter.grad is None:
+            return
+        if parameter.grad is not place:
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        for other in self._kept(name):
+            if other is not place:
+                other.data = place
+        self._note(name, place)
