@@ -56,6 +56,7 @@ class Watchdog:
         self.passes = 0  # backward passes that have begun here
         self._meetings, self._meeting = 0, ""  # calls that all ranks have to make; what the thread reports of the last
         self._answers: dict[int, str] = {}
+        self._missing: list[int] = []  # who did not answer another rank
         self._store_lost = self._left = False
         self._wake, self._asked = threading.Event(), threading.Event()
         self._raised: RankError | None = None
@@ -127,9 +128,9 @@ class Watchdog:
 
     def _verdict(self) -> str:
         """Describe the other ranks, at most eight: those that do not answer first, then those that are elsewhere."""
-        if self._store_lost:
+        if self._store_lost and not self._missing:
             return "no rank could be asked: the store is gone, and with it rank 0, unless torchrun hosts it; "
-        silent = [r for r in range(self.size) if r != self.rank and r not in self._answers]
+        silent = self._missing or [r for r in range(self.size) if r != self.rank and r not in self._answers]
         words = [f"rank {r} does not answer (killed, stopped or cut off)" for r in silent]
         words += [f"rank {r} {a}" for r, a in sorted(self._answers.items()) if a != _FAILED and a not in self._failure]
         words = words[:8]
@@ -149,6 +150,9 @@ class Watchdog:
             return not self._left
         self._seen = self._store.get("failed").decode(errors="replace")
         self._store.set(f"answer/{self.rank}", self._status() + _current_line())
+        if self._store.check(["missing"]):
+            self._missing = json.loads(self._store.get("missing"))
+            self._store.set(f"heard/{self.rank}", "")
         return True
 
     def _look_for_meetings(self) -> None:
@@ -174,6 +178,11 @@ class Watchdog:
             missing = [r for r in missing if r not in self._answers]
             time.sleep(0.05)
         self._asked.set()
+        if missing:  # those who go on must not have to ask: the store may end with this rank
+            self._store.set("missing", json.dumps(missing))
+            heard = [f"heard/{r}" for r, answer in self._answers.items() if answer != _FAILED]
+            while heard and not self._store.check(heard) and time.monotonic() < deadline + ANSWER_S:
+                time.sleep(0.05)
 
     def explain(self) -> str:
         """Why the process ends, if it does because the network failed in DDP or the program itself; or nothing."""
@@ -225,7 +234,7 @@ def _note_exits() -> None:
     atexit.register(_leave)
 
 
-_watches: set[_Watch] = set()  # those that run
+_watches: set[_Watch] = set()
 
 
 class _Watch(threading.Thread):
@@ -246,7 +255,8 @@ class _Watch(threading.Thread):
         while goes_on:
             self.wake.wait(POLL_S)
             goes_on = self._look()
-        _watches.discard(self)
+        if self.of() is None:  # else what it knows may still explain how the process ends
+            _watches.discard(self)
 
     def _look(self) -> bool:
         watchdog = self.of()

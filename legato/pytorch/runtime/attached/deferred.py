@@ -74,7 +74,7 @@ def defer_steps(optimizer: Optimizer, attachment: Attached) -> None:
         mine["load_state_dict"] = MethodType(_own_load(mine.get("load_state_dict")), optimizer)
     if attachment not in mine["_legato_attachments"]:
         mine["_legato_attachments"].append(attachment)
-    _show(optimizer)
+    _settle(optimizer)
 
 
 def restore_steps(optimizer: Any, attachment: Attached) -> None:
