@@ -17,6 +17,7 @@ from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime.waiting.gate import GatedParameter
+from support import PATIENCE_S
 from support.training import OPTIMIZERS, build, distance, random_plan, sharded_plan, train, under_both, wrap
 
 
@@ -440,7 +441,9 @@ def left_behind():
         attachment(train(*wrap("legato", model, OPTIMIZERS["sgd"](model.parameters())), 2)).flush()
         del model
         gc.collect()
-        time.sleep(1)  # a thread looks up twice a second
+        until = time.monotonic() + PATIENCE_S
+        while counts and len(os.listdir("/proc/self/task")) > counts[0][1] and time.monotonic() < until:
+            time.sleep(0.05)  # a thread looks up twice a second
         dist.barrier()
         counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
     return [a - b for a, b in zip(counts[-1], counts[0], strict=True)]

@@ -14,7 +14,7 @@ from legato.core.errors import RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach
 
-TIMEOUT_S = 6
+TIMEOUT_S = 60
 
 
 def main():

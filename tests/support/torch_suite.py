@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from support import PATIENCE_S
 from support.ranks import Ranks
 
 #: Tests that are fast, each about something else.
@@ -330,7 +331,7 @@ class _Suite(Ranks):
         return result
 
 
-def run_all(mode, tests, ranks=2, timeout=60.0, first_passes=0, loud=False, said=lambda *_: None):
+def run_all(mode, tests, ranks=2, timeout=PATIENCE_S, first_passes=0, loud=False, said=lambda *_: None):
     """{test: its result} in a mode; `said` hears of each."""
     suite, results = _Suite(ranks), {}
     try:
@@ -349,7 +350,7 @@ def main():
     parser.add_argument("--modes", default="stock,flat,overlapped,auto", help="these, and hasty")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tests", help="names, separated by commas, or `sample`; default: all but the unfit")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds for one test")
+    parser.add_argument("--timeout", type=float, default=PATIENCE_S, help="seconds for one test")
     parser.add_argument("--first-passes", type=int, default=0, help="passes that are DDP's, in flat and overlapped")
     parser.add_argument("--json", help="a file for all results, with tracebacks")
     parser.add_argument("--loud", action="store_true", help="show what the tests print")

@@ -108,8 +108,7 @@ def rates(hosts, flows):
 def test_links_have_the_rate_that_was_asked_for(four, flows):
     for _ in range(ATTEMPTS):
         found = rates(four, flows)
-        assert max(found) < MOST * LINK_BPS
-        if min(found) > LEAST * LINK_BPS:
+        if LEAST * LINK_BPS < min(found) <= max(found) < MOST * LINK_BPS:
             return
     pytest.fail(f"{found} bit/s over links of {LINK_BPS}")
 

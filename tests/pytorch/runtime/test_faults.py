@@ -109,7 +109,7 @@ def test_the_flight_record_tells_the_last_messages(outcomes):
 
 
 _BUSY = """
-import os, sys, time, types
+import os, sys, threading, types
 import torch.distributed as dist
 from legato.pytorch.network import watchdog
 
@@ -121,11 +121,14 @@ while len(children) < 6:
     children.append(child)
 else:
     sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
-watchdog.POLL_S = 0.0
+watchdog.POLL_S, looks = 0.0, threading.Semaphore(0)
+look = watchdog._Watch._look
+watchdog._Watch._look = lambda watch: (looks.release(), look(watch))[1]
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
 group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2, name=lambda: "gloo", group_name="busy")
 dogs = [watchdog.Watchdog(group, watchdog.FlightRecorder(0), str) for _ in range(4)]
-time.sleep(0.2)
+for _ in range(400):
+    looks.acquire()
 """
 
 
