@@ -831,12 +831,16 @@ class IdleReducer:
         self._ddp, self._asked, self._prepare, self._moving = ddp, asked, prepare, moving
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
-        #: Whether a reducer that has come back has still to rebuild its buckets (`rebuild`).
-        self.rebuilds = False
+        self._unsettled = 0  # passes after which a reducer that has come back may rebuild its buckets
 
     @property
     def is_away(self) -> bool:
         return isinstance(self._ddp.reducer, _Away)
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether a reducer that has come back may still rebuild its buckets."""
+        return self._unsettled > 0
 
     def put_away(self) -> None:
         """Free the reducer. Raises DDP's error if a backward pass of DDP's has not finished."""
@@ -860,14 +864,15 @@ class IdleReducer:
         if ddp.static_graph:
             ddp.static_graph = False  # else it would not be set
             ddp._set_static_graph()
-        self.rebuilds = True
+        self._unsettled = 2 if ddp.static_graph else 1
 
     def rebuild(self) -> None:
-        """Call this after each backward pass of DDP's, on all ranks: after the first one, a reducer that has come back
-        rebuilds its buckets. It would do so in the next forward pass, which one rank may run alone.
+        """Call this after each backward pass of DDP's, on all ranks: after the first one (of a static graph, the second
+        one), a reducer that has come back rebuilds its buckets, as it would in a forward pass, which one rank may run
+        alone.
         """
         if self.rebuilds:
-            self.rebuilds = False
+            self._unsettled -= 1
             with self._moving():
                 self._ddp._has_rebuilt_buckets = bool(self._ddp.reducer._rebuild_buckets())
 
