@@ -248,12 +248,16 @@ class Attachment:
     def detach(self) -> None:
         """End legato's part, on all ranks: from now on the model is DDP's alone.
 
-        A backward pass of legato's that was still to come stays legato's.
+        A backward pass of legato's that is still to come, on all of them, stays legato's.
         """
+        if self.is_detached:
+            return
+        self._pass_on()
         self.reason = self.reason or "legato was detached"
         self.is_detached, self.observer, self._tournament = True, None, None
         self.flush()
-        if self.reducer is None or not self.reducer.armed:
+        waits = self.reducer is not None and self.reducer.armed  # on one rank, it may have run a forward pass alone
+        if first_said("" if waits else "nothing waits", self._group):
             self._carry_out(None)
             self._rest()
 
@@ -436,12 +440,18 @@ class Attachment:
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Let passes be DDP's for good."""
+        self._pass_on()
         self._carry_out(None)
         for parameter in self._fingerprint.without_hooks():
             drop_accumulator(parameter)  # a reducer that has come back has registered hooks, which DDP would not have
         self.reason, self.observer, self._tournament = reason, None, None
         self.say(f"DDP's own passes stay: {reason}")
         self._rest()
+
+    def _pass_on(self) -> None:
+        """Let DDP start anew if a plan is due: a rank that has run a forward pass alone has put DDP's reducer away."""
+        if self._is_due() and not self._idle.is_away:
+            self._idle.put_away()
 
     def _rest(self, *, at_once: bool = False) -> None:
         """Do nothing until there is another plan, as soon as DDP's reducer has all that it needs."""
