@@ -50,8 +50,8 @@ def test_plans_of_all_kinds_compete(two_ranks):
     first, second = two_ranks.run(automatic.competing)
     for difference, names, measured, winner in (first, second):
         assert difference == 0.0
-        assert names[:15] == ["p0"] * 5 + ["p1"] * 2 + ["p2"] * 4 + ["p1"] * 2 + ["p0"] * 2
-        assert set(names[15:]) == {winner} and set(measured) == {"p0", "p1", "p2"}
+        assert names[:14] == ["p0"] * 4 + ["p1"] * 2 + ["p2"] * 4 + ["p1"] * 2 + ["p0"] * 2
+        assert set(names[14:]) == {winner} and set(measured) == {"p0", "p1", "p2"}
     assert first[3] == second[3]
 
 

@@ -215,13 +215,12 @@ class Attachment:
             for i, optimizer in enumerate(self._optimizers):
                 check_shardable(optimizer, self._optimizers[:i])
         self._plan, self._stepped = plan, True
-        if self.reducer is not None:
-            self._carry_out(plan)
-        elif self._ddps is None and not self.reason:
+        if self._is_idle and not self.reason:
             self._watch_ddp_anew()
             self._forward.compile_graphs()
             for optimizer in self._optimizers:
                 defer_steps(optimizer, self)
+        self._change_together()
 
     def compete(self, plans: Sequence[Plan]) -> None:
         """Let plans take turns from now on, and stay with the fastest; call it between two iterations, on all ranks.
@@ -237,8 +236,10 @@ class Attachment:
         clock = clock_for(next(iter(self._parameters.values())).device)
         _ = self._connection
         self._tournament = Tournament(plans, self._gather_numbers, clock)
-        self._plan, self._stepped = self._tournament.plan, False
+        self._plan = self._tournament.plan
         self._end_tournament()
+        if self.observer is None:  # else the end of a backward pass is near
+            self._change_together()
 
     def flush(self) -> None:
         """Bring every parameter up to date now, instead of when it is read."""
@@ -252,18 +253,16 @@ class Attachment:
         """
         if self.is_detached:
             return
-        self._pass_on()
         self.reason = self.reason or "legato was detached"
         self.is_detached, self.observer, self._tournament = True, None, None
         self.flush()
-        waits = self.reducer is not None and self.reducer.armed  # on one rank, it may have run a forward pass alone
-        if first_said("" if waits else "nothing waits", self._group):
+        if not self._a_pass_waits():
             self._carry_out(None)
             self._rest()
 
     def _end(self) -> None:
-        """Let go of the model, now."""
-        self.is_detached = True
+        """Let go of the model, now: gradients belong to another DDP."""
+        self.is_detached, self._kept = True, None
         self._carry_out(None)
         self._rest(at_once=True)
 
@@ -364,7 +363,11 @@ class Attachment:
         return list(found().values())
 
     def _choose(self) -> None:
-        """Decide whose the pass is that begins. What this follows from is known to all ranks: nothing is sent."""
+        """Decide whose the pass is that begins. What this follows from is known to all ranks: nothing is sent.
+
+        Plans change where backward passes end, as one rank may run a forward pass alone; but to a sharded plan and back
+        they change here, as gradients cannot move.
+        """
         if self.reason:
             if self.reducer is not None:
                 self._carry_out(None)
@@ -401,7 +404,8 @@ class Attachment:
             if self.reducer is not None:
                 self._carry_out(None)
             self._rest()
-        elif self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
+            return
+        if self._first and self._ddps is not None and self._ddps.done >= self._first and self._is_fit():
             self._first = 0
             _ = self._connection
         elif self.observer is not None and stepped:
@@ -414,6 +418,24 @@ class Attachment:
             self._end_tournament()
         elif self.reducer is not None and (change := self._drift.pass_ended(self.reducer.messages)):
             self.on_drift(change)
+        if self._is_due() and self._shards is None and self._plan.shard == "none":
+            self._carry_out(self._plan)
+
+    def _a_pass_waits(self) -> bool:
+        """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""
+        ours = self.reducer is not None and self.reducer.armed
+        waits = ours or (self._ddps is not None and self._ddps.running)
+        return not first_said("" if waits else "nothing waits", self._group)
+
+    def _change_together(self) -> None:
+        """Change to the plan now, between two iterations, or where the backward pass ends that is still to come."""
+        if self.reason or self._first:
+            return
+        if self._shards is not None or self._plan.shard != "none":
+            if self.reducer is not None:
+                self._carry_out(self._plan)
+        elif not self._a_pass_waits() and self._is_due():
+            self._carry_out(self._plan)
 
     def _observation_ended(self) -> None:
         if not self._is_fit():
@@ -440,18 +462,12 @@ class Attachment:
 
     def _leave_to_ddp(self, reason: str) -> None:
         """Let passes be DDP's for good."""
-        self._pass_on()
         self._carry_out(None)
         for parameter in self._fingerprint.without_hooks():
             drop_accumulator(parameter)  # a reducer that has come back has registered hooks, which DDP would not have
         self.reason, self.observer, self._tournament = reason, None, None
         self.say(f"DDP's own passes stay: {reason}")
         self._rest()
-
-    def _pass_on(self) -> None:
-        """Let DDP start anew if a plan is due: a rank that has run a forward pass alone has put DDP's reducer away."""
-        if self._is_due() and not self._idle.is_away:
-            self._idle.put_away()
 
     def _rest(self, *, at_once: bool = False) -> None:
         """Do nothing until there is another plan, as soon as DDP's reducer has all that it needs."""

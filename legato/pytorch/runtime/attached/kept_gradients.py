@@ -19,7 +19,7 @@ __all__ = ["KeptGradients"]
 
 
 class KeptGradients:
-    """The tensors that have been `.grad` of `parameters` and still exist."""
+    """The tensors that were `.grad` of `parameters` after a backward pass, and still exist."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -37,7 +37,6 @@ class KeptGradients:
 
         `places()` has the tensor of each gradient in them; without it, they are DDP's, which moves each `.grad` itself.
         """
-        self.note()
         absent = {}
         with gate.invisible():
             for name, parameter in self._parameters.items():
