@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -56,7 +56,7 @@ from legato.pytorch.runtime.sending.tracing import Tracer
 from legato.pytorch.runtime.sharding.shards import Shards, check_shardable
 from legato.pytorch.runtime.sharding.state import take_state, whole_state
 from legato.pytorch.runtime.waiting import gate
-from legato.pytorch.runtime.waiting.buckets import check_plan
+from legato.pytorch.runtime.waiting.buckets import Slot, check_plan
 
 __all__ = ["Attachment", "innermost_optimizer", "is_ddps"]
 
@@ -531,7 +531,7 @@ class Attachment:
             if self._methods_back is None:
                 gate.methods.begin()
                 self._methods_back = weakref.finalize(self, gate.methods.end)
-            with self._moving(self._places):
+            with self._moving(lambda: [] if self.reducer is None else self.reducer.slots):
                 self.reducer, self._ddps = self._make_reducer(plan, before), None
         for optimizer, state in zip(self._optimizers, states, strict=True):
             defer_steps(optimizer, self)
@@ -556,15 +556,9 @@ class Attachment:
             GraphSender(reducer).learn_from(before)
         return reducer
 
-    def _moving(
-        self, places: Callable[[], Mapping[str, torch.Tensor | None]] | None = None
-    ) -> AbstractContextManager[None]:
+    def _moving(self, slots: Callable[[], Sequence[Slot]] | None = None) -> AbstractContextManager[None]:
         """Where buckets are made: gradients that lie in them, and that the program keeps, move along."""
-        return nullcontext() if self._kept is None else self._kept.moving(places)
-
-    def _places(self) -> dict[str, torch.Tensor | None]:
-        """The gradients in the buckets of the plan."""
-        return {} if self.reducer is None else {slot.name: slot.whole for slot in self.reducer.slots}
+        return nullcontext() if self._kept is None else self._kept.moving(slots)
 
     @cached_property
     def _connection(self) -> Connection:

@@ -7,13 +7,14 @@ give way to a plan's, or come back, tensors that were a parameter's `.grad` befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from legato.pytorch.runtime.waiting import gate
+from legato.pytorch.runtime.waiting.buckets import Slot
 
 __all__ = ["KeptGradients"]
 
@@ -32,10 +33,10 @@ class KeptGradients:
                 self._note(name, parameter.grad)
 
     @contextmanager
-    def moving(self, places: Callable[[], Mapping[str, Tensor | None]] | None = None) -> Iterator[None]:
+    def moving(self, slots: Callable[[], Iterable[Slot]] | None = None) -> Iterator[None]:
         """Let known gradients move to the buckets that are made inside, with their values.
 
-        `places()` has the tensor of each gradient in them; without it, they are DDP's, which moves each `.grad` itself.
+        `slots()` have the place of each gradient in them; without it, they are DDP's, which moves each `.grad` itself.
         """
         absent = {}
         with gate.invisible():
@@ -46,9 +47,10 @@ class KeptGradients:
             yield
         finally:
             with gate.invisible():
-                found = {n: p.grad for n, p in self._parameters.items()} if places is None else places()
-                for name, place in found.items():
-                    self._move(name, place)
+                for slot in () if slots is None else slots():
+                    self._settle_in(slot)
+                for name, parameter in self._parameters.items():
+                    self._follow(name, parameter.grad)
                 for parameter in absent.values():
                     parameter.grad = None
 
@@ -63,14 +65,20 @@ class KeptGradients:
         found = [tensor for reference in self._known[name] if (tensor := reference()) is not None]
         return [t for t in found if (t.shape, t.dtype, t.device) == (like.shape, like.dtype, like.device)]
 
-    def _move(self, name: str, place: Tensor | None) -> None:
-        parameter = self._parameters[name]
-        if place is None or parameter.grad is None:
+    def _settle_in(self, slot: Slot) -> None:
+        """Let what is `.grad` stay it, in the memory that a plan's bucket has for it."""
+        grad, place = slot.parameter.grad, slot.whole
+        if grad is None or place is None or grad.layout != place.layout:
             return
-        if parameter.grad is not place:
-            place.copy_(parameter.grad)
-            parameter.grad = place
-        for other in self._kept(name):
-            if other is not place:
-                other.data = place
-        self._note(name, place)
+        if (grad.shape, grad.dtype, grad.device) == (place.shape, place.dtype, place.device):
+            place.copy_(grad)
+            grad.data = place
+            slot.whole = grad
+
+    def _follow(self, name: str, grad: Tensor | None) -> None:
+        """Let tensors that were `.grad` before have the memory of what is it now."""
+        if grad is not None:
+            for other in self._kept(name):
+                if other is not grad:
+                    other.data = grad
+            self._note(name, grad)

@@ -64,12 +64,19 @@ class Delivery:
         self._memory_uses = [(memory, memory_uses(memory)) for memory in by_storage.values()]
 
     def close(self) -> None:
-        """Let go of parameters and buckets. A gradient that lies in a bucket keeps its memory."""
+        """Let go of parameters and buckets.
+
+        A gradient that lies in a bucket, and that the user holds, keeps the bucket's memory.
+        """
         if self._replaces_functions:
             gate.functions.end()
         for slot in self.slots:
             if slot.stage != IDLE:  # its gradient was sharded, and not used
                 gate.remove(slot)
+            with gate.invisible():
+                lent = slot.parameter.grad is slot.whole and not slot.is_apart
+                if slot.whole is not None and lent and not gradient_is_held(slot.parameter, slot.whole):
+                    slot.parameter.grad = slot.whole.clone()
             slot.release()
         for bucket in self.buckets:
             bucket.release()
