@@ -180,7 +180,8 @@ def _own_load(before: Any) -> Callable[..., None]:
 
     @wraps(Optimizer.load_state_dict)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        load = before or MethodType(type(_settle(self)).load_state_dict, self)
+        _settle(self)
+        load = before or MethodType(type(self).load_state_dict, self)
         load(*args, **kwargs)
 
     return load_state_dict
