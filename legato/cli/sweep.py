@@ -135,19 +135,21 @@ def _running(running: Running, kept: Path | None) -> Iterator[dict[str, Any]]:
     """How cells are run, as the functions of `legato.sweep` take it: with a journal beside the file to be `kept`."""
     from legato.sweep.journal import Journal, journal_of
 
-    with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
-        if running.fresh and journal is not None:
-            journal.forget()
-        if journal is not None and journal.done:
-            note(f"{journal.path} has {len(journal.done):,} finished cells")
-        try:
+    journal = None
+    try:
+        with nullcontext() if kept is None else Journal(journal_of(kept)) as journal:
+            if running.fresh and journal is not None:
+                journal.forget()
+            if journal is not None and journal.done:
+                note(f"{journal.path} has {len(journal.done):,} finished cells")
             with progress("sweeping") as advance:
                 yield {"journal": journal, "jobs": running.jobs, "backend": running.backend, "progress": advance}
-        except KeyboardInterrupt:
-            if journal is None:
-                raise Interrupted("interrupted; without --output, no finished cell is kept") from None
-            kept_cells = f"{len(journal.done):,} finished cells are kept in {journal.path}"
-            raise Interrupted(f"interrupted; {kept_cells}: run the same command again to continue") from None
+    except KeyboardInterrupt:
+        if kept is None:
+            raise Interrupted("interrupted; without --output, no finished cell is kept") from None
+        count = "" if journal is None else f"{len(journal.done):,} "
+        kept_cells = f"{count}finished cells are kept in {journal_of(kept)}"
+        raise Interrupted(f"interrupted; {kept_cells}: run the same command again to continue") from None
 
 
 def _write(rows: Sequence[SweepRow], output: Path | None, report: Path | None) -> None:
