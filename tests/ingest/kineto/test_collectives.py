@@ -52,6 +52,17 @@ def test_marks_and_operators_of_one_kind_are_joined_by_size(tmp_path):
     assert [(t.kind, t.nbytes) for t in import_kineto([path]).transfers] == [("all_reduce", 4000)]
 
 
+def test_marks_and_operators_are_joined_by_their_ids(tmp_path):
+    """Two threads of gloo begin two all-reduces of one size in the other order."""
+    path = tmp_path / "t.json"
+    r = samples.on_host(reduced(at=484, begins=650), reduced())
+    for at, record in ((484, 10), (650, 11), (490, 20), (500, 21)):
+        next(e for e in r.events if e["ts"] == at)["args"]["Record function id"] = record
+    path.write_text(r.text())
+    first, second = import_kineto([path]).transfers
+    assert first.start_s > second.start_s
+
+
 @pytest.mark.parametrize(
     "collective",
     [

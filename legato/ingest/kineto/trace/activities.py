@@ -3,10 +3,10 @@
 [Note: collectives without a device]
 Under gloo, an operator (`c10d::allreduce_`) issues a collective, a thread of
 gloo carries it out later, and that is what its mark (`gloo:all_reduce`) shows.
-The marks are joined to the operators in their order, because gloo begins its
-collectives in the order in which they were issued; sizes help where some are
-missing. The operator tells what was issued, and where: gloo carries out a
-reduce-scatter as an all-reduce, and calls it that.
+A mark's record id follows its operator's. Where there are no ids, marks are
+joined to operators by their sizes and in their order, in which gloo's threads
+begin them nearly always. The operator tells what was issued, and where: gloo
+carries out a reduce-scatter as an all-reduce, and calls it that.
 """
 
 from __future__ import annotations
@@ -190,8 +190,9 @@ def _issuer(trace: Trace, mark: int, issued: deque[int]) -> int | None:
     began = trace.annotation.start[mark]
     elements = _elements(trace.annotation.detail(mark))
     before = [i for i in itertools.islice(issued, _TRIES) if trace.operator.start[i] <= began]
-    same = (i for i in before if elements is not None and _elements(trace.operator.detail(i)) == elements)
-    by = next(same, next(iter(before), None))
+    same = [i for i in before if elements is not None and _elements(trace.operator.detail(i)) == elements]
+    follows = (i for i in same or before if 0 < trace.operator.record[i] == trace.annotation.record[mark] - 1)
+    by = next(itertools.chain(follows, same, before), None)
     if by is not None:
         issued.remove(by)
     return by
