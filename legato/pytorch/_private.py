@@ -831,6 +831,7 @@ class IdleReducer:
         self._ddp, self._asked, self._prepare, self._moving = ddp, asked, prepare, moving
         self._parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self._parameters)
+        self._becomes_static = False
         self._unsettled = 0  # passes after which a reducer that has come back may rebuild its buckets
 
     @property
@@ -847,6 +848,7 @@ class IdleReducer:
         self._ddp._check_reducer_finalized()
         self._ddp.reducer = _Away(self._come_back, self._prepare, lambda: self._ddp.reducer)
         self._ddp.logger = _Away(self._come_back, self._prepare, lambda: self._ddp.logger)
+        self._becomes_static = False
         if self._ddp.static_graph:  # else backward passes would ask for it
             self._ddp._static_graph_delay_allreduce_enqueued = True
 
@@ -861,10 +863,16 @@ class IdleReducer:
         for p in frozen:
             p.requires_grad_(False)
         ddp._has_rebuilt_buckets = False
-        if ddp.static_graph:
-            ddp.static_graph = False  # else it would not be set
-            ddp._set_static_graph()
+        self._becomes_static = ddp.static_graph
         self._unsettled = 2 if ddp.static_graph else 1
+
+    def forward_begins(self) -> None:
+        """Call this before a forward pass of DDP's that prepares its reducer: only now may the graph be static, as
+        backward passes under `no_sync()` before would count as parts of the first one.
+        """
+        if self._becomes_static:
+            self._becomes_static = self._ddp.static_graph = False  # else it would not be set
+            self._ddp._set_static_graph()
 
     def rebuild(self) -> None:
         """Call this after each backward pass of DDP's, on all ranks: after the first one (of a static graph, the second

@@ -473,6 +473,7 @@ class Attachment:
         """Do nothing until there is another plan, as soon as DDP's reducer has all that it needs."""
         if self._idle.rebuilds and not (at_once or is_joining(self.ddp)):
             return
+        self._idle.forward_begins()
         if self._ddps is not None:
             self._ddps.close()
             self._ddps = None
@@ -601,6 +602,8 @@ class Attachment:
         self._trained = self.module.training
         if self._ddps is not None:
             self._ddps.forward_begins(sends)
+            if training and self.ddp.require_backward_grad_sync:
+                self._idle.forward_begins()
         if self.reducer is None:
             return
         self.reducer.begin_forward()
