@@ -131,9 +131,10 @@ def _follow(processes: Sequence[subprocess.Popen[str]], advance: Advance) -> tup
 
 def _report(k: int, process: subprocess.Popen[str], events: SimpleQueue[_Event]) -> None:
     """Put the lines that a process prints, if they can be read, and then its exit status."""
-    for line in process.stdout or ():
-        events.put(line)
-    events.put((k, process.wait()))
+    with process:
+        for line in process.stdout or ():
+            events.put(line)
+    events.put((k, process.returncode))
 
 
 def _error_line(log: Path) -> str:
