@@ -5,11 +5,14 @@ import sys
 
 import pytest
 from hypothesis import settings
+from support import durations
 from support.ranks import Ranks
-from support.strategies import QUICK, THOROUGH
+from support.strategies import QUICK, THOROUGH, USUAL
 
-# `--hypothesis-profile=thorough` looks 25 times as long; what a test asks for in `examples(n)` scales with it.
-settings.register_profile("quick", deadline=None, max_examples=QUICK)
+# `make test` is quick, `make test-all` usual, and both try the same examples every time; "thorough" looks for new ones,
+# 25 times as long as usual. What a test asks for in `examples(n)` scales with it.
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=QUICK)
+settings.register_profile("usual", deadline=None, derandomize=True, max_examples=USUAL)
 settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
 settings.load_profile("quick")
 
@@ -21,48 +24,49 @@ TASKS = 25
 
 
 @pytest.fixture(scope="module")
-def pair():
-    ranks = Ranks(2)
+def ranks_of():
+    """A function that returns so many ranks, which the tests of a file share."""
+    started = {}
+
+    def ranks(size):
+        if size not in started:
+            started[size] = Ranks(size)
+        started[size].renew(TASKS)
+        return started[size]
+
     yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def trio():
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def quartet():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    for each in started.values():
+        each.close()
 
 
 @pytest.fixture
-def two_ranks(pair):
-    pair.renew(TASKS)
-    return pair
+def two_ranks(ranks_of):
+    return ranks_of(2)
 
 
 @pytest.fixture
-def three_ranks(trio):
-    trio.renew(TASKS)
-    return trio
+def three_ranks(ranks_of):
+    return ranks_of(3)
 
 
 @pytest.fixture
-def four_ranks(quartet):
-    quartet.renew(TASKS)
-    return quartet
+def four_ranks(ranks_of):
+    return ranks_of(4)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--keep-durations", action="store_true", help="write what each file takes to tests/durations.json")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Measured(config.getoption("keep_durations")))
 
 
 def pytest_collection_modifyitems(items):
-    """Files whose tests start processes come first: the others fill what time processors have left."""
-    slow = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files that take long come first: the others fill what time processors have left."""
+    kept = durations.kept()
+    items.sort(key=lambda item: -sum(kept.get(durations.name(item.path), durations.UNKNOWN).values()))
 
 
 def pytest_sessionfinish():

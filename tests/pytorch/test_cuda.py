@@ -2,44 +2,79 @@
 
 import pytest
 import torch
-from support import cuda_cases
+from support import training
+from support.automatic import OBSERVED
+from support.ranks import Ranks, on_ranks
+from support.rows import row
+from support.training import OPTIMIZERS, distance, train, trained, under_both, wrap
+from torch.nn import functional as F
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+import legato
+from legato.pytorch import attachment, capture
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+DEVICE = "cuda"
 
 
-@pytest.fixture(scope="module")
-def gloo_ranks():
-    from support.ranks import Ranks
+def build(name):
+    """A model of `training` on the GPU, and so its batches."""
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = training.build(name).to(DEVICE)
+    batch = model.batch
+    model.batch = lambda generator: tuple(t.to(DEVICE) for t in batch(generator))
+    return model
 
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
-
+@row()
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adam-fused"])
-def test_gloo_on_cuda_tensors(gloo_ranks, model, optimizer):
-    assert gloo_ranks.run(cuda_cases.equality, model, optimizer, "cuda") == [0.0, 0.0]
+def test_gloo_on_cuda_tensors(kind, model, optimizer):
+    return trained(kind, build(model), optimizer, steps=8)
+
+
+@under_both
+def with_adam(kind, model):
+    return trained(kind, build(model), "adam", steps=8)
 
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention"])
 def test_nccl_on_one_gpu(model):
-    from support.ranks import Ranks
-
     ranks = Ranks(1, backend="nccl")
     try:
-        assert ranks.run(cuda_cases.equality, model, "adam", "cuda") == [0.0]
+        assert ranks.run(with_adam, model) == [0.0]
     finally:
         ranks.close()
 
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
 def test_capture_by_events(model):
-    order, hooked, compute_s, untraced_s = cuda_cases.captured(model)
-    assert order == hooked
-    assert compute_s == pytest.approx(untraced_s, rel=1e-6)
+    model = build(model)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    random = torch.Generator().manual_seed(0)
+
+    def loss():
+        x, y = model.batch(random)
+        return F.cross_entropy(model(x), y)
+
+    order = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, n=n: order.append(n)) for n, p in model.named_parameters()]
+    loss().backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    workload = capture(model, optimizer, loss)
+    assert [t.name for t in workload.tensors] == order
+    assert workload.compute_s == pytest.approx(workload.untraced_s, rel=1e-6)
 
 
-def test_automatic_plan(gloo_ranks):
-    for difference, after in gloo_ranks.run(cuda_cases.automatic, "Convolutional"):
-        assert difference == 0.0 and after != "default-buckets"
+@on_ranks(2)
+def test_automatic_plan():
+    models = []
+    for kind in ("ddp", "auto"):
+        model = build("Convolutional")
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        wrapped, optimizer = wrap(kind, model, optimizer) if kind == "ddp" else legato.distribute(model, optimizer)
+        models.append(train(wrapped, optimizer, OBSERVED + 1))
+    assert distance(*models) == 0.0 and attachment(wrapped).plan.scheduler != "default-buckets"

@@ -54,8 +54,7 @@ def _train(case, directory):
 
     import legato
     from legato.pytorch import attach, attachment
-    from support.matrix_rows import Dense, sgd
-    from support.training import random_plan
+    from support.training import Dense, random_plan, sgd
 
     torch.manual_seed(7)
     model = Dense()
@@ -131,7 +130,7 @@ def start(case, rank, port, directory):
 def main():
     import torch._dynamo  # noqa: F401  (optimizers do, at their first step)
 
-    from support import matrix_rows  # noqa: F401  (imports torch, once for all)
+    import support.training  # noqa: F401  (imports torch, once for all)
     from support.ranks import free_port
 
     root, cases = Path(sys.argv[1]), sys.argv[2:]

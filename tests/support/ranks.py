@@ -4,18 +4,57 @@ They are forks of a server that has imported torch, so a new one costs next to n
 started one by one: CUDA does not survive a fork.
 """
 
+import contextlib
+import functools
 import importlib
+import inspect
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from support import PATIENCE_S, environment
+
+#: How long the other ranks may take when one has failed: as it may, they have to notice it themselves.
+AFTER_A_FAILURE_S = min(PATIENCE_S, 180)
+
+
+def on_ranks(size):
+    """Make a test of a body that is run on `size` ranks; `size` may be a function of the test's arguments.
+
+    Arguments and fixtures travel to the ranks, so they have to be picklable. The test fails where the body does.
+    """
+
+    def decorate(body):
+        names = list(inspect.signature(body).parameters)
+
+        @functools.wraps(body)
+        def test(ranks_of, **given):
+            ranks = ranks_of(size(**given) if callable(size) else size)
+            ranks.run(test, *(given[name] for name in names))
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("ranks_of", *names)]
+        test.__signature__ = inspect.Signature(parameters)
+        test.body = body
+        return test
+
+    return decorate
+
+
+def gathered(value):
+    """`value` of every rank, by rank; for bodies that run on ranks."""
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def free_port() -> int:
@@ -32,14 +71,15 @@ def _serve(rank, size, port, backend, pipe):
     torch.set_num_threads(1)
     dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
-        task = pipe.recv()
-        if task is None:
-            break
-        module, name, args = task
         try:
+            task = pipe.recv()
+            if task is None:
+                break
+            module, name, args = task
             torch.manual_seed(1234)
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
-        except Exception as error:
+            function = getattr(importlib.import_module(module), name)
+            pipe.send((True, getattr(function, "body", function)(*args)))
+        except BaseException as error:  # of pytest, too: what `raises` misses is no Exception
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     dist.destroy_process_group()
 
@@ -127,9 +167,21 @@ class Ranks:
             self._processes.append(process)
 
     def outcomes(self, function, *args):
-        """[(ok, result or error text)] of `function(*args)` on every rank."""
+        """[(ok, result or error text)] of `function(*args)` on every rank; if one hangs or dies, all are replaced."""
         self.begin(function, *args)
-        return [self.answer(rank, function.__name__) for rank in range(self.size)]
+        found, until = {}, time.monotonic() + PATIENCE_S
+        silent = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while silent and time.monotonic() < until:
+            for pipe in multiprocessing.connection.wait(list(silent), until - time.monotonic()):
+                rank = silent.pop(pipe)
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    found[rank] = pipe.recv()
+                if not found.get(rank, (False, "it has died"))[0]:
+                    until = min(until, time.monotonic() + AFTER_A_FAILURE_S)
+        if len(found) < self.size:
+            self.close(force=True)
+            self._start()
+        return [found.get(k, (False, f"rank {k} hangs in {function.__name__} or has died")) for k in range(self.size)]
 
     def begin(self, function, *args):
         """Start `function(*args)` on every rank."""

@@ -4,6 +4,9 @@ Times and sizes are small multiples of powers of two, so that sums of them are
 exact floats and tests can say `==` and `>=` and mean it.
 """
 
+import random
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -12,13 +15,19 @@ from legato.core.cluster import Cluster, Contention, LinearCost
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 
-#: How many examples a property is tried on under the two profiles, unless it says otherwise.
-QUICK, THOROUGH = 20, 500
+#: How many examples a property is tried on under each profile, unless it says otherwise.
+QUICK, USUAL, THOROUGH = 8, 20, 500
 
 
 def examples(count, **options):
-    """Try a property on `count` examples, times 0.4 under the profile "quick" and times ten under "thorough"."""
+    """Try a property on `count` examples, times 0.16, 0.4 or 10 under the profile "quick", "usual" or "thorough"."""
     return settings(max_examples=max(5, 10 * count * settings.default.max_examples // THOROUGH), **options)
+
+
+def seeds(count, quick=None):
+    """`range(count)` for a test's parameter `seed`; all but the first `quick` are slow (None: all but a fifth)."""
+    quick = -(-count // 5) if quick is None else quick
+    return [seed if seed < quick else pytest.param(seed, marks=pytest.mark.slow) for seed in range(count)]
 
 
 #: Seconds, in eighths; zero among them.
@@ -175,3 +184,13 @@ def op_orders(draw, workload, captured=False):
         possible = [i for i in needs if i not in order and needs[i] <= set(order)]
         order.append(draw(st.sampled_from(possible)))
     return tuple(order)
+
+
+def shuffled(workload, seed):
+    """A random order of the backward pass that dependencies allow."""
+    rng, ops = random.Random(seed), workload.ops
+    left, done = set(workload.phase_ops("backward")), []
+    while left:
+        done.append(rng.choice([i for i in sorted(left) if not left & set(ops[i].deps)]))
+        left.remove(done[-1])
+    return (*done, *(i for i in workload.iteration_order() if ops[i].phase != "backward"))

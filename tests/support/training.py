@@ -1,5 +1,6 @@
 """Small models, random plans and training loops, for the ranks of a test."""
 
+import copy
 import functools
 import random
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from legato.pytorch.runtime.attached import attachment as runtime
 #: The cases are about legato's passes, and most have few steps: here the first passes, too, are legato's.
 runtime.FIRST_PASSES = 0
 
+STEPS = 10
+
 
 @contextmanager
 def first_passes(count):
@@ -28,6 +31,22 @@ def first_passes(count):
         yield
     finally:
         runtime.FIRST_PASSES = 0
+
+
+class Dense(nn.Module):
+    """Matrices only, as Muon wants them."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.third = nn.Linear(16, 10, bias=False)
+        self.to(dtype or torch.get_default_dtype())
+
+    def forward(self, x):
+        return self.third(F.gelu(self.second(F.gelu(self.first(x.to(self.first.weight.dtype))))))
+
+    def batch(self, generator):
+        return torch.randn(4, 12, generator=generator), torch.randint(0, 10, (4,), generator=generator)
 
 
 class Convolutional(nn.Module):
@@ -104,8 +123,7 @@ class Partial(nn.Module):
             x = x + self.sometimes(x)
         return self.head(x)
 
-    def batch(self, generator):
-        return torch.randn(4, 12, generator=generator), torch.randint(0, 10, (4,), generator=generator)
+    batch = Dense.batch
 
 
 class Checkpointed(nn.Module):
@@ -121,7 +139,23 @@ class Checkpointed(nn.Module):
         x = self.first(x)
         return self.last(checkpoint(lambda y: F.gelu(self.middle(F.gelu(y))), x, use_reentrant=False))
 
-    batch = Partial.batch
+    batch = Dense.batch
+
+
+class Mixed(nn.Module):
+    """Weights of both memory formats, one number, and one that is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(12, 300), nn.Parameter(torch.tensor(1.0))
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(180, 10)
+
+    def forward(self, x):
+        x = x.to(self.scale.dtype)
+        return self.head(F.gelu(self.conv(self.body(x * self.scale).view(-1, 3, 10, 10)[:, :, :8, :8])).flatten(1))
+
+    batch = Dense.batch
 
 
 MODELS = {m.__name__: m for m in (Convolutional, Attention, Recurrent, Partial, Checkpointed)}
@@ -135,6 +169,14 @@ OPTIMIZERS = {
     "adam-fused": lambda ps: torch.optim.Adam(ps, lr=1e-2, fused=True),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
 }
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-2)
 
 
 def build(name):
@@ -252,10 +294,21 @@ def train(model, optimizer, steps, seed=11, inner=None, step=None, zero="before"
     return model
 
 
+def trained(kind, model, optimizer, steps=STEPS, seed=0, options=None, **training):
+    """A model after `steps` under DDP or a random plan; `options` are more for DDP.
+
+    `model` is one or the name of one, and `optimizer` a function of parameters or its name.
+    """
+    model = build(model) if isinstance(model, str) else model
+    optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    options = {"find_unused_parameters": isinstance(model, Partial), **(options or {})} if kind == "ddp" else {}
+    return train(*wrap(kind, model, optimizer(model.parameters()), seed, **options), steps, **training)
+
+
 def under_both(row):
     """Make of `row(kind, ...)`, which trains a model under DDP or legato and returns it, the distance of the two.
 
-    It may also return tensors, which have to be equal.
+    It may also return tensors, which have to be equal; on more than two ranks, but for the order of additions.
     """
 
     @functools.wraps(row)
@@ -267,18 +320,61 @@ def under_both(row):
             model, values = found if isinstance(found, tuple) else (found, [])
             models.append(model)
             seen.append(list(values))
-        same = len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
+        same = len(seen[0]) == len(seen[1]) and all(map(alike, *seen))
         return distance(*models) if same else "not what DDP shows"
 
     return compared
 
 
+def alike(a, b):
+    """Equal, or all but equal numbers of float64 where more than two ranks may add up in other orders."""
+    return torch.equal(a, b) or (dist.get_world_size() > 2 and torch.allclose(a, b, rtol=1e-9, atol=1e-12))
+
+
 def distance(a, b):
-    """Largest difference between two state dicts, relative to the largest value."""
+    """Largest difference between two state dicts, relative to the largest value; NaN if there is one in it."""
     a, b = a.state_dict(), b.state_dict()
     assert list(a) == list(b)
-    worst = 0.0
+    found = []
     for key in a:
-        x, y = a[key].double(), b[key].double()
-        worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp(min=1e-12)).item())
-    return worst
+        x, y = (state[key].to(torch.promote_types(state[key].dtype, torch.float64)) for state in (a, b))
+        found.append((x - y).abs().max() / x.abs().max().clamp(min=1e-12))
+    return torch.stack(found).max().item()
+
+
+def same(a, b):
+    """Whether two states are equal bit for bit, in everything."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+    return a == b
+
+
+def rounding_error(model, plan):
+    """Worst error of one averaged gradient against the exact average, in units of its bound.
+
+    Each of n numbers is first multiplied by 1/n (rounded: relative error eps
+    for 1/n itself and eps for the product), then n - 1 additions in any order
+    add at most (n - 1) eps times the sum of absolute values; to first order the
+    error is below (n + 1) eps * sum|g| / n.
+    """
+    n, untrained = dist.get_world_size(), copy.deepcopy(model.state_dict())
+    wrapped, optimizer = attach(model, OPTIMIZERS["sgd"](model.parameters()), plan)
+    x, y = model.batch(torch.Generator().manual_seed(dist.get_rank()))
+    with wrapped.no_sync():
+        F.cross_entropy(wrapped(x), y).backward()
+    local = {name: p.grad.double() for name, p in model.named_parameters()}
+    model.load_state_dict(untrained)
+    optimizer.zero_grad()
+    F.cross_entropy(wrapped(x), y).backward()
+    errors = []
+    for name, p in model.named_parameters():
+        total, absolute = local[name].clone(), local[name].abs()
+        dist.all_reduce(total)
+        dist.all_reduce(absolute)
+        bound = (n + 1) * torch.finfo(torch.float32).eps * absolute / n + 1e-30
+        errors.append(((p.grad.double() - total / n).abs() / bound).max())
+    return torch.stack(errors).max().item()

@@ -1,11 +1,12 @@
 """What is fitted to measurements of messages beside computation, and that two ranks measure the same."""
 
-import time
-
 import pytest
 import torch
+from support.ranks import gathered, on_ranks
 
+from legato.core import files
 from legato.core.cluster import Contention, LinearCost
+from legato.pytorch import calibrate
 from legato.pytorch.network.contention import Contended, fit_contention
 
 ALONE = LinearCost(2e-4, 1e-9)
@@ -54,26 +55,19 @@ def test_one_size_is_enough():
     assert found.delay.cost(1024) == pytest.approx(0.009) and found.overhead.cost(1024) == pytest.approx(0.005)
 
 
-def _calibrated():
-    from legato.core import files
-    from legato.pytorch import calibrate
-
-    matrix = torch.randn(128, 128)
-    calls = []
+@pytest.mark.slow
+@on_ranks(2)
+def test_every_rank_measures_beside_its_own_computation_and_all_agree():
+    matrix, calls = torch.randn(128, 128), 0
 
     def compute():
-        calls.append(time.perf_counter())
+        nonlocal calls
+        calls += 1
         for _ in range(20):
             matrix @ matrix
 
     found = calibrate(sizes=(1024, 2**20), compute=compute)
-    return files.identity(found.cluster), found.cluster.contention, found.compute_s, len(calls)
-
-
-@pytest.mark.processes
-def test_every_rank_measures_beside_its_own_computation_and_all_agree(two_ranks):
-    first, second = two_ranks.run(_calibrated)
-    assert first == second
-    _, contention, compute_s, calls = first
-    assert contention.pack_s_per_byte > 0 and contention.overhead.startup_s > 0
-    assert compute_s > 0 and calls > 20
+    measured = files.identity(found.cluster), found.cluster.contention, found.compute_s, calls
+    assert gathered(measured) == [measured] * 2
+    assert found.cluster.contention.pack_s_per_byte > 0 and found.cluster.contention.overhead.startup_s > 0
+    assert found.compute_s > 0 and calls > 20

@@ -2,13 +2,16 @@
 
 import pytest
 from support import chaos
+from support.ranks import on_ranks
 
-pytestmark = pytest.mark.processes
-
-
-def test_chaos_changes_nothing_and_the_weights_are_those_of_ddp(two_ranks):
-    assert two_ranks.run(chaos.rounds, 0, 6) == [[], []]
+pytestmark = pytest.mark.slow
 
 
-def test_chaos_changes_nothing_on_three_ranks(three_ranks):
-    assert three_ranks.run(chaos.rounds, 100, 3) == [[], [], []]
+@on_ranks(2)
+def test_chaos_changes_nothing_and_the_weights_are_those_of_ddp():
+    assert chaos.rounds(0, 6) == []
+
+
+@on_ranks(3)
+def test_chaos_changes_nothing_on_three_ranks():
+    assert chaos.rounds(100, 3) == []

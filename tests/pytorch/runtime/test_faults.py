@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import PATIENCE_S, environment, faults
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 #: What every rank that legato ends has to say.
 CASES = {

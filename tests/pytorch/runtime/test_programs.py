@@ -5,8 +5,6 @@ import collections
 import pytest
 from support import PATIENCE_S, programs
 
-pytestmark = pytest.mark.processes
-
 #: Programs under given plans, and under plans that legato makes.
 SEEDS = {"legato": range(25), "auto": range(10)}
 
@@ -21,7 +19,7 @@ def pool(monkeypatch):
     pool.close()
 
 
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", [pytest.param("legato", marks=pytest.mark.slow), "auto"])
 def test_programs_made_at_random_give_the_bits_of_ddp(pool, kind):
     outcomes, failures = collections.Counter(), []
     for seed in SEEDS[kind]:

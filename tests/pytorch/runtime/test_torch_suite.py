@@ -3,9 +3,8 @@
 import pytest
 from support import torch_suite
 
-pytestmark = pytest.mark.processes
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["flat", "overlapped"])
 def test_torchs_tests_of_ddp_pass(mode):
     results = torch_suite.run_all(mode, torch_suite.SAMPLE, first_passes=1)

@@ -1,14 +1,17 @@
-"""Rows of the equality matrix: what `plan="auto"` has to survive. Everything here runs on the ranks.
+"""What `plan="auto"` has to survive: trainings as long as it takes until legato has decided (`automatic.hasty`).
 
-Programs are as long as it takes until legato has decided (`automatic.hasty`).
+Each runs under three contests: DDP's passes stay, another plan does, or they take turns.
 """
 
 import copy
 import types
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
+from support.rows import AUTO, SHARDED, row
+from support.training import Dense, adam, sgd, train, wrap
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -16,14 +19,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import legato
-from support.matrix_rows import Dense, adam, sgd
-from support.training import train, under_both, wrap
 
 STEPS = 24
 
 
-@under_both
-def scheduler_made_last(kind):
+@row(*AUTO)
+def test_scheduler_made_last(kind):
     """README's order: the scheduler comes after the one line."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
@@ -34,8 +35,8 @@ def scheduler_made_last(kind):
     return train(wrapped, optimizer, 4, step=lambda o, i: (o.step(), schedule.step()))
 
 
-@under_both
-def hooks_of_the_users(kind):
+@row(*AUTO)
+def test_hooks_of_the_users(kind):
     """On the step, and on all optimizers' steps, registered before and after."""
     model, seen = Dense(), []
     optimizer = sgd(model.parameters())
@@ -45,8 +46,8 @@ def hooks_of_the_users(kind):
     return train(wrapped, optimizer, STEPS), [torch.tensor(seen)]
 
 
-@under_both
-def one_optimizer_over_two_models(kind):
+@row(*AUTO)
+def test_one_optimizer_over_two_models(kind):
     first, second = Dense(), Dense()
     optimizer = adam([*first.parameters(), *second.parameters()])
     pair = [wrap(kind, model, optimizer)[0] for model in (first, second)]
@@ -59,19 +60,21 @@ def one_optimizer_over_two_models(kind):
     return nn.ModuleList(pair)
 
 
-@under_both
-def wrapped_again(kind, after=2):
-    """The module is wrapped and attached again while it is observed, or later."""
+@row(*AUTO)
+def test_wrapped_again(kind):
+    """The module is wrapped and attached again while it is observed."""
     model = Dense()
     optimizer = sgd(model.parameters())
     wrapped, _ = wrap(kind, model, optimizer)
-    train(wrapped, optimizer, after)
+    train(wrapped, optimizer, 2)
     wrapped, _ = wrap(kind, model, optimizer)
     return train(wrapped, optimizer, STEPS, seed=5)
 
 
-@under_both
-def compiled_step(kind, function=False):
+@pytest.mark.slow
+@row(*AUTO)
+@pytest.mark.parametrize("function", [False, True])
+def test_compiled_step(kind, function):
     torch._dynamo.reset()
     model = Dense()
     wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
@@ -79,12 +82,9 @@ def compiled_step(kind, function=False):
     return train(wrapped, optimizer, STEPS, step=lambda o, i: step())
 
 
-def compiled_function_that_steps(*arguments):
-    return compiled_step(True, *arguments)
-
-
-@under_both
-def compiled_ddp_without_an_optimizer(kind):
+@pytest.mark.slow
+@row(*AUTO)
+def test_compiled_ddp_without_an_optimizer(kind):
     torch._dynamo.reset()
     model = Dense()
     wrapped, _ = wrap(kind, model, None)
@@ -93,9 +93,13 @@ def compiled_ddp_without_an_optimizer(kind):
     return train(wrapped, optimizer, STEPS, loss_of=lambda x, y: F.cross_entropy(compiled(x), y))
 
 
-@under_both
-def clipped_through_kept_gradients(kind, first=1, set_to_none=False):
-    """Gradients are views of buckets, are listed once, and stay where they are."""
+@row(*AUTO)
+@pytest.mark.parametrize(("first", "set_to_none"), [(1, False), (9, False), (1, True)])
+def test_clipped_through_kept_gradients(kind, first, set_to_none):
+    """Gradients are views of buckets and are listed once, early or late.
+
+    They stay where they are, or are dropped: then the next ones have their memory.
+    """
     model, kept = Dense(), []
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = sgd(model.parameters())
@@ -111,15 +115,6 @@ def clipped_through_kept_gradients(kind, first=1, set_to_none=False):
     return train(wrapped, optimizer, STEPS, inner=clip, set_to_none=set_to_none)
 
 
-def clipped_through_gradients_kept_later(*arguments):
-    return clipped_through_kept_gradients(9, *arguments)
-
-
-def clipped_through_gradients_that_are_dropped(*arguments):
-    """With views of buckets, the next gradients have the memory of those that were dropped."""
-    return clipped_through_kept_gradients(1, True, *arguments)
-
-
 class Local(torch.optim.Optimizer):
     """One of those that do not call `Optimizer.__init__`."""
 
@@ -133,33 +128,33 @@ class Local(torch.optim.Optimizer):
         self.optim.zero_grad(set_to_none)
 
 
-@under_both
-def optimizer_without_tables(kind):
+@row(*AUTO)
+def test_optimizer_without_tables(kind):
     model = Dense()
     wrapped, optimizer = wrap(kind, model, Local(sgd(model.parameters())))
     return train(wrapped, optimizer, STEPS)
 
 
-@under_both
-def one_rank_runs_alone(kind):
+@row(*AUTO)
+def test_one_rank_runs_alone(kind):
     """One rank runs the model in training mode, drops the output, and all meet elsewhere."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
-    def log(_, __, i):
+    def log(i):
         if i > 3 and dist.get_rank() == i % 2:  # earlier, DDP itself rebuilds its buckets in a forward pass
             wrapped(model.batch(torch.Generator().manual_seed(i))[0])
         dist.barrier()
 
     def step(o, i):
         o.step()
-        log(None, None, i + 1)
+        log(i + 1)
 
-    return train(wrapped, optimizer, STEPS, inner=log, step=step)
+    return train(wrapped, optimizer, STEPS, inner=lambda _, __, i: log(i), step=step)
 
 
-@under_both
-def gradients_of_one_rank(kind):
+@row(*AUTO)
+def test_gradients_of_one_rank(kind):
     """One rank asks for gradients of its input, which DDP does not average."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
@@ -173,8 +168,9 @@ def gradients_of_one_rank(kind):
     return train(wrapped, optimizer, STEPS, inner=look)
 
 
-@under_both
-def shown_to_others(kind, imported=True):
+@row(*AUTO)
+@pytest.mark.parametrize("imported", [False, True])
+def test_shown_to_others(kind, imported):
     """`to_dlpack`, by the name in torch, or by one that was imported before legato had anything to do with it."""
     model, seen = Dense(), []
     module = types.ModuleType("of_the_user")
@@ -192,12 +188,8 @@ def shown_to_others(kind, imported=True):
     return wrapped, [torch.tensor(seen)]
 
 
-def shown_by_torch(*arguments):
-    return shown_to_others(False, *arguments)
-
-
-@under_both
-def memory_of_another_library(kind):
+@row(*AUTO)
+def test_memory_of_another_library(kind):
     """From some step on a parameter lies in an array, which is read after each step."""
     model, seen = Dense(), []
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
@@ -214,8 +206,8 @@ def memory_of_another_library(kind):
     return wrapped, [torch.tensor(seen)]
 
 
-@under_both
-def cleared_by_hand(kind):
+@row(*AUTO, *SHARDED)
+def test_cleared_by_hand(kind):
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
@@ -228,8 +220,9 @@ def cleared_by_hand(kind):
     return train(wrapped, optimizer, STEPS, step=clear, zero="never")
 
 
-@under_both
-def moved_and_back(kind, at=2):
+@row(*AUTO)
+@pytest.mark.parametrize("at", [2, 9])
+def test_moved_and_back(kind, at):
     """torch's DDP no longer averages gradients after this (pytorch#104336), and neither does anything else."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
@@ -239,30 +232,26 @@ def moved_and_back(kind, at=2):
     return train(wrapped, optimizer, STEPS, seed=5)
 
 
-def moved_and_back_later(*arguments):
-    return moved_and_back(9, *arguments)
-
-
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-@under_both
-def mode_around_the_forward_pass(kind):
+@row(*AUTO)
+def test_mode_around_the_forward_pass(kind):
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
     def loss(x, y):
-        with _Counting():
+        with Counting():
             out = wrapped(x)
         return F.cross_entropy(out, y)
 
     return train(wrapped, optimizer, STEPS, loss_of=loss)
 
 
-@under_both
-def detached_before_the_backward_pass(kind):
+@row(*AUTO)
+def test_detached_before_the_backward_pass(kind):
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
     train(wrapped, optimizer, STEPS)
@@ -287,8 +276,9 @@ class Own(torch.optim.Optimizer):
                 p.sub_(0.05 * p.grad)
 
 
-@under_both
-def compiled_step_of_another_optimizer(kind):
+@pytest.mark.slow
+@row(*AUTO)
+def test_compiled_step_of_another_optimizer(kind):
     model = Dense()
     wrapped, optimizer = wrap(kind, model, Own(model.parameters()))
     torch._dynamo.reset()
@@ -296,16 +286,16 @@ def compiled_step_of_another_optimizer(kind):
     return train(wrapped, optimizer, STEPS, step=lambda *_: step())
 
 
-@under_both
-def forward_called_directly(kind):
+@row(*AUTO)
+def test_forward_called_directly(kind):
     """No hook of the model runs."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
     return train(wrapped, optimizer, STEPS, loss_of=lambda x, y: F.cross_entropy(wrapped.forward(x), y))
 
 
-@under_both
-def type_of_the_optimizer(kind):
+@row(*AUTO)
+def test_type_of_the_optimizer(kind):
     model, seen = Dense(), []
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
 
@@ -320,8 +310,8 @@ def type_of_the_optimizer(kind):
     return wrapped, [torch.tensor(seen)]
 
 
-@under_both
-def scripted(kind):
+@row(*AUTO)
+def test_scripted(kind):
     model = torch.jit.script(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 10)))
     batch = Dense().batch
     wrapped, optimizer = wrap(kind, model, sgd(model.parameters()))
@@ -334,8 +324,8 @@ def scripted(kind):
     return wrapped
 
 
-@under_both
-def bound_early(kind):
+@row(*AUTO)
+def test_bound_early(kind):
     """`step` and `zero_grad` are looked up once, and `step` is replaced by a function around it."""
     model = Dense()
     wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
@@ -345,8 +335,8 @@ def bound_early(kind):
     return train(wrapped, shell, STEPS, step=lambda _, i: optimizer.step() if i % 2 else step())
 
 
-@under_both
-def copied_optimizer(kind):
+@row(*AUTO)
+def test_copied_optimizer(kind):
     model, seen = Dense(), []
     wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
 
@@ -357,34 +347,3 @@ def copied_optimizer(kind):
 
     train(wrapped, optimizer, STEPS, step=step)
     return wrapped, [torch.tensor(seen)]
-
-
-ROWS = [
-    scheduler_made_last,
-    hooks_of_the_users,
-    one_optimizer_over_two_models,
-    wrapped_again,
-    compiled_step,
-    compiled_function_that_steps,
-    compiled_ddp_without_an_optimizer,
-    clipped_through_kept_gradients,
-    clipped_through_gradients_kept_later,
-    clipped_through_gradients_that_are_dropped,
-    optimizer_without_tables,
-    one_rank_runs_alone,
-    gradients_of_one_rank,
-    shown_to_others,
-    shown_by_torch,
-    memory_of_another_library,
-    cleared_by_hand,
-    moved_and_back,
-    moved_and_back_later,
-    mode_around_the_forward_pass,
-    detached_before_the_backward_pass,
-    compiled_step_of_another_optimizer,
-    forward_called_directly,
-    type_of_the_optimizer,
-    scripted,
-    bound_early,
-    copied_optimizer,
-]
