@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test quick quick-pytest check pytest test-torch coverage lint docs linkcheck clean
+.PHONY: install demo test test-all check pytest pytest-all test-torch durations coverage lint docs linkcheck clean
 
 install: .venv/installed
 
@@ -18,21 +18,16 @@ demo: install
 unexport PYTHONDONTWRITEBYTECODE
 
 # Many tests wait for processes and links, so more of them run at a time than there are cores.
-PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(PYTEST_OPTIONS)
+PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
+ALL := --hypothesis-profile=usual
 
+# What can break while you work: 5 minutes on two cores.
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
 
-# While you work: lint, what is fast, and one file on real processes; CONTRIBUTING.md says how long it takes.
-QUICK := tests/core tests/ingest tests/zoo tests/report tests/pytorch/recording tests/testbed tests/test_public_api.py \
-	tests/schedule/test_plans.py tests/simulator/flow/test_fabrics.py
-
-quick: install
-	$(MAKE) --no-print-directory --jobs 2 check quick-pytest
-
-quick-pytest: install
-	$(PYTEST) -m "not processes and not browser" $(QUICK)
-	$(PYTEST) tests/pytorch/runtime/test_runtime.py
+# Everything, as CI runs it every night: about half an hour.
+test-all: install
+	$(MAKE) --no-print-directory --jobs 2 check pytest-all
 
 check: install
 	$(BIN)/ruff format --check legato tests examples benchmarks
@@ -41,7 +36,10 @@ check: install
 	$(BIN)/mypy
 
 pytest: install
-	$(PYTEST)
+	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
+
+pytest-all: install
+	$(PYTEST) $(ALL) $(PYTEST_OPTIONS)
 
 # What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0, or TORCH=newest
 TORCH ?= 2.13.0
@@ -50,16 +48,20 @@ OTHER := .venv-torch-$(TORCH)
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" $(if $(filter newest,$(TORCH)),--upgrade torch,torch==$(TORCH))
-	$(OTHER)/bin/pytest -n 3 --dist loadscope $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
+	$(OTHER)/bin/pytest -n 3 --dist loadscope $(ALL) $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
 	$(BIN)/ruff check --fix legato tests examples benchmarks
 
+# What each file of tests takes, for tests/durations.json: on a machine that does nothing else.
+durations: install
+	$(PYTEST) --keep-durations $(ALL) $(PYTEST_OPTIONS)
+
 # Lines and branches of legato/ that the tests reach, in their worker processes too.
 coverage: install
 	$(BIN)/coverage erase
-	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run $(PYTEST)
+	COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run $(PYTEST) $(ALL) $(PYTEST_OPTIONS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

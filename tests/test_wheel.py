@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from support import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 

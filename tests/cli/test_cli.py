@@ -294,7 +294,7 @@ def test_calibrate_says_how_it_is_started(capsys, tmp_path, monkeypatch):
     assert "torchrun" in fails(capsys, "calibrate", "-o", tmp_path / "c.json")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_calibrate_under_torchrun(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "c.json"

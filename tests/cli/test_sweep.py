@@ -20,6 +20,10 @@ import legato
 GRID = ("--bandwidth", "500Mbit,1,10Gbit", "--workers", "2,4", "--fabric", "ring,parameter-server", "--jobs", 1)
 
 
+def rows_of(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
 def test_a_grid_by_hand(capsys, workload):
     """A ring of two: each half of both tensors crosses a link twice, after 20 ms, and 10 ms of forward pass follow."""
     status, out, _ = run(capsys, "sweep", workload, *GRID, "--latency", 0, "--json")
@@ -37,7 +41,7 @@ def test_it_writes_rows_and_a_report_and_goes_on_from_there(capsys, workload, tm
     output, report = tmp_path / f"s.{suffix}", tmp_path / "s.html"
     status, out, err = run(capsys, "sweep", workload, *GRID, "-o", output, "--report", report)
     assert status == 0 and "12 rows" in err and "parameter-server" in out
-    rows = pq.read_table(output).to_pylist() if suffix == "parquet" else list(csv.DictReader(output.open()))
+    rows = pq.read_table(output).to_pylist() if suffix == "parquet" else rows_of(output)
     assert len(rows) == 12 and "<html" in report.read_text()
     before = output.with_name(f"s.{suffix}.cells.jsonl").read_bytes()
     _, _, err = run(capsys, "sweep", workload, *GRID, "-o", output)
@@ -54,7 +58,7 @@ def test_disturbances_are_an_axis(capsys, workload, tmp_path):
     fails = ("--disturb", "none", "--disturb", "link:3:fails:22ms:23ms")
     status, out, err = run(capsys, "sweep", *command, *fails, "--report", report)
     assert status == 0 and "link:3:fails:22ms:23ms" in out and "link:3:fails:22ms:23ms" in report.read_text()
-    rows = list(csv.DictReader(output.open()))
+    rows = rows_of(output)
     assert [row["disturb"] for row in rows] == ["none", "none", *["link:3:fails:22ms:23ms"] * 2]
     quiet, broken = ([float(row["iteration_s"]) for row in rows[i : i + 2]] for i in (0, 2))
     assert broken == pytest.approx([seconds + 1e-3 for seconds in quiet])
@@ -148,7 +152,6 @@ def test_wrong_input_gets_one_line(capsys, monkeypatch, workload, arguments, wor
     assert len(err.strip().splitlines()) == 1 and words in err
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("finished", [0, 3])
 def test_ctrl_c_ends_it_in_one_line_and_keeps_what_is_finished(tmp_path, finished):
     ops = [legato.Op(f"f{i}", "forward", 1e-4) for i in range(200)]

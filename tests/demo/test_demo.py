@@ -17,7 +17,7 @@ from legato import demo
 from legato.core.errors import InputError
 from legato.testbed.hosts import why_unavailable
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 #: Fast enough that the test computes for most of its time, and slow enough for a busy machine to keep up.
 BANDWIDTH, BITS_PER_SECOND = "2Gbit", 2e9

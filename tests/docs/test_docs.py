@@ -128,6 +128,7 @@ def check(page, block, shown, printed):
     assert not missing, f"{page.name}:{block.line}: {missing} not among\n{printed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", having({"python"}), ids=name_of)
 def test_python_blocks_run(page, tmp_path):
     before = BEFORE.get(name_of(page), "")
@@ -143,7 +144,7 @@ def test_python_blocks_run(page, tmp_path):
                     check(page, after, after.text, printed)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("page", having({"sh", "console"}), ids=name_of)
 def test_commands_run_and_print_what_is_shown(page, tmp_path, at_hand):
     pytest.importorskip("torch")
@@ -231,6 +232,7 @@ def test_the_citation_has_this_version():
     assert f"\nversion: {legato.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_has_the_whole_api(tmp_path):
     pytest.importorskip("furo")
     pytest.importorskip("torch")

@@ -12,7 +12,7 @@ from support import PATIENCE_S
 from support.ranks import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 def torchrun(script, *arguments, ranks=2, options=()):

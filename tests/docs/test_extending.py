@@ -12,6 +12,8 @@ import pytest
 from markdown_it import MarkdownIt
 from support import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"
 #: What the page saves its files as, and where it adds their entries: (registry, its dict, import).

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import PATIENCE_S
 
 import legato
@@ -53,6 +54,7 @@ def test_it_has_everything_that_the_format_asks_for():
             assert output.keys() == {"output_type", "name", "text"} and output["name"] == "stdout"
 
 
+@pytest.mark.slow
 def test_its_cells_run_in_order(tmp_path, at_hand):
     path = f"{at_hand}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

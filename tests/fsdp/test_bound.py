@@ -129,6 +129,7 @@ def test_no_wrapping_of_a_model_is_faster(seed: int) -> None:
     _check(units, costs, (_some(rng, units, node) for _ in range(40)), node)
 
 
+@pytest.mark.slow
 def test_the_fastest_wrapping_of_a_small_model_is_near_the_bound() -> None:
     rng, tight, loose = random.Random(1), [], []
     for _ in range(20):

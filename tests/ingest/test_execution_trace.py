@@ -70,7 +70,6 @@ def without_shapes(traced):
     return traced / "times.json"
 
 
-@pytest.mark.processes
 def test_collectives_that_the_graph_lost_as_it_ended(traced, without_shapes, tmp_path):
     graph = json.loads((traced / "graph0.json").read_text())
     marks = [node for node in graph["nodes"] if node["name"] == "gloo:all_reduce"]
@@ -80,7 +79,6 @@ def test_collectives_that_the_graph_lost_as_it_ended(traced, without_shapes, tmp
     assert marks and sorted(t.nbytes for t in found.workload.tensors) == SIZES
 
 
-@pytest.mark.processes
 def test_shapes_that_only_the_graph_has(traced, without_shapes):
     assert import_kineto([without_shapes]).workload is None
     found = import_execution_traces([traced / "graph0.json", without_shapes])
@@ -89,13 +87,11 @@ def test_shapes_that_only_the_graph_has(traced, without_shapes):
     assert found.workload == expected.workload and found.plan == expected.plan is not None
 
 
-@pytest.mark.processes
 def test_traces_of_two_processes_are_no_pair(traced):
     with pytest.raises(FileError, match=r"graph0.json: a trace of process \d+, but .*times1.json is one of \d+ "):
         import_execution_traces([traced / "graph0.json", traced / "times1.json"])
 
 
-@pytest.mark.processes
 def test_a_pair_a_rank_gives_data_dependencies(traced):
     paths = [traced / f"{sort}{rank}.json" for rank in (1, 0) for sort in ("graph", "times")]
     found = import_execution_traces(paths)
@@ -111,7 +107,6 @@ def test_a_pair_a_rank_gives_data_dependencies(traced):
     assert any(a not in job.ops[b].deps for a, b in itertools.pairwise(products))
 
 
-@pytest.mark.processes
 def test_the_profilers_trace_of_a_cpu_alone(traced):
     found = import_kineto([traced / "times0.json", traced / "times1.json"])
     job = found.workload

@@ -7,7 +7,7 @@ import pytest
 import support
 from support.ranks import run_script
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])

@@ -73,6 +73,7 @@ def test_noe_table_8():
     assert within(ratios(NOE, "Table 8", row="VGG-16", column="literal"), 0.97, 1.03)
 
 
+@pytest.mark.slow
 def test_noe_table_9():
     """Within 10% but for Inception-v3 without the barrier, which only the literal time explains."""
     odd = "Inception-v3, multiagg no barrier"
@@ -80,6 +81,7 @@ def test_noe_table_9():
     assert within(ratios(NOE, "Table 9", row="Inception", column="no barrier, literal"), 0.9, 1.1)
 
 
+@pytest.mark.slow
 def test_noe_table_10():
     assert within(ratios(NOE, "Table 10", row="VGG-16"), 0.98, 1.02)
     assert within(ratios(NOE, "Table 10", column="fitted"), 0.85, 1.15)
@@ -96,6 +98,7 @@ def test_noe_text():
         assert within(ratios(NOE, "Text", row=section), 1, 1)
 
 
+@pytest.mark.slow
 def test_noe_faster_computation():
     """Section 8.6: Resnet-200 at 3x, 10x by butterfly and 19.5x by multicast with aggregation."""
     assert within(ratios(NOE, "Fig. 12"), 0.95, 1.05)
@@ -155,6 +158,7 @@ def test_tictac_table_1():
     assert within(ratios("tictac", "Table 1"), 0.9998, 1.0002)
 
 
+@pytest.mark.slow
 def test_tictac_gains():
     """Greatest gain and loss in training within 6%; inference gains more; larger graphs gain more; TIC is near TAC."""
     assert within(ratios("tictac", "Fig. 9", column="greatest", without=["inference"]), 0.94, 1.06)
@@ -163,6 +167,7 @@ def test_tictac_gains():
         assert within(ratios("tictac", label, without=["greatest"]), 1, 1)
 
 
+@pytest.mark.slow
 def test_tictac_regression():
     """R2 of 0.98 within 5%, percentiles within 8%, and TAC ahead of every random order."""
     assert within(ratios("tictac", "Fig. 13"), 0.92, 1.05)

@@ -14,10 +14,7 @@ from legato.report.html import write_report
 from legato.report.model import Report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: the page is not opened in a browser"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: the page is not opened in a browser")
 
 FLAGS = [
     "--headless",
@@ -79,6 +76,7 @@ def profile(tmp_path_factory):
     return tmp_path_factory.mktemp("profile")
 
 
+@pytest.mark.slow
 def test_the_console_would_tell(tmp_path, profile):
     (tmp_path / "bad.html").write_text("<script>console.error('seen')</script>")
     assert "seen" in browse(tmp_path / "bad.html", profile)[1][0]
@@ -99,6 +97,7 @@ def test_it_draws_under_its_own_policy_and_the_console_stays_empty(report, profi
     assert document.count('class="point"') > 300
 
 
+@pytest.mark.slow
 def test_text_comes_first_and_a_figure_when_it_comes_into_view(report, profile):
     """Plotly is text until a figure is near the window; figures further down keep their room."""
     document, console = browse(report, profile, 1280, 1000)
@@ -185,6 +184,7 @@ def answers(report, profile):
     return ask(report, script, profile)
 
 
+@pytest.mark.slow
 def test_a_click_sorts_the_table_by_number(answers):
     assert answers["sort"]["seen"] == [
         ["legato", "ddp", "fifo"],  # predicted
@@ -208,6 +208,7 @@ def test_it_fits_a_wide_window_and_is_light(answers):
     check_layout(answers["layout"], 1280, "rgb(255, 255, 255)")
 
 
+@pytest.mark.slow
 def test_it_fits_a_narrow_window_and_is_dark_where_that_is_preferred(report, profile):
     dark = "--blink-settings=preferredColorScheme=0"
     check_layout(ask(report, LAYOUT, profile, 700, dark), 700, "rgb(26, 32, 41)")
@@ -219,6 +220,7 @@ def test_zooming_one_timeline_zooms_all(answers):
     assert {"backward", "forward", "optimizer", "messages", "idle", "proven lower bound"} <= set(zoom["names"])
 
 
+@pytest.mark.slow
 def test_names_stay_text_in_the_browser(tmp_path, profile):
     write_report(tmp_path / "evil.html", evil_report())
     script = """(() => {
@@ -265,6 +267,7 @@ SWEEP = """(() => {
 })()"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 600])
 def test_a_sweep_is_drawn_searched_sorted_and_zoomed(tmp_path, width, profile):
     write_report(tmp_path / "sweep.html", Report(sweep=tuple(sweep_rows())))
@@ -287,6 +290,7 @@ BREAKDOWNS = """(() => {
 })()"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 600])
 def test_steps_are_stacked_and_say_their_seconds(tmp_path, width, profile):
     write_report(tmp_path / "layouts.html", breakdown_report())

@@ -186,12 +186,10 @@ def test_journals_are_told_from_other_files(tmp_path):
         Journal(tmp_path)
 
 
-@pytest.mark.processes
 def test_processes_give_what_one_gives():
     assert timeless(sweep(GRID, jobs=2)) == timeless(sweep(GRID, jobs=1))
 
 
-@pytest.mark.processes
 def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
     from distributed import LocalCluster
 
@@ -205,7 +203,6 @@ def test_a_dask_cluster_gives_what_this_machine_gives(tmp_path):
     assert timeless(rows) == timeless(sweep(GRID, jobs=1))
 
 
-@pytest.mark.processes
 def test_a_ray_cluster_gives_what_this_machine_gives(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -256,14 +253,12 @@ def test_machines_of_all_kinds_are_what_the_simulator_says():
         assert row.speedup == base.iteration_s / row.iteration_s
 
 
-@pytest.mark.processes
 def test_every_item_is_done_once():
     found = list(in_parallel(_where, [0.03] * 20 + [0.0] * 500 + [0.03] * 20, jobs=2))
     assert sorted(seconds for seconds, *_ in found) == [0.0] * 500 + [0.03] * 40
     assert os.getpid() not in {pid for _, pid, _ in found}
 
 
-@pytest.mark.processes
 def test_a_worker_that_is_killed():
     with pytest.raises(LegatoError, match="a worker process was killed"):
         list(in_parallel(_ends, range(40), jobs=2))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.matrix_compiled import shuffled
+from support.strategies import seeds, shuffled
 
 from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch._private import compiles_with
@@ -62,7 +62,7 @@ def test_a_pass_runs_every_op_once_and_has_all_gradients(model):
             assert torch.equal(parameter.grad, gradient) and parameter.grad[0] == 1 + 3 / 8
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_nodes_are_named_after_ops(model, monkeypatch, seed):
     """So a sorted graph runs ops in the order of a plan."""
     order = shuffled(WORKLOAD, seed)

@@ -18,6 +18,8 @@ from legato.core.errors import InputError
 from legato.testbed import hosts as testbed
 from legato.testbed.hosts import Hosts, why_unavailable
 
+pytestmark = pytest.mark.slow
+
 MBIT = 1e6
 LINK_BPS = 50 * MBIT
 #: Of a link's rate: headers and start-up cost less than this, bursts are smaller than this.

@@ -34,7 +34,7 @@ def run(tmp_path, bandwidth_bps, workers=3):
     return told
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth_bps", [None, pytest.param(1e9, marks=needs_hosts)])
 def test_progress_is_passed_on_and_the_rest_logged(tmp_path, worker, bandwidth_bps):
     worker(WORKER + "tell(1)\nlog(f'to the log {rank} {sys.argv[1:]}')\n")

@@ -37,7 +37,7 @@ KEYS = {
 
 
 @needs_hosts
-@pytest.mark.processes
+@pytest.mark.slow
 def test_plans_between_hosts(tmp_path, chain):
     done = legato(
         "rehearse", chain, "--workers", 2, "--bandwidth", "1Gbit", "--iterations", 2, "--json",
@@ -69,7 +69,7 @@ def test_plans_between_hosts(tmp_path, chain):
 
 
 @needs_hosts
-@pytest.mark.processes
+@pytest.mark.slow
 def test_plans_in_compiled_models(tmp_path, chain):
     done = legato(
         "rehearse", chain, "--workers", 2, "--iterations", 2, "--json", "--compiled", "--scheduler", "caramel,legato",
@@ -84,7 +84,7 @@ def test_plans_in_compiled_models(tmp_path, chain):
 
 
 @needs_hosts_without_root
-@pytest.mark.processes
+@pytest.mark.slow
 def test_plans_between_hosts_without_root(tmp_path, chain):
     found, user = tmp_path / "found", ORDINARY_USER
     done = legato("rehearse", chain, "--workers", 2, "--iterations", 2, "-o", found, "--json", user=user)
@@ -106,7 +106,7 @@ def test_where_hosts_are_forbidden_one_line_says_so(tmp_path, monkeypatch, chain
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_cluster_verified_under_torchrun(chain):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [sys.executable, "-m", "legato", "verify", str(chain), "--iterations", "2", "--ratio", "0.25"]
@@ -115,7 +115,7 @@ def test_a_cluster_verified_under_torchrun(chain):
     assert [row["scheduler"] for row in json.loads(done.stdout)] == ["ddp", "p3", "legato"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "names"),
     [

@@ -11,7 +11,7 @@ from legato.testbed.launch import run_workers
 WHY_NOT = why_unavailable()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 def test_every_rank_ends_and_names_who_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])

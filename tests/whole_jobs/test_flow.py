@@ -5,6 +5,7 @@ import random
 import pytest
 from support.jobs import GPT, IDEAL, LATENT, LLAMA, MIXTURE, disturbed, job, replace, small_job
 from support.shared_links import simulated
+from support.strategies import seeds
 
 from legato.core.errors import TooLargeError
 from legato.core.job import Framework, Mesh
@@ -18,7 +19,7 @@ from legato.whole_jobs.flow.step import network_of, simulate
 from legato.whole_jobs.step import predict
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(80))
 def test_alone_on_its_links_it_is_the_formula(seed):
     one = small_job(random.Random(seed), alone=True)
     step, formula = simulate(one, network_of(one.machine, one.mesh.workers)).step, predict(one)
@@ -54,7 +55,7 @@ def test_gradients_that_are_hidden_run_beside_exposed_communication_too(data, sh
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_like_workers_stand_for_all_and_all_are_as_in_fractions(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)
@@ -93,7 +94,7 @@ def random_program(draw):
     return Program("random", tuple(lanes), tuple(communications))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_programs_are_as_in_fractions(seed):
     draw = random.Random(seed)
     made, machine = random_program(draw), replace(LATENT, gpus_per_host=draw.choice([1, 2, 4]))

@@ -12,6 +12,7 @@ from legato.whole_jobs.step import floor_s, predict
 MODEL = LanguageModel(8, 1024, 16, 8, 64, 4096, 32_000, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["megatron-core", "torchtitan", "megatron-2021"])
 def test_the_search_finds_what_all_predictions_find(preset):
     framework, machine = framework_named(preset), machine_named("h100")

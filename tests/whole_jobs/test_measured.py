@@ -21,6 +21,7 @@ def test_nine_rows_fit_and_the_others_are_predicted():
     assert max(errors) < 0.12
 
 
+@pytest.mark.slow
 def test_ratios_of_layouts():
     errors = measured["ratios"](ROWS)
     assert statistics.median(errors) < 0.03
@@ -39,6 +40,7 @@ def test_the_presets_have_the_fitted_constants():
         assert losses[1] <= min(losses), machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["a100", "h100", "h100-500w", "b200"])
 def test_fit_machine_finds_them_and_predicts_the_other_rows(machine):
     """By the median of single steps instead of least squares, as for a user who measured one to three of them."""

@@ -4,6 +4,7 @@ import random
 from fractions import Fraction
 
 import pytest
+from support.strategies import seeds
 
 from legato.core.errors import InputError
 from legato.whole_jobs.pipeline import run
@@ -155,7 +156,7 @@ def brute_force(plan, passes, sends, overlapped):
     return [max((done if overlapped else there)[a] for a in actions) if actions else 0 for actions in plan]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_any_schedule_takes_what_brute_force_says(seed):
     draw = random.Random(seed)
     stages, microbatches = draw.randint(1, 6), draw.randint(1, 5)

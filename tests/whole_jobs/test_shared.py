@@ -5,6 +5,7 @@ import random
 import pytest
 from support.jobs import GPT, IDEAL, LATENT, LLAMA, disturbed, job, replace, small_job
 from support.shared_links import simulated_jobs
+from support.strategies import seeds
 
 from legato.core.errors import InputError, TooLargeError
 from legato.core.job import Framework, Mesh
@@ -25,7 +26,7 @@ def shared(jobs, how, **options):
     return simulate_shared(jobs, place(sizes, how, network), network)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_jobs_are_as_in_fractions_step_by_step(seed):
     draw = random.Random(seed)
     gpus, jobs = draw.choice([1, 2, 4]), []
@@ -62,7 +63,7 @@ def test_jobs_are_as_in_fractions_step_by_step(seed):
             assert own == pytest.approx(exact_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_job_alone_is_as_simulate_says(seed):
     draw = random.Random(seed)
     one = small_job(draw, alone=False)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from support.jobs import GPT, IDEAL, LLAMA, MIXTURE, job, replace
+from support.strategies import seeds
 
 from legato import zoo
 from legato.core.errors import InputError
@@ -228,7 +229,7 @@ def random_job(draw):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_what_holds_for_every_job(seed):
     one = random_job(random.Random(seed))
     step = predict(one)

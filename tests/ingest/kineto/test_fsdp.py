@@ -161,7 +161,6 @@ def traces(tmp_path_factory):
     return [folder / f"sharded.{rank}.json" for rank in range(2)]
 
 
-@pytest.mark.processes
 def test_a_real_step_of_torch(traces):
     found = import_kineto(traces)
     sharded = found.sharded
@@ -181,7 +180,6 @@ def test_a_real_step_of_torch(traces):
     assert {(k.kind, k.phase) for k in found.ranks[0].kinds} >= {("all_gather", "forward"), ("all_gather", "backward")}
 
 
-@pytest.mark.processes
 def test_the_program_of_a_real_job_has_all_collectives_of_all_ranks(traces):
     found = import_kineto(traces)
     program, operations = found.whole.program, {"all_gather": [], "reduce_scatter": []}
@@ -196,7 +194,6 @@ def test_the_program_of_a_real_job_has_all_collectives_of_all_ranks(traces):
     assert parts == pytest.approx(step.seconds) and step.computing_s > 0
 
 
-@pytest.mark.processes
 def test_the_command_tells_the_groups_of_a_real_job(traces, capsys):
     status, out, err = run(capsys, "advise", *traces)
     assert status == 0 and "No plan" not in out and "Traceback" not in err

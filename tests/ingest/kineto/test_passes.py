@@ -57,7 +57,6 @@ def read(traces, kind):
     return import_kineto([traces / f"{kind}.{rank}.json" for rank in range(2)])
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("kind, passes", [("once", 1), ("unrolled", 1), ("accumulated", 3), ("sent_twice", 2)])
 def test_real_steps_of_one_model(traces, kind, passes):
     found = read(traces, kind)
@@ -76,7 +75,6 @@ def test_real_steps_of_one_model(traces, kind, passes):
     assert min(t.ready_after for t in job.tensors) > backward[0] + (passes - 1) * len(backward) // (passes + 1)
 
 
-@pytest.mark.processes
 def test_two_models_that_take_turns(traces):
     found = read(traces, "alternating")
     missing = " ".join(found.notes.missing)
@@ -84,7 +82,6 @@ def test_two_models_that_take_turns(traces):
     assert found.workload.nbytes == 4 * (96 * 160 + 160 + 160 * 32 + 32)  # of the second
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_steps_get_a_verdict_that_adds_up(traces, kind):
     network = Cluster.derive(2, 1e9, 5e-5)  # on a busy machine, the traces' own may be none that a network can be
@@ -99,7 +96,6 @@ def test_real_steps_get_a_verdict_that_adds_up(traces, kind):
     assert ours.iteration_s >= found.lower_bound_s * (1 - 1e-9)
 
 
-@pytest.mark.processes
 def test_the_program_of_a_real_job_with_an_all_to_all(traces):
     """Both ranks, all communications with their bytes, and parts that add up."""
     found = read(traces, "exchanged")

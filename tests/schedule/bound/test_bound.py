@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.optimum import UNIT, Optimum
 from support.sharding import best_in_pairs, best_sharded, layers
-from support.strategies import clusters, examples, op_orders, paired_plans, plans, sharded_plans, workloads
+from support.strategies import clusters, examples, op_orders, paired_plans, plans, seeds, sharded_plans, workloads
 from support.updated_chains import best_with_halves, chain, cluster_of
 
 from legato.core.cluster import Cluster, Contention, LinearCost
@@ -124,7 +124,7 @@ def every_plan(workload):
 
 
 @pytest.mark.parametrize("gradients", [2, 3])
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_all_reduces_with_updates_anywhere(seed, gradients):
     """Gradients of a unit or two, of two layers, of which one may have several gradients, each with an update."""
     draw = random.Random(seed)
@@ -143,7 +143,7 @@ def test_all_reduces_with_updates_anywhere(seed, gradients):
 
 
 @pytest.mark.parametrize("sends", ["pairs", "halves"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_reduce_scatters_and_all_gathers(seed, sends):
     workload, _ = three_units(seed)
     cluster = cluster_of(random.Random(seed).choice([0.25, 1.0, 4.0]), 2.0)
@@ -154,7 +154,7 @@ def test_reduce_scatters_and_all_gathers(seed, sends):
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_pairs_on_several_collectives(seed, shard):
     """Each gradient is read by any of the layers, by two, or by none."""
     workload, units = three_units(seed)
@@ -171,7 +171,7 @@ def test_pairs_on_several_collectives(seed, shard):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_every_sharded_plan(seed, fused):
     """Every grouping, every order of both halves, and every place of the updates, also inside the backward pass."""
     workload, cluster = layers(seed, count=3 if fused or seed % 4 == 0 else 2, fused=fused)
@@ -183,7 +183,7 @@ def test_every_sharded_plan(seed, fused):
     assert "update" in no_argument_beats(best, workload, cluster, compute="unlimited", shard="gradients")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_messages_that_cost_nothing_or_only_their_start(seed):
     workload, _ = layers(seed)
     for alpha_s, beta_s in ((0.0, 2.0), (2.0, 0.0)):
@@ -246,7 +246,7 @@ def random_pairs(workload, draw):
 
 
 @pytest.mark.parametrize("latency_s", [1e-5, 3e-4, 1e-3])
-@pytest.mark.parametrize("seed", [1, 3, 5, 7])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 5, 7))])
 def test_no_plan_of_a_layered_net_is_faster(seed, latency_s):
     workload, cluster = layered_net(seed), Cluster.derive(8, 10e9, latency_s, collectives=["ring"])
     draw, names = random.Random(seed), [*PUBLISHED, "legato"]
@@ -262,7 +262,7 @@ def test_no_plan_of_a_layered_net_is_faster(seed, latency_s):
 # Where bounds are optima.
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_for_all_reduces_of_a_chain_nested_sets_give_the_optimum(seed):
     """All times are whole and a unit takes a second, so that messages begin and end between two units."""
     draw = random.Random(seed)
@@ -276,7 +276,7 @@ def test_for_all_reduces_of_a_chain_nested_sets_give_the_optimum(seed):
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_for_pairs_of_a_chain_the_optimum(seed, shard):
     """Up to the precision. Whole times, two seconds a unit: halves begin and end between units. With shards, a layer's
     backward pass takes twice as long as its forward pass."""

@@ -273,6 +273,7 @@ def pulled(plan):
     return [m.slices[0].tensor for m in plan.messages if m.kind == "pull"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", ["simulator", "executor"])
 def test_on_average_tac_is_near_the_best_order_and_random_is_not(judge):
     found = [gaps(seed, judge) for seed in range(12)]

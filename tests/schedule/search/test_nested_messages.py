@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.strategies import seeds
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.workload import Op, Tensor, Workload
@@ -35,7 +36,7 @@ def instance_of(workload, costs, bound_s=1e-3):
     return Instance(times.release_s, times.tail_s, [t.nbytes for t in workload.tensors], collectives, bound_s, Budget())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, quick=2))
 def test_they_attain_the_bound_of_a_chain(seed):
     workload, draw = chain(seed, random.Random(seed).randint(2, 90))
     alpha = workload.compute_s * 10 ** draw.uniform(-3, -0.3)
@@ -50,7 +51,7 @@ def test_they_attain_the_bound_of_a_chain(seed):
     assert ours <= lower_bound(workload, cluster, sends="all_reduces").seconds * (1 + 0.005)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_with_many_layers_or_several_collectives_every_byte_is_sent_and_none_too_early(seed):
     workload, draw = chain(seed, 40 + 60 * seed)
     costs = [LinearCost(a, b / workload.nbytes) for a, b in ((1e-3, 0.9), (2e-2, draw.uniform(0.2, 0.6)))]

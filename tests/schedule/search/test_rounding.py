@@ -168,6 +168,7 @@ def test_legato_is_the_fastest_and_above_the_bound(workload, cluster):
     assert all(c.plan.rounded >= chosen.plan.rounded - 0.005 for c in as_fast)
 
 
+@pytest.mark.slow
 def test_a_real_model():
     """ResNet-50 on 10 Gbit/s can be as fast as its computation; it takes a third of the bytes, and no plan less than a
     quarter. DDP's buckets have to be rounded nearly all.

@@ -85,7 +85,7 @@ def test_a_plan_in_pieces_is_not_predicted_wrongly(tmp_path):
 
 
 @needs_hosts
-@pytest.mark.processes
+@pytest.mark.slow
 def test_orders_between_hosts(tmp_path, chain):
     done = legato(
         "rehearse", chain, "--workers", 2, "--servers", 2, "--agents", 1, "--bandwidth", "1Gbit", "--iterations", 3,

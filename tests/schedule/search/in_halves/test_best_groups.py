@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import clusters, examples, workloads
+from support.strategies import clusters, examples, seeds, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.plan import Plan, check_plan
@@ -62,7 +62,7 @@ def chain(seed):
     return Workload(f"chain {seed}", tuple(ops), tensors), Cluster(8, {"ring": cost})
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_they_are_the_optimum_of_chains(seed):
     """Up to the precision of both, and to bytes."""
     workload, cluster = chain(seed)

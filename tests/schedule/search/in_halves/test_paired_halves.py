@@ -64,6 +64,7 @@ def test_halves_in_any_order(data, workload, cluster):
         assert iteration_time(workload, found, cluster) == pytest.approx(arranged.seconds, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_two_messages_in_halves_beat_all_plans_of_all_reduces():
     """On a ring of 512, a message costs 31 ms; reduce-scatters run before, all-gathers after what is needed at once."""
     job, cluster = model("googlenet"), Cluster.derive(512, 3e9, 30e-6, collectives=["ring"])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.sharding import best_sharded, layers
-from support.strategies import clusters, examples, sharded_plans, workloads
+from support.strategies import clusters, examples, seeds, sharded_plans, workloads
 
 import legato
 from legato.core.cluster import Cluster
@@ -64,7 +64,7 @@ def test_what_is_arranged_takes_as_long_as_the_simulator_says(data, workload, cl
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, quick=1))
 def test_no_sharded_plan_of_whole_tensors_is_much_faster(seed, fused):
     """Of all plans of three layers whose updates follow the backward pass."""
     workload, cluster = layers(seed, fused=fused)

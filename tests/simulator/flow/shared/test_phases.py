@@ -101,6 +101,7 @@ def test_there_is_no_best_shift_where_links_change():
         best_shifts(shared)
 
 
+@pytest.mark.slow
 def test_a_search_that_takes_too_long_is_refused_before_it_begins(monkeypatch):
     jobs = [on_off(str(j), 12, 1) for j in range(8)]
     shared = SharedNetwork(jobs, FAIR, iterations=400)

@@ -1,0 +1,146 @@
+"""How many random faults in legato the tests find.
+
+    python benchmarks/faults.py --count 60 --seed 1 --folder faults
+
+Each fault is one change of one expression in one file: a sign, an off-by-one, a comparison, two operands that are
+exchanged, or a call that is dropped. The tests of the room that the file is in run first and end at the first failure;
+if they find nothing, all of `make test` does (`--all`: of `make test-all`). What survives is printed with its change.
+Faults that have been tried are kept in `FOLDER/faults.jsonl`, and an interrupted run goes on from there.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Rooms, and where their tests are.
+ROOMS = {
+    "core": "tests/core",
+    "ingest": "tests/ingest",
+    "simulator": "tests/simulator",
+    "schedule": "tests/schedule",
+    "fsdp": "tests/fsdp",
+    "whole_jobs": "tests/whole_jobs",
+    "pytorch/runtime": "tests/pytorch/runtime",
+}
+OTHER = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+#: What no test can be asked to notice: what is printed or logged, and what only types need.
+SPARED = ("raise", "assert", "note(", "warn", "_log", "print", "cast(", "TypeVar", "@")
+PYTEST = ["-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
+
+
+def changes(path):
+    """(line, old text, new text, start, end) of every fault that can be made in a file; offsets are in bytes."""
+    source = path.read_bytes()
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    tree = ast.parse(source)
+    annotations = {id(part) for node in ast.walk(tree) for part in _types_of(node)}
+    for node in ast.walk(tree):
+        if id(node) in annotations or not hasattr(node, "lineno"):
+            continue
+        if lines[node.lineno - 1].decode().strip().startswith(SPARED):
+            continue
+        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        for changed in _changed(node):
+            yield node.lineno, source[start:end].decode(), changed, start, end
+
+
+def _types_of(node):
+    for name in ("annotation", "returns"):
+        if (found := getattr(node, name, None)) is not None:
+            yield from ast.walk(found)
+    if isinstance(node, ast.Subscript):  # Sequence[int]; also `x[i]`, of which there are enough elsewhere
+        yield from ast.walk(node)
+
+
+def _changed(node):
+    if isinstance(node, ast.BinOp) and type(node.op) in OTHER:
+        yield f"({ast.unparse(ast.BinOp(node.left, OTHER[type(node.op)](), node.right))})"
+        if isinstance(node.op, ast.Sub | ast.Div):
+            yield f"({ast.unparse(ast.BinOp(node.right, node.op, node.left))})"
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OTHER:
+        yield f"({ast.unparse(ast.Compare(node.left, [OTHER[type(node.ops[0])]()], node.comparators))})"
+    elif isinstance(node, ast.BoolOp):
+        yield f"({ast.unparse(ast.BoolOp(OTHER[type(node.op)](), node.values))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+        yield f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield str(node.value + 1)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "pass"
+
+
+def faults(count, seed):
+    """Random faults, as many in each room."""
+    rng, found = random.Random(seed), []
+    for k in range(count):
+        room = list(ROOMS)[k % len(ROOMS)]
+        files = sorted((ROOT / "legato" / room).rglob("*.py"))
+        every = {f: sorted(set(changes(f))) for f in files}
+        path = rng.choices(files, [len(every[f]) for f in files])[0]
+        found.append({"room": room, "file": str(path.relative_to(ROOT)), "change": rng.choice(every[path])})
+    return found
+
+
+def finds(folder, tests, everything):
+    """What finds a fault in the copy of the project in `folder`: the first failure, or ''."""
+    marks = ["--hypothesis-profile=usual"] if everything else ["-m", "not slow"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(
+        [sys.executable, *PYTEST, *marks, *tests], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if done.returncode in (0, 5):
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else done.stdout[-200:] + done.stderr[-200:]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, required=True, help="where a copy of the project and the results go")
+    parser.add_argument("--all", action="store_true", help="what survived: try it with all tests")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    copy, kept = options.folder / "project", options.folder / ("all.jsonl" if options.all else "faults.jsonl")
+    for name in ("legato", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md", "Makefile"):
+        source, target = ROOT / name, copy / name
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    before = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    wanted = faults(options.count, options.seed)
+    if options.all:
+        tried = [json.loads(line) for line in (options.folder / "faults.jsonl").read_text().splitlines()]
+        wanted = [{k: one[k] for k in ("room", "file", "change")} for one in tried if not one["found"]]
+    for fault in wanted[len(before) :]:
+        _, _, new, start, end = fault["change"]
+        original = (ROOT / fault["file"]).read_bytes()
+        (copy / fault["file"]).write_bytes(original[:start] + new.encode() + original[end:])
+        first = [] if options.all else [ROOMS[fault["room"]]]
+        by = (first and finds(copy, first, False)) or finds(copy, ["tests"], options.all)
+        (copy / fault["file"]).write_bytes(original)
+        before.append({**fault, "found": by})
+        with kept.open("a") as file:
+            file.write(json.dumps(before[-1]) + "\n")
+        line, old, new, *_ = fault["change"]
+        print(f"{fault['file']}:{line}: {old!r} -> {new!r}: {by or 'SURVIVES'}", flush=True)
+    print(f"{sum(bool(one['found']) for one in before)} of {len(before)} faults are found")
+
+
+if __name__ == "__main__":
+    main()

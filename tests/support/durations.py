@@ -1,0 +1,37 @@
+"""tests/durations.json: how many seconds each test file takes, in tests that are slow and in the others."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[1] / "durations.json"
+#: More than this, in tests that are not marked `slow`, and a file has to mark some.
+MOST_S = 20
+UNKNOWN = {"slow": 0.0, "others": 0.0}
+
+
+def name(path):
+    """A test file as durations.json names it."""
+    return Path(path).relative_to(FILE.parent).as_posix()
+
+
+def kept():
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+class Measured:
+    """Adds up what tests take, wherever they run, and keeps it if that is asked for."""
+
+    def __init__(self, keep):
+        self._keep, self._seconds = keep, defaultdict(lambda: dict(UNKNOWN))
+
+    def pytest_runtest_logreport(self, report):
+        file = report.nodeid.partition("::")[0].removeprefix("tests/")
+        self._seconds[file]["slow" if "slow" in report.keywords else "others"] += report.duration
+
+    def pytest_sessionfinish(self):
+        if not self._keep:
+            return
+        spent = {file: times for file, times in {**kept(), **self._seconds}.items() if (FILE.parent / file).exists()}
+        rounded = {file: {kind: round(s, 1) for kind, s in spent[file].items()} for file in sorted(spent)}
+        FILE.write_text("{\n" + ",\n".join(f" {json.dumps(f)}: {json.dumps(s)}" for f, s in rounded.items()) + "\n}\n")
