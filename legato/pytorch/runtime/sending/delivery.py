@@ -201,9 +201,10 @@ class Delivery:
                 gate.remove(slot)
 
     def settle(self) -> None:
-        """Bring every parameter up to date."""
+        """Bring every parameter up to date; inside a backward pass, gradients that were sent stay this rank's own."""
         with self._lock, outside_transforms():
-            self.deliver(self._in_arrival_order)
+            if not self.messages.in_backward:
+                self.deliver(self._in_arrival_order)
             self._update(self._take_pending(-1))
             self._update(self._take_pending(len(self.buckets)))
             self._module_calls.end()

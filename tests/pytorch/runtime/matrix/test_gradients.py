@@ -193,6 +193,18 @@ def test_a_custom_function_that_gives_no_gradient(kind):
 # ---- hooks -----------------------------------------------------------------------------
 
 
+@row("views", "four ranks")
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_is_brought_up_to_date_in_the_backward_pass(kind, seed):
+    """Some gradients have been sent by then, others have not, and those of unused parameters never come."""
+    model = build("Partial")
+    options = {"find_unused_parameters": True} if kind == "ddp" else {}
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()), seed, **options)
+    if kind == "legato":
+        model.body.weight.register_post_accumulate_grad_hook(lambda _: attachment(wrapped).flush())
+    return train(wrapped, optimizer, STEPS)
+
+
 @row("views", "four ranks", "compiled", *SHARDED)
 def test_own_hooks(kind):
     """On parameters, modules, and whole backward passes, that look and that change."""
