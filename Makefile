@@ -35,10 +35,16 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-pytest: install
+# The simulator's and the bounds' loops are compiled once here, not by each of the processes that run tests.
+.venv/compiled: .venv/installed legato/simulator/flow/engine/*.py legato/schedule/bound/arguments/two_sided_states.py
+	$(BIN)/pytest tests/cli/test_share.py tests/schedule/bound/test_bound.py -m "not slow" \
+		-k "beside_equal_ones or beside_the_same_ones or row_for_every_job or updates_anywhere" >/dev/null
+	touch $@
+
+pytest: .venv/compiled
 	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
-pytest-all: install
+pytest-all: .venv/compiled
 	$(PYTEST) $(ALL) $(PYTEST_OPTIONS)
 
 # What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0, or TORCH=newest

@@ -25,6 +25,8 @@ from legato.pytorch.network import agreement
 from legato.pytorch.recording.observed import StepObserver
 from legato.schedule import SCHEDULERS
 
+pytestmark = pytest.mark.slow
+
 
 def made(kind, model, optimizer, **options):
     """A model and its optimizer under DDP, or under plans of legato's own."""

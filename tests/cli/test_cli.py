@@ -52,6 +52,7 @@ def test_plan_says_what_can_only_be_simulated(capsys, workload, tmp_path):
     assert "only simulated" not in run(capsys, "plan", workload, "--scheduler", "ddp,dear")[2]
 
 
+@pytest.mark.slow
 def test_plan_says_which_bound_each_plan_is_compared_with(capsys, tmp_path):
     run(capsys, "workload", "googlenet", "-o", tmp_path / "w.json")
     ring = (tmp_path / "w.json", "--workers", 512, "--bandwidth", "3Gbit", "--latency", "30us", "--collective", "ring")
@@ -516,6 +517,7 @@ main({[str(a) for a in arguments]!r})
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "arguments", "extra"),
     [
@@ -548,6 +550,7 @@ def test_every_transfer_is_simulated_with_numba_only(workload, arguments):
     assert done.stderr == f"legato: a simulation of every transfer needs numba: pip install {EXTRAS['flow']}\n"
 
 
+@pytest.mark.slow
 def test_planners_are_simulated_without_numba(workload):
     for command in (("simulate", workload, "--fabric", "ring"), ("sweep", workload, "--workers", "2,4")):
         done = run_without("numba", *command, "--fidelity", "collective")

@@ -162,6 +162,7 @@ def test_a_small_layer_is_said_to_be_bound_by_the_host(capsys):
     assert status == 0 and "the host may take longer, which is not modelled" in err
 
 
+@pytest.mark.slow
 def test_a_machine_is_fitted_and_used(job, capsys, tmp_path):
     machine = tmp_path / "machine.json"
     status, out, err = run(capsys, "fit-machine", f"{job}=8s", "-o", machine)
@@ -303,6 +304,7 @@ def figures_of(page):
     ]
 
 
+@pytest.mark.slow
 def test_layouts_and_machines_are_drawn(capsys, tmp_path):
     page = tmp_path / "layouts.html"
     options = ["--gpus", 32, "--batch", 32, "--device", "a100", "--number", 5]

@@ -210,10 +210,11 @@ def assert_as_trained(others, variant, **settings):
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == [], other
 
 
+@slow
 @on_ranks(2)
 @pytest.mark.parametrize(
     "variant",
-    ["plain", "tied", "frozen", "lora", "checkpointed", "clipped", "bf16", pytest.param("compiled", marks=slow)],
+    ["plain", "tied", "frozen", "lora", "checkpointed", "clipped", "bf16", "compiled"],
 )
 def test_two_ranks_train_what_the_code_and_blocks_train(variant):
     others = [by_code] if variant == "tied" else [by_code, by_block]

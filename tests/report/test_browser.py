@@ -204,6 +204,7 @@ def check_layout(seen, width, paper):
     assert seen["paper"] == paper and seen["fills"] >= 5
 
 
+@pytest.mark.slow
 def test_it_fits_a_wide_window_and_is_light(answers):
     check_layout(answers["layout"], 1280, "rgb(255, 255, 255)")
 

@@ -26,8 +26,12 @@ def examples(count, **options):
 
 def seeds(count, quick=None):
     """`range(count)` for a test's parameter `seed`; all but the first `quick` are slow (None: all but a fifth)."""
-    quick = -(-count // 5) if quick is None else quick
-    return [seed if seed < quick else pytest.param(seed, marks=pytest.mark.slow) for seed in range(count)]
+    return some(range(count), range(-(-count // 5) if quick is None else quick))
+
+
+def some(values, quick):
+    """`values` for a test's parameter; all but those in `quick` are slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 #: Seconds, in eighths; zero among them.

@@ -42,7 +42,7 @@ def test_tensors_have_the_names_of_the_model_that_is_not_compiled(whole, part):
     assert not any("_orig_mod" in op.name for op in workload.ops)
 
 
-@pytest.fixture(scope="module", params=["aot_eager", "inductor"])
+@pytest.fixture(scope="module", params=[pytest.param("aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)])
 def captured(request):
     """The workload of a training, and the graphs that were compiled, by the prefix of their ops' names."""
     from torch._inductor import config

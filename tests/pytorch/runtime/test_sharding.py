@@ -42,6 +42,8 @@ from legato.pytorch.parameters import trained_parameters
 from legato.pytorch.runtime.attached.attach import attachment_of
 from legato.pytorch.runtime.waiting import gate
 
+pytestmark = pytest.mark.slow
+
 SHARDS = pytest.mark.parametrize("shard", SHARDED)
 
 

@@ -19,6 +19,8 @@ from legato.core.plan import Message, Plan, Slice
 from legato.pytorch import attach, attachment
 from legato.pytorch.network.rounds import ROUNDS
 
+pytestmark = pytest.mark.slow
+
 #: The largest error of rounding: of a number of ordinary size, relative to it, and of a tiny one.
 ROUNDING = {"bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25)}
 WIRES = pytest.mark.parametrize("wire", ROUNDING)

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from legato.core.errors import LegatoError
 
+pytestmark = pytest.mark.slow
+
 # ---- habits that give DDP's weights --------------------------------------------------
 
 

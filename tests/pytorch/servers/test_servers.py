@@ -41,6 +41,8 @@ from legato.pytorch.servers.server import Sender
 from legato.pytorch.servers.shards import Arena, Shard
 from legato.pytorch.servers.worker.arrivals import Arrivals, out_of_order
 
+pytestmark = pytest.mark.slow
+
 # ---- transfers -----------------------------------------------------------------------
 
 
