@@ -881,8 +881,15 @@ class IdleReducer:
         """
         if self.rebuilds:
             self._unsettled -= 1
+            self.rebuild_now()
+
+    def rebuild_now(self) -> None:
+        """Let DDP rebuild its buckets if its next forward pass would. Call this on all ranks, before they do something
+        together: one of them may be in that pass, alone, where it waits for the others to do the same.
+        """
+        if not self.is_away:
             with self._moving():
-                self._ddp._has_rebuilt_buckets = bool(self._ddp.reducer._rebuild_buckets())
+                self._ddp._has_rebuilt_buckets |= bool(self._ddp.reducer._rebuild_buckets())
 
     def _come_back(self, name: str) -> None:
         if self.is_away:

@@ -87,6 +87,9 @@ class Attachment:
         self._debug = chosen_checks(debug)
         self._group: Any = ddp.process_group
         self._number = _attached[self._group.group_name] = _attached.get(self._group.group_name, 0) + 1
+        self._kept = KeptGradients(self._parameters) if ddp.gradient_as_bucket_view else None
+        self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
+        self._idle.rebuild_now()
         former = self._former_attachments()
         shared = any(other.module is not self.module for other in former)
         reason = "it has a parameter of another model" if shared else self._model_reason()
@@ -112,8 +115,6 @@ class Attachment:
         # Passes that are DDP's first. Under a sharded plan none is, which saves memory, unless the graph is static.
         self._first = FIRST_PASSES if plan.shard == "none" or ddp.static_graph else 0
         self._ddps: DdpPasses | None = self._watch_ddp()  # while passes are DDP's and others may follow
-        self._kept = KeptGradients(self._parameters) if ddp.gradient_as_bucket_view else None
-        self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
         self._tracer: Tracer | None = None
         self._drift = DriftMonitor(self._gather_numbers)
         #: Called on all ranks, between two iterations, with a description of what has slowed down or sped up.
@@ -321,6 +322,7 @@ class Attachment:
 
     def _check(self, plan: Plan) -> None:
         """Raise `PlanError` for a plan that cannot be carried out, and `RankError` if ranks have different ones."""
+        self._idle.rebuild_now()
         agree(describe_model(plan, self._parameters), self._group)
         for i, message in enumerate(plan.messages):
             check_message(message, f"messages[{i}]", self._group.name())
@@ -425,6 +427,7 @@ class Attachment:
         """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""
         ours = self.reducer is not None and self.reducer.armed
         waits = ours or (self._ddps is not None and self._ddps.running)
+        self._idle.rebuild_now()
         return not first_said("" if waits else "nothing waits", self._group)
 
     def _change_together(self) -> None:
