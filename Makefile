@@ -37,8 +37,9 @@ check: install
 
 # The simulator's and the bounds' loops are compiled once here, not by each of the processes that run tests.
 .venv/compiled: .venv/installed legato/simulator/flow/engine/*.py legato/schedule/bound/arguments/two_sided_states.py
-	$(BIN)/pytest tests/cli/test_share.py tests/schedule/bound/test_bound.py -m "not slow" \
-		-k "beside_equal_ones or beside_the_same_ones or row_for_every_job or updates_anywhere" >/dev/null
+	$(BIN)/pytest tests/cli tests/schedule/bound/test_bound.py tests/simulator/flow/shared/test_jobs.py -m "not slow" \
+		-k "beside_equal_ones or beside_the_same_ones or row_for_every_job or updates_anywhere or link_by_link or \
+		disturbed_job_alone" >/dev/null
 	touch $@
 
 pytest: .venv/compiled
@@ -60,9 +61,11 @@ lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
 	$(BIN)/ruff check --fix legato tests examples benchmarks
 
-# What each file of tests takes, for tests/durations.json: on a machine that does nothing else.
+# What each file of tests takes, for tests/durations.json: on a machine that does nothing else, and one file at a time
+# for those tests that are not slow.
 durations: install
-	$(PYTEST) --keep-durations $(ALL) $(PYTEST_OPTIONS)
+	$(BIN)/pytest --keep-durations -m "not slow" $(PYTEST_OPTIONS)
+	$(PYTEST) --keep-durations -m slow $(ALL) $(PYTEST_OPTIONS)
 
 # Lines and branches of legato/ that the tests reach, in their worker processes too.
 coverage: install

@@ -316,6 +316,7 @@ def test_calibrate_under_torchrun(tmp_path):
     assert len(said["samples"]) == 3 * len(sizes) and said["worst_error"] >= said["median_error"] >= 0
 
 
+@pytest.mark.slow
 def test_workload_of_a_paper_s_model(capsys, tmp_path):
     """What `zoo` holds is tested there; here what the verb makes of its options."""
     path = tmp_path / "w.json"
@@ -403,6 +404,7 @@ def test_an_option_that_several_verbs_have_is_the_same_in_all():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("plan", "W"), ("plan", "W", "--json"), ("workload", "--list"), ("--help",)])
 def test_output_that_cannot_be_written_is_one_line(workload, arguments):
@@ -536,6 +538,7 @@ def test_what_is_not_installed_is_named_before_any_work(workload, library, argum
     assert done.stderr == f"legato: legato {arguments[0]} needs {library}: pip install {EXTRAS[extra]}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -41,6 +41,7 @@ def test_messages_keep_to_the_limit(name, workload, cluster, most):
         assert message.nbytes <= most or (len(message.slices) == 1 and name not in PARTITIONING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 @given(workload=workloads(), cluster=clusters())
 def test_a_limit_above_all_messages_changes_nothing(name, workload, cluster):

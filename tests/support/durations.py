@@ -23,15 +23,18 @@ class Measured:
     """Adds up what tests take, wherever they run, and keeps it if that is asked for."""
 
     def __init__(self, keep):
-        self._keep, self._seconds = keep, defaultdict(lambda: dict(UNKNOWN))
+        self._keep, self._seconds = keep, defaultdict(dict)
 
     def pytest_runtest_logreport(self, report):
         file = report.nodeid.partition("::")[0].removeprefix("tests/")
-        self._seconds[file]["slow" if "slow" in report.keywords else "others"] += report.duration
+        kind = "slow" if "slow" in report.keywords else "others"
+        self._seconds[file][kind] = self._seconds[file].get(kind, 0.0) + report.duration
 
     def pytest_sessionfinish(self):
         if not self._keep:
             return
-        spent = {file: times for file, times in {**kept(), **self._seconds}.items() if (FILE.parent / file).exists()}
-        rounded = {file: {kind: round(s, 1) for kind, s in spent[file].items()} for file in sorted(spent)}
+        before = kept()
+        files = [file for file in sorted({*before, *self._seconds}) if (FILE.parent / file).exists()]
+        spent = {file: {**UNKNOWN, **before.get(file, {}), **self._seconds[file]} for file in files}
+        rounded = {file: {kind: round(seconds, 1) for kind, seconds in times.items()} for file, times in spent.items()}
         FILE.write_text("{\n" + ",\n".join(f" {json.dumps(f)}: {json.dumps(s)}" for f, s in rounded.items()) + "\n}\n")

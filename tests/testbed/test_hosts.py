@@ -161,7 +161,8 @@ OWNER = (
 
 def start_stubborn(hosts):
     process = hosts.popen(1, [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
+    with process.stdout as said:
+        assert said.readline() == "ready\n"
     return process
 
 
@@ -207,7 +208,8 @@ def test_what_is_killed_takes_its_program_along(started):
     with Hosts(2, 100 * MBIT) as hosts:
         before = started()
         process = hosts.popen(0, ["sh", "-c", "echo ready; exec sleep 600"], stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n" and started() > before
+        with process.stdout as said:
+            assert said.readline() == "ready\n" and started() > before
         process.terminate()
         assert process.wait() == -signal.SIGTERM and soon(lambda: started() == before)
 

@@ -303,6 +303,7 @@ def resumed(kind, path):
     return train(wrapped, optimizer, 10, seed=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saving", "on_two", "on_three"),
     [((), [()], ()), (["sharded optimizer"], [(), ["sharded gradients"]], ["sharded optimizer"])],

@@ -51,7 +51,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("kind", some(ALONE, ["jitter", "fair", "spines"]))
+@pytest.mark.parametrize("kind", some(ALONE, ["jitter", "spines"]))
 @pytest.mark.parametrize("name", FABRICS)
 def test_a_job_alone_is_what_it_was(name, kind):
     """To the last bit, and for as many iterations; the workers' order is that of the hosts."""
@@ -120,6 +120,7 @@ def test_a_disturbed_job_alone_is_what_it_was(name, sharing):
     assert {span.name for span in timeline.spans} == {span.name for span in iteration.spans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
 @pytest.mark.parametrize("sharing", SHARING)
 def test_what_is_slower_all_the_time_is_slower(sharing, priorities):
@@ -194,6 +195,7 @@ def on_off(name, compute, send, period=None, **options):
     return SharedJob(name=name, workload=workload, hosts=(0, 1), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", SHARING)
 @given(st.integers(0, 15), st.integers(1, 14), st.integers(1, 14))
 @examples(25)
@@ -228,6 +230,7 @@ def test_two_jobs_that_alternate_can_stay_in_a_bad_phase():
     assert [times.iteration_s for times in simulate_jobs(jobs, QUICK).jobs] == pytest.approx([16, 16])
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=4), st.integers(0, 12), st.integers(1, 12))
 @examples(40)
 def test_jobs_with_one_transfer_on_a_link_take_what_they_need(shifts, compute, send):
