@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 ALL := --hypothesis-profile=usual
 
-# What can break while you work: 5 minutes on two cores.
+# What can break while you work: about six minutes on two cores.
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
 
