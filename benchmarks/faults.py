@@ -83,7 +83,7 @@ def _changed(node):
 
 
 def faults(count, seed):
-    """Random faults, as many in each room."""
+    """`count` random faults, spread evenly over the rooms."""
     rng, found = random.Random(seed), []
     for k in range(count):
         room = list(ROOMS)[k % len(ROOMS)]
@@ -95,7 +95,7 @@ def faults(count, seed):
 
 
 def finds(folder, tests, everything):
-    """What finds a fault in the copy of the project in `folder`: the first failure, or ''."""
+    """Run tests of the copy of the project in `folder`, and return the first failure, or an empty text."""
     marks = ["--hypothesis-profile=usual"] if everything else ["-m", "not slow"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(
@@ -114,18 +114,20 @@ def main():
     parser.add_argument("--folder", type=Path, required=True, help="where a copy of the project and the results go")
     parser.add_argument("--all", action="store_true", help="what survived: try it with all tests")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    copy, kept = options.folder / "project", options.folder / ("all.jsonl" if options.all else "faults.jsonl")
-    for name in ("legato", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md", "Makefile"):
-        source, target = ROOT / name, copy / name
-        if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
-        else:
-            shutil.copy(source, target)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    copy, kept = folder / "project", folder / ("all.jsonl" if options.all else "faults.jsonl")
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    if not kept.exists() and (by := finds(copy, ["tests"], options.all)):
+        raise SystemExit(f"the tests fail where there is no fault: {by}")
     before = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     wanted = faults(options.count, options.seed)
     if options.all:
-        tried = [json.loads(line) for line in (options.folder / "faults.jsonl").read_text().splitlines()]
+        tried = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
         wanted = [{k: one[k] for k in ("room", "file", "change")} for one in tried if not one["found"]]
     for fault in wanted[len(before) :]:
         _, _, new, start, end = fault["change"]

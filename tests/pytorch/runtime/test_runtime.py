@@ -26,6 +26,7 @@ from support.training import (
     OPTIMIZERS,
     build,
     distance,
+    first_passes,
     random_plan,
     rounding_error,
     sharded_plan,
@@ -273,6 +274,24 @@ def test_another_plan_every_two_steps(kind):
         if kind == "legato":
             attachment(wrapped).adopt(random_plan(model, 50 + i, forward_overlap=i % 2 == 0))
     return wrapped
+
+
+@row()
+@pytest.mark.parametrize("views", [False, True])
+def test_another_plan_while_one_rank_runs_ddps_second_forward_pass_alone(kind, views):
+    """DDP rebuilds its buckets there, and waits for the other ranks."""
+    with first_passes(2):
+        model = build("Checkpointed")
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+        if kind == "legato":
+            attach(ddp, optimizer, random_plan(model, 3))
+        train(ddp, optimizer, 1)
+        if dist.get_rank() == 0:
+            ddp(model.batch(torch.Generator())[0])
+        if kind == "legato":
+            attachment(ddp).adopt(random_plan(model, 4))
+        return train(ddp, optimizer, 6)
 
 
 @row()

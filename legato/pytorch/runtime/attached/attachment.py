@@ -211,6 +211,7 @@ class Attachment:
 
         Raises `PlanError` for a plan of another model, and `RankError` if the ranks have different plans.
         """
+        self._let_rebuild()
         self._check(plan)
         if plan.shard != "none":
             for i, optimizer in enumerate(self._optimizers):
@@ -230,6 +231,7 @@ class Attachment:
         meanwhile, and `tournament` then says what was measured. Nothing happens if passes are DDP's for good
         (`reason`). Raises what `adopt` raises.
         """
+        self._let_rebuild()
         for plan in plans:
             self._check(plan)
         if self.reason:
@@ -322,7 +324,6 @@ class Attachment:
 
     def _check(self, plan: Plan) -> None:
         """Raise `PlanError` for a plan that cannot be carried out, and `RankError` if ranks have different ones."""
-        self._idle.rebuild_now()
         agree(describe_model(plan, self._parameters), self._group)
         for i, message in enumerate(plan.messages):
             check_message(message, f"messages[{i}]", self._group.name())
@@ -427,8 +428,13 @@ class Attachment:
         """Whether all ranks have run a forward pass, and its backward pass is still to come; call it on all of them."""
         ours = self.reducer is not None and self.reducer.armed
         waits = ours or (self._ddps is not None and self._ddps.running)
-        self._idle.rebuild_now()
+        self._let_rebuild()
         return not first_said("" if waits else "nothing waits", self._group)
+
+    def _let_rebuild(self) -> None:
+        """Let DDP rebuild its buckets before the ranks meet; where a pass runs, or has failed, it has done so."""
+        if self._ddps is None or not self._ddps.running:
+            self._idle.rebuild_now()
 
     def _change_together(self) -> None:
         """Change to the plan now, between two iterations, or where the backward pass ends that is still to come."""
