@@ -1,12 +1,17 @@
-"""On a GPU: capture by events, and the runtime with gloo on CUDA tensors and with NCCL. Skipped where there is none."""
+"""On a GPU: capture by events, streams, and the runtime with gloo on CUDA tensors and with NCCL.
+
+Skipped where there is none.
+"""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support import training
 from support.automatic import OBSERVED
 from support.ranks import Ranks, on_ranks
-from support.rows import row
-from support.training import OPTIMIZERS, distance, train, trained, under_both, wrap
+from support.rows import AUTO, SHARDED, row
+from support.training import OPTIMIZERS, Dense, adam, distance, train, trained, under_both, wrap
 from torch.nn import functional as F
 
 import legato
@@ -34,6 +39,96 @@ def test_gloo_on_cuda_tensors(kind, model, optimizer):
     return trained(kind, build(model), optimizer, steps=8)
 
 
+class Branched(Dense):
+    """A layer runs on a stream of its own, next to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = torch.nn.Linear(16, 16)
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x):
+        main, x = torch.cuda.current_stream(), self.first(x)
+        self.stream.wait_stream(main)
+        y = self.second(F.gelu(x))
+        with torch.cuda.stream(self.stream):
+            z = self.side(x)
+        main.wait_stream(self.stream)
+        return self.third(F.gelu(y + z))
+
+
+#: Cycles of the device for which kernels that come later have to wait: about a millisecond.
+LATE = 2_000_000
+
+
+@row(*SHARDED, *AUTO)
+@pytest.mark.parametrize("on_side", ["average", "copies", "branch", "step", "passes", "batches"])
+def test_streams(kind, on_side):
+    """What runs on a stream of its own, and waits for the other one as CUDA wants it, reads what it reads under DDP."""
+    torch.manual_seed(7)
+    model = (Branched() if on_side == "branch" else Dense()).to(DEVICE)
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    averages = [torch.zeros_like(p) for p in model.parameters()]
+    copies = [torch.zeros(p.shape, pin_memory=True) for p in model.parameters()]
+    found = []
+
+    def on(*cases):
+        if on_side not in cases:
+            return nullcontext()
+        side.wait_stream(main)
+        return torch.cuda.stream(side)
+
+    for step in range(12):
+        with on("batches"):
+            x, y = (t.pin_memory().to(DEVICE, non_blocking=True) for t in model.batch(generator))
+        main.wait_stream(side)
+        with on("passes"):
+            optimizer.zero_grad()
+            torch.cuda._sleep(LATE)
+            F.cross_entropy(wrapped(x), y).backward()
+        main.wait_stream(side)
+        with on("passes", "step"):
+            torch.cuda._sleep(LATE)
+            optimizer.step()
+        main.wait_stream(side)
+        if on_side in ("average", "copies"):
+            with torch.no_grad(), on("average", "copies"):
+                torch.cuda._sleep(LATE)
+                for p, average, copy in zip(model.parameters(), averages, copies, strict=True):
+                    average.lerp_(p, 0.1) if on_side == "average" else copy.copy_(p, non_blocking=True)
+            if step % 3 == 2:
+                side.synchronize()
+                found += [copy.clone() for copy in copies]
+    torch.cuda.synchronize()
+    return model, averages + found
+
+
+@row(*AUTO)
+def test_gradients_read_on_a_side_stream(kind):
+    torch.manual_seed(7)
+    model = Dense().to(DEVICE)
+    wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    norms = []
+    for _ in range(12):
+        x, y = (t.to(DEVICE) for t in model.batch(generator))
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LATE)
+            norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+        main.wait_stream(side)
+        for p in model.parameters():
+            p.grad.mul_(1 / (1 + norms[-1]))
+        optimizer.step()
+    torch.cuda.synchronize()
+    return model, norms
+
+
 @under_both
 def with_adam(kind, model):
     return trained(kind, build(model), "adam", steps=8)
@@ -48,6 +143,7 @@ def test_nccl_on_one_gpu(model):
         ranks.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*determinis")
 @pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
 def test_capture_by_events(model):
     model = build(model)

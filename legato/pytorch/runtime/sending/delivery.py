@@ -4,13 +4,20 @@
 released as soon as the gradient was copied into its buckets, as in DDP. Its
 place in the bucket becomes the user's `.grad` if one view covers all of it.
 If the plan partitions it, `.grad` is None until it is assembled again.
+
+[Note: streams] On an accelerator, averages are taken and updates run on the stream on which DDP and the optimizer would
+have left them: that on which the backward pass or `step()` was called. A reader on another stream has waited for that
+one before, and does not see what comes later: it waits once more. Other readers would find no gate, and not wait: so
+everything is brought up to date, the host waits for it, and nothing waits to be read from then on
+(`Readers.note_streams`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,6 +25,7 @@ from torch import nn
 from legato.core.errors import RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import copy_all, memory_uses, not_compiled, outside_transforms, without_overrides
+from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.sending import packing
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate
@@ -59,6 +67,8 @@ class Delivery:
         self._gateable = {slot for slot in slots if readers.is_gateable(slot)}
         self._module_calls = ModuleCalls(self.settle, readers.is_own, readers.note_compilation)
         self._replaces_functions = False  # while updates wait
+        self._device = slots[0].parameter.device
+        self._home: torch.Stream | None = None  # see [Note: streams]
         lent = [memory for slot in slots for memory in slot.keep_apart()] + [b.buffer for b in buckets] if lends else []
         by_storage = {memory.untyped_storage().data_ptr(): memory for memory in lent}
         self._memory_uses = [(memory, memory_uses(memory)) for memory in by_storage.values()]
@@ -135,6 +145,7 @@ class Delivery:
 
     def after_pass(self) -> None:
         """Wait for averages that can be read without a gate; let the others wait until they are read."""
+        self._come_home()
         if self.readers.read_gradients:
             for slot in self._read_without_gate():
                 self.resolve(slot)
@@ -145,7 +156,7 @@ class Delivery:
         with gate.invisible():
             # Another object has a view of a bucket, as a collective made of steps has while it is in flight.
             viewed = self._lends and any(memory_uses(buffer) > uses for buffer, uses in self._memory_uses)
-            if viewed or self.readers.compiled_between:
+            if viewed or not self.readers.gradients_wait:
                 return self.slots
             return [
                 slot
@@ -153,6 +164,25 @@ class Delivery:
                 if slot.plain_class is not nn.Parameter
                 or (slot.has_grad and gradient_is_held(slot.parameter, slot.whole))
             ]
+
+    def _come_home(self) -> None:
+        """Note that what waits belongs on the current stream."""
+        self._home = current_stream(self._device)
+
+    @contextmanager
+    def _at_home(self) -> Iterator[None]:
+        """Run what waits on the stream on which it belongs (see [Note: streams])."""
+        home, reader = self._home, current_stream(self._device)
+        if home is None or reader is None or reader == home:
+            yield
+            return
+        with home:
+            yield
+            if not self.readers.several_streams:
+                self.readers.note_streams()
+                self.settle()
+                home.synchronize()
+        reader.wait_stream(home)
 
     # ---- reads -----------------------------------------------------------------------
 
@@ -195,10 +225,11 @@ class Delivery:
     def deliver(self, slots: Iterable[Slot]) -> None:
         """Wait for the averages of these gradients, as far as they were sent and not used."""
         with self._lock:
-            sent = [slot for slot in slots if slot.stage == SENT]
-            self._arrive(sent)
-            for slot in sent:
-                gate.remove(slot)
+            if sent := [slot for slot in slots if slot.stage == SENT]:
+                with self._at_home():
+                    self._arrive(sent)
+                for slot in sent:
+                    gate.remove(slot)
 
     def settle(self) -> None:
         """Bring every parameter up to date; inside a backward pass, gradients that were sent stay this rank's own."""
@@ -234,6 +265,7 @@ class Delivery:
     def postpone(self, slots: Sequence[Slot], update: Update | None) -> None:
         """Let the updates of these parameters, whose gradients were sent, wait until they are read."""
         with self._lock:
+            self._come_home()
             for slot in slots:
                 slot.mark_stepped(update)
             if slots:
@@ -254,8 +286,11 @@ class Delivery:
         if self._replaces_functions and not self.pending:
             self._replaces_functions = False
             gate.functions.end()
-        if not slots:
-            return
+        if slots:
+            with self._at_home():
+                self._update_at_home(slots)
+
+    def _update_at_home(self, slots: Sequence[Slot]) -> None:
         try:
             self._arrive(slots)
         except BaseException:

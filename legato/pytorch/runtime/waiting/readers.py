@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from legato.core.errors import RankError
 from legato.pytorch._private import DispatchMode, leaves, on_compilation, uses
+from legato.pytorch.device import current_stream
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import IDLE, PENDING, Slot
 
@@ -144,8 +145,10 @@ class Readers:
         strict: bool = False,
     ) -> None:
         self.is_own, self._current, self.read_gradients, self._strict = is_own, current, read_gradients, strict
-        #: Whether anything was compiled between two passes: no gradient waits any more.
-        self.compiled_between = False
+        #: Whether gradients may wait.
+        self.gradients_wait = True
+        #: Whether parameters or gradients were read on other streams than that of the pass: nothing waits any more.
+        self.several_streams = False
         self._forwards = 0
         self._unseen: dict[int, str] = {}  # by id() of the parameter: what read it unseen
         self._seen: set[int] = set()
@@ -181,7 +184,13 @@ class Readers:
     def note_compilation(self) -> None:
         """Note that something is compiled between two passes: from now on, neither parameters nor gradients wait."""
         self.never()
-        self.compiled_between = True
+        self.gradients_wait = False
+
+    def note_streams(self) -> None:
+        """Note that what waits is read on several streams of the device: nothing waits from now on."""
+        self.several_streams = True
+        self.never()
+        self.gradients_wait = False
 
     @contextmanager
     def watch(self, slots: Iterable[Slot], install: Callable[[Slot], None]) -> Iterator[None]:
@@ -199,8 +208,16 @@ class Readers:
             slot.was_read = False
             if slot.stage == IDLE:
                 install(slot)
+        device = gated[0].parameter.device if gated else torch.device("cpu")
+        stream = current_stream(device)
+
+        def note(parameters: list[gate.GatedParameter], func: Any) -> None:
+            if current_stream(device) != stream:
+                self.note_streams()
+            self._note(parameters, func)
+
         try:
-            with on_compilation(compilation_begins), _Operators(self._note):
+            with on_compilation(compilation_begins), _Operators(note):
                 yield
         finally:
             for slot in gated:
