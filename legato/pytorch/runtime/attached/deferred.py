@@ -123,7 +123,7 @@ class _Step:
             or self._base.__name__ in _WHOLE
             or is_replaced(self._base)
             or has_step_hooks(optimizer)
-            or _mixes_dtypes(optimizer, self._base)
+            or _depends_on_others(optimizer, self._base)
         )
         self._attached: list[Attached] = list(vars(optimizer)["_legato_attachments"])
 
@@ -279,12 +279,19 @@ def is_known(optimizer: Any) -> bool:
     return f"{base.__module__}.".startswith("torch.optim.") or any(alone)
 
 
-def _mixes_dtypes(optimizer: Optimizer, base: type[Optimizer]) -> bool:
-    """Whether an update depends on the dtype of another parameter: Adafactor takes its epsilon from a group's first."""
-    if base is not torch.optim.Adafactor:
-        return False
+def _depends_on_others(optimizer: Optimizer, base: type[Optimizer]) -> bool:
+    """Whether the update of a parameter depends on what others there are.
+
+    Adafactor takes its epsilon from the dtype of a group's first one, and torch's default is one kernel for many only
+    if all of a group have a plain class and a device that has such kernels.
+    """
     with without_overrides():
-        return any(len({p.dtype for p in group["params"]}) > 1 for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            if base is torch.optim.Adafactor and len({p.dtype for p in group["params"]}) > 1:
+                return True
+            if group.get("foreach", False) is None and len({(type(p), p.device.type) for p in group["params"]}) > 1:
+                return True
+    return False
 
 
 def _divisible(optimizer: Optimizer, reducers: Iterable[Reducer]) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from support.training import (
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
+from torch.optim import adam as adam_file
 
 from legato.pytorch import attachment
 from legato.pytorch.runtime.sharding.shards import ELEMENTWISE
@@ -173,6 +175,29 @@ def test_hyper_parameters_that_are_tensors(kind):
 class Averager:
     def average_parameters(self, params):
         pass
+
+
+class Odd(nn.Parameter):
+    """Not of a class for which torch has kernels that update many parameters."""
+
+
+@row()
+def test_the_kernels_that_torch_chooses_for_all_parameters(kind):
+    """With one odd parameter, torch updates each by itself; on a GPU, its kernels for many have other last bits."""
+    model = build("Attention")
+    model.norm.weight = Odd(model.norm.weight.detach())
+    chosen, choose = set(), adam_file._default_to_fused_or_foreach
+
+    def choice(*arguments, **options):
+        fused, foreach = choose(*arguments, **options)
+        chosen.add(foreach)
+        return fused, foreach
+
+    with (
+        patch.object(adam_file, "_default_to_fused_or_foreach", choice),
+        patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+    ):
+        return trained(kind, model, "adam"), [torch.tensor(sorted(chosen))]
 
 
 @row("views", "four ranks")
