@@ -843,6 +843,11 @@ class IdleReducer:
         """Whether a reducer that has come back may still rebuild its buckets."""
         return self._unsettled > 0
 
+    def succeed(self, former: IdleReducer) -> None:
+        """Note what is still to come of a reducer that `former` has brought back."""
+        if former._ddp is self._ddp:
+            self._unsettled = former._unsettled
+
     def put_away(self) -> None:
         """Free the reducer. Raises DDP's error if a backward pass of DDP's has not finished."""
         self._ddp._check_reducer_finalized()

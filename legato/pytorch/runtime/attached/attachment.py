@@ -47,7 +47,7 @@ from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, rest
 from legato.pytorch.runtime.attached.drift import DriftMonitor
 from legato.pytorch.runtime.attached.forward import ForwardPasses, Hook
 from legato.pytorch.runtime.attached.graph_sender import GraphSender
-from legato.pytorch.runtime.attached.kept_gradients import KeptGradients
+from legato.pytorch.runtime.attached.kept_gradients import kept_gradients
 from legato.pytorch.runtime.attached.tournament import Measured, Tournament
 from legato.pytorch.runtime.reducer import Reducer
 from legato.pytorch.runtime.sending.debug import chosen_checks
@@ -87,7 +87,7 @@ class Attachment:
         self._debug = chosen_checks(debug)
         self._group: Any = ddp.process_group
         self._number = _attached[self._group.group_name] = _attached.get(self._group.group_name, 0) + 1
-        self._kept = KeptGradients(self._parameters) if ddp.gradient_as_bucket_view else None
+        self._kept = kept_gradients(ddp, self._parameters) if ddp.gradient_as_bucket_view else None
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
         self._idle.rebuild_now()
         former = self._former_attachments()
@@ -132,6 +132,7 @@ class Attachment:
         ]
         for other in former:
             if other.module is self.module:
+                self._idle.succeed(other._idle)
                 other._end()
             else:  # passes are DDP's in both models
                 other._leave_to_ddp(self.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -16,15 +17,19 @@ from torch.utils.weak import TensorWeakRef
 from legato.pytorch.runtime.waiting import gate
 from legato.pytorch.runtime.waiting.buckets import Slot
 
-__all__ = ["KeptGradients"]
+__all__ = ["KeptGradients", "kept_gradients"]
 
 
 class KeptGradients:
-    """The tensors that were `.grad` of `parameters` after a backward pass, and still exist."""
+    """The tensors that were `.grad` of a model's trained parameters after a backward pass, and still exist."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._known: dict[str, list[TensorWeakRef]] = {name: [] for name in parameters}
+    def __init__(self) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._known: dict[str, list[TensorWeakRef]] = {}
+
+    def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note that these parameters are trained from now on."""
+        self._parameters, self._known = parameters, {name: self._known.get(name, []) for name in parameters}
 
     def note(self) -> None:
         """Remember the gradients that there are."""
@@ -41,7 +46,9 @@ class KeptGradients:
         absent = {}
         with gate.invisible():
             for name, parameter in self._parameters.items():
-                if parameter.grad is None and (kept := self._kept(name)):
+                if parameter.grad is not None and all(parameter.grad is not t for t in self._kept(name)):
+                    self._known[name].append(TensorWeakRef(parameter.grad))
+                elif parameter.grad is None and (kept := self._kept(name)):
                     absent[name], parameter.grad = parameter, kept[-1]
         try:
             yield
@@ -82,3 +89,13 @@ class KeptGradients:
                 if other is not grad:
                     other.data = grad
             self._note(name, grad)
+
+
+_of_models: WeakKeyDictionary[nn.Module, KeptGradients] = WeakKeyDictionary()
+
+
+def kept_gradients(ddp: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KeptGradients:
+    """Those of a model, whatever was attached to it before, whose `parameters` are trained now."""
+    found = _of_models.setdefault(ddp, KeptGradients())
+    found.train(parameters)
+    return found

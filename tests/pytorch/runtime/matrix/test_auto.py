@@ -94,11 +94,13 @@ def test_compiled_ddp_without_an_optimizer(kind):
 
 
 @row(*AUTO)
-@pytest.mark.parametrize(("first", "set_to_none"), [(1, False), (9, False), (1, True)])
-def test_clipped_through_kept_gradients(kind, first, set_to_none):
+@pytest.mark.parametrize(
+    ("first", "set_to_none", "again"), [(1, False, None), (9, False, None), (1, True, None), (9, False, 14)]
+)
+def test_clipped_through_kept_gradients(kind, first, set_to_none, again):
     """Gradients are views of buckets and are listed once, early or late.
 
-    They stay where they are, or are dropped: then the next ones have their memory.
+    They stay where they are, or are dropped: then the next ones have their memory. legato may leave and come `again`.
     """
     model, kept = Dense(), []
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -112,7 +114,13 @@ def test_clipped_through_kept_gradients(kind, first, set_to_none):
         for grad in kept:
             grad.clamp_(-0.01, 0.01)
 
-    return train(wrapped, optimizer, STEPS, inner=clip, set_to_none=set_to_none)
+    def step(optimizer, i):
+        optimizer.step()
+        if i == again and kind == "legato":
+            legato.attachment(wrapped).detach()
+            wrap(kind, wrapped, optimizer)
+
+    return train(wrapped, optimizer, STEPS, inner=clip, step=step, set_to_none=set_to_none)
 
 
 class Local(torch.optim.Optimizer):
