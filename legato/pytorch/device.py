@@ -1,12 +1,93 @@
-"""What the accelerator is doing, for code that runs on CPUs, too."""
+"""Devices: their streams, clocks and random numbers, in the same words for a CPU and for any accelerator of torch."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
-__all__ = ["current_stream"]
+__all__ = [
+    "DeviceClock",
+    "HostClock",
+    "clock_for",
+    "current_stream",
+    "group_device",
+    "restorers_of_random_states",
+    "synchronize",
+]
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which kernels of this device are queued now; None for a CPU, which has none."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has run what is queued on it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def group_device(group: Any) -> torch.device:
+    """The device of the tensors that a process group's collectives take: gloo's are on the CPU."""
+    accelerator = None if group.name() == "gloo" else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def restorers_of_random_states() -> list[Callable[[], object]]:
+    """Functions that give the accelerators' random number generators the states that they have now."""
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module()
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []
+    return [
+        partial(module.set_rng_state, module.get_rng_state(index), index)
+        for index in range(torch.accelerator.device_count())
+    ]
+
+
+class HostClock:
+    """Times ops that have run when their call returns: those of the CPU."""
+
+    def now(self) -> Any:
+        """Return a mark: the current time."""
+        return time.perf_counter_ns()
+
+    def settle(self) -> None:
+        """Wait until all ops so far have run, which is always the case here."""
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Return the seconds between two marks."""
+        return float(stop - start) * 1e-9
+
+
+class DeviceClock:
+    """Times ops that are only queued when their call returns: marks are events in the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        """Return a mark: an event in the current stream."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait until the device has run all ops so far, so that marks can be read."""
+        synchronize(self._device)
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Return the seconds between two marks that the device has passed (see `settle`)."""
+        return float(start.elapsed_time(stop)) * 1e-3
+
+
+def clock_for(device: torch.device) -> HostClock | DeviceClock:
+    """Return the clock for the ops of a device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -26,6 +26,7 @@ from legato.core.files import identity
 from legato.core.plan import Plan
 from legato.core.text import count
 from legato.pytorch._private import PrefixStore, default_store
+from legato.pytorch.device import group_device
 from legato.pytorch.network.watchdog import ANSWER_S, reason
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "first_said",
     "gather_bytes",
     "gather_numbers",
-    "group_device",
     "raise_together",
     "sum_tensors",
 ]
@@ -226,8 +226,3 @@ def _to_tensor(data: bytes, group: Any) -> torch.Tensor:
 
 def _from_tensor(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.cpu().tolist()) if tensor.numel() < 4096 else tensor.cpu().numpy().tobytes()
-
-
-def group_device(group: Any) -> torch.device:
-    """The device of the tensors that this group's collectives take."""
-    return torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")

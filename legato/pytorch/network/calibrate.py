@@ -29,7 +29,7 @@ from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.plan import Message, Slice
 from legato.pytorch._private import group_timeout
-from legato.pytorch.network.agreement import group_device
+from legato.pytorch.device import group_device, synchronize
 from legato.pytorch.network.channel import Channel, channel_for, check_message
 from legato.pytorch.network.contention import measure_contention
 
@@ -208,8 +208,7 @@ def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -
         works.append(channel(buffer, message))
     for work in works:
         work.wait()
-    if first.is_cuda:
-        torch.cuda.synchronize(first.device)
+    synchronize(first.device)
     return (time.perf_counter() - start) / len(buffers)
 
 
@@ -221,8 +220,7 @@ def _unpack_s_per_byte(group: Any) -> float:
     def once() -> float:
         start = time.perf_counter()
         torch.empty_like(message).copy_(message)
-        if message.is_cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     return _times([once], group)[0] / _UNPACKED

@@ -33,6 +33,7 @@ from torch import Tensor
 from legato.core.errors import PlanError
 from legato.core.plan import Message
 from legato.pytorch._private import PrefixStore, default_store, group_timeout, new_gloo
+from legato.pytorch.device import current_stream
 from legato.pytorch.network.collectives import Collectives
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
@@ -117,7 +118,8 @@ class _GlooChannel:
         if _steps_of(message) is None and residual is None and not busy and not self._failed.is_set():
             self._last = self._gloo.allreduce([buffer])
         else:
-            written = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+            stream = current_stream(buffer.device)
+            written = None if stream is None else stream.record_event()
             before = None if busy else self._last
             self._last = self._queue(lambda: self._carry_out(before, written, buffer, message, residual))
         return self._last
@@ -153,14 +155,14 @@ class _GlooChannel:
         if steps is None:
             self._gloo.allreduce([buffer]).wait()
             return
-        # On a GPU, what is sent is a copy on the host.
+        # On an accelerator, what is sent is a copy on the host.
         host, host_residual = buffer.cpu(), None if residual is None else residual.cpu()
         self._steps.carry_out(host, message.kind, steps, message.depth, host_residual)
-        if buffer.is_cuda:
+        if (stream := current_stream(buffer.device)) is not None:
             buffer.copy_(host)
             if residual is not None and host_residual is not None:
                 residual.copy_(host_residual)
-            torch.cuda.current_stream(buffer.device).synchronize()
+            stream.synchronize()
 
 
 def _steps_of(message: Message) -> str | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from legato.pytorch._private import module_tables
+from legato.pytorch.device import restorers_of_random_states
 
 __all__ = ["Snapshot"]
 
@@ -65,9 +66,7 @@ class Snapshot:
         if numpy := sys.modules.get("numpy"):
             legacy = numpy.random.get_state()
             self._undo.append(lambda: numpy.random.set_state(legacy))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            devices = torch.cuda.get_rng_state_all()
-            self._undo.append(lambda: torch.cuda.set_rng_state_all(devices))
+        self._undo += restorers_of_random_states()
 
     def _save_dict(self, values: dict[Any, Any]) -> None:
         """Save the entries of a dictionary, but not the contents of its values."""

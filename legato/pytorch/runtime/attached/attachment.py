@@ -36,11 +36,11 @@ from legato.pytorch._private import (
     own_feature,
     steps_in_backward,
 )
+from legato.pytorch.device import clock_for
 from legato.pytorch.network.agreement import agree, describe_model, describe_optimizer, first_said
 from legato.pytorch.network.channel import check_message
 from legato.pytorch.network.watchdog import FlightRecorder, Watchdog
 from legato.pytorch.parameters import ModuleFingerprint, sparse_parameters, trained_parameters
-from legato.pytorch.recording.clock import clock_for
 from legato.pytorch.recording.observed import StepObserver
 from legato.pytorch.runtime.attached.ddp_passes import DdpPasses
 from legato.pytorch.runtime.attached.deferred import defer_steps, is_known, restore_steps

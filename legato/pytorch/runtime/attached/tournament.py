@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from legato.core.plan import Plan
-from legato.pytorch.recording.clock import DeviceClock, HostClock
+from legato.pytorch.device import DeviceClock, HostClock
 
 __all__ = ["Measured", "Tournament", "most_steps"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from legato.pytorch._private import group_is_alive, group_timeout
-from legato.pytorch.network.agreement import gather_numbers, group_device
+from legato.pytorch.device import group_device
+from legato.pytorch.network.agreement import gather_numbers
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import Watchdog
