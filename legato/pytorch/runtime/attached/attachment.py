@@ -521,7 +521,8 @@ class Attachment:
         )
 
     def _say_unseen(self) -> None:
-        self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
+        if not self._trained:
+            self.say("passes stay DDP's while nothing calls the model itself: a call of its forward() runs no hooks")
 
     def _carry_out(self, plan: Plan | None) -> None:
         """Let passes be legato's under a plan, or DDP's, if it is None or DDP's own."""

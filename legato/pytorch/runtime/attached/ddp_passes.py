@@ -22,7 +22,7 @@ class DdpPasses:
     The gradients of `parameters` are watched; a few are enough to see where a backward pass ends. `accumulates()` says
     of the one that runs whether it adds to any gradient, as `torch.autograd.grad` does not: DDP sends only then.
     `ended()` is called after each backward pass that sends, when DDP has finished it, and `unseen()` after those of
-    which no forward pass was ever seen.
+    which no forward pass was seen.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DdpPasses:
         observer: StepObserver | None = None,
     ) -> None:
         self._ended, self._unseen, self._observer = ended, unseen, observer
-        self._in_forward = self._seen = False
+        self._in_forward = False
         self._arrived: set[str] = set()
         self._accumulators = [Accumulator(p, self._before, partial(self._after, n, p)) for n, p in parameters.items()]
         self._scope = BackwardScope(accumulates, self._backward_ended)
@@ -47,7 +47,7 @@ class DdpPasses:
 
     def forward_begins(self, sends: bool) -> None:
         """A forward pass begins; does DDP send in its backward pass?"""
-        self._in_forward = self._seen = True
+        self._in_forward = True
         if self._observer is not None and sends:
             self._observer.forward_begins()
 
@@ -91,5 +91,5 @@ class DdpPasses:
             self.running = False
             self.done += 1
             on_backward_end(self._ended)  # after what DDP does there
-        elif not self._seen:
+        else:
             self._unseen()

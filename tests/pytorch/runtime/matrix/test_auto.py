@@ -10,6 +10,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from support.automatic import hasty
+from support.ranks import on_ranks
 from support.rows import AUTO, SHARDED, row
 from support.training import Dense, adam, sgd, train, wrap
 from torch import nn
@@ -121,6 +123,21 @@ def test_clipped_through_kept_gradients(kind, first, set_to_none, again):
             wrap(kind, wrapped, optimizer)
 
     return train(wrapped, optimizer, STEPS, inner=clip, step=step, set_to_none=set_to_none)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("called", [True, False])
+def test_says_that_nothing_calls_the_model(called):
+    """A call of `forward` runs no hooks; a second backward pass of a forward pass is something else."""
+    with hasty("turns"):
+        wrapped, _ = wrap("legato", Dense(), None)
+        for _ in range(6):
+            x, y = wrapped.module.batch(torch.Generator().manual_seed(dist.get_rank()))
+            loss = F.cross_entropy((wrapped if called else wrapped.forward)(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+    said = legato.attachment(wrapped)._said
+    assert any("nothing calls the model" in line for line in said) == (dist.get_rank() == 0 and not called)
 
 
 class Local(torch.optim.Optimizer):
