@@ -18,6 +18,9 @@ Hence one factor for each phase. Minima of ops and of steps agree with each othe
 and medians do not, because noise of the machine only adds time (the median
 untraced step took up to 2.5 times as long as the fastest one, and no two medians
 were alike).
+
+On a GPU (H200, float32 parameters, events): GPT-2 under autocast, 8 x 512 tokens, 40.9 ms captured, 41.4 and 41.9 ms
+by events before and after; ResNet-50 with 64 images 32.1, 32.2 and 34.2 ms.
 """
 
 from __future__ import annotations
