@@ -5,13 +5,14 @@ Skipped where there is none.
 
 from contextlib import nullcontext
 
+import msgspec
 import pytest
 import torch
 from support import training
 from support.automatic import OBSERVED
 from support.ranks import Ranks, on_ranks
 from support.rows import AUTO, SHARDED, row
-from support.training import OPTIMIZERS, Dense, adam, distance, train, trained, under_both, wrap
+from support.training import OPTIMIZERS, Dense, adam, distance, random_plan, train, trained, under_both, wrap
 from torch.nn import functional as F
 
 import legato
@@ -134,11 +135,22 @@ def with_adam(kind, model):
     return trained(kind, build(model), "adam", steps=8)
 
 
+def with_rings(name):
+    model = build(name)
+    plan = random_plan(model, 0)
+    rings = tuple(msgspec.structs.replace(message, collective="ring", depth=2) for message in plan.messages)
+    wrapped, optimizer = legato.distribute(
+        model, adam(model.parameters()), msgspec.structs.replace(plan, messages=rings)
+    )
+    return distance(train(wrapped, optimizer, 8), trained("ddp", build(name), adam, steps=8))
+
+
 @pytest.mark.parametrize("model", ["Convolutional", "Attention"])
 def test_nccl_on_one_gpu(model):
     ranks = Ranks(1, backend="nccl")
     try:
         assert ranks.run(with_adam, model) == [0.0]
+        assert ranks.run(with_rings, model) == [0.0]
     finally:
         ranks.close()
 

@@ -68,10 +68,10 @@ def check_message(message: Message, name: str, backend: str) -> None:
     if message.kind not in _KINDS:
         raise PlanError(f"{name}.kind: {message.kind!r} (expected {', '.join(map(repr, _KINDS))})")
     if backend != "gloo":
-        if message.collective in ROUNDS or message.depth > 1:
+        if message.collective not in (None, "ring", backend):
             raise PlanError(
-                f"{name}.collective: {message.collective!r}, depth {message.depth} (expected that of {backend}; others "
-                "run over gloo only)"
+                f"{name}.collective: {message.collective!r} (expected 'ring', which {backend} carries out in its own "
+                "way; others run over gloo only): make a plan with --collective ring"
             )
         return
     if _steps_of(message) is None and message.depth > 1:

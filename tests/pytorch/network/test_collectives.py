@@ -20,19 +20,41 @@ from support.training import OPTIMIZERS, build, distance, random_plan, rounding_
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from legato.core.cluster import Cluster
+import legato
+from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import PlanError, RankError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.workload import Op, Tensor, Workload
 from legato.pytorch import attach, attachment
-from legato.pytorch.network.channel import channel_for
+from legato.pytorch.network.channel import channel_for, check_message
 from legato.pytorch.network.rounds import ROUNDS
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.parameters import trained_parameters
+from legato.schedule import SCHEDULERS
 from legato.schedule.compare import compare
 from legato.schedule.published.dear import dear
 
 SLICES = (Slice("any", 0, 4),)
+
+
+# ---- what a backend carries out ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+def test_plans_of_rings_run_over_nccl(scheduler):
+    """A ring is what NCCL has of its own, in its own chunks: plans that have rings alone run there."""
+    ops = (Op("f", "forward", 1e-3), Op("b", "backward", 2e-3, (0,)), Op("c", "backward", 2e-3, (1,)))
+    workload = Workload("w", ops, (Tensor("x", 2**20, 1, (0,)), Tensor("y", 2**22, 2, (0,))))
+    cluster = Cluster(8, {"ring": LinearCost(1e-4, 1e-9)})
+    plan = legato.plan(workload, cluster, scheduler)
+    for message in plan.messages:
+        check_message(message, "m", "nccl")
+
+
+@pytest.mark.parametrize("collective", ["shuffle", "halving-doubling", "no-such"])
+def test_other_collectives_are_refused_with_the_command_that_helps(collective):
+    with pytest.raises(PlanError, match=f"m.collective: '{collective}' .*--collective ring"):
+        check_message(Message(SLICES, collective=collective), "m", "nccl")
 
 
 # ---- sums --------------------------------------------------------------------------
