@@ -114,7 +114,9 @@ def _passes(training: str) -> Callable[[], None]:
 def _read(path: Path, workers: int | None, output: Path, json: bool) -> None:
     from legato.ingest.network import read_nccl_tests
 
-    cluster, samples = read_nccl_tests(path, workers)
+    cluster, samples, ranks = read_nccl_tests(path, workers)
+    if ranks and ranks != cluster.workers:
+        note(f"{path}: measured between {ranks} ranks, and taken for the cost between {cluster.workers}")
     files.write(output, cluster)
     if json:
         print_json({"cluster": cluster, "samples": [{"nbytes": n, "seconds": s} for n, s in samples]})

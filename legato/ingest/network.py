@@ -21,8 +21,16 @@ __all__ = ["cluster_of", "doubt", "read_nccl_tests"]
 _SLOWEST_STEP_S, _SLOWEST_OF_MANY_S = 500e-6, 100e-6
 _LEAST_BITS_PER_S = 100e6
 
-_RANK = re.compile(r"#\s+Rank\s+\d+\s")
-_TEST = re.compile(r"#.*?\b(\w+)_perf\b")
+#: What launchers put before each line: `[1,0]<stdout>:`, `host-3: `, `12: `.
+_PREFIX = re.compile(r"(?:\[\d+,\d+\]<\w+>|[\w.-]+):[ \t]?(?=[ \t]*(?:#|\d|$))")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s")
+_TEST = re.compile(
+    r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|gather|scatter|reduce|sendrecv|hypercube)_perf\b"
+)
+_HEADING = re.compile(r"#\s+size\s+count\s")
+_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
+#: How far the ratio of the two bandwidths in a table may be from that of an all-reduce, which both are rounded for.
+_ROUNDED = 0.05
 
 
 def cluster_of(imported: Imported, workers: int | None = None) -> Cluster:
@@ -82,32 +90,63 @@ def _fitted(points: Sequence[tuple[int, float]], workers: int, name: str, notes:
     return Cluster(workers=workers, collectives={name: cost})
 
 
-def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, list[tuple[int, float]]]:
+def read_nccl_tests(path: Path, workers: int | None = None) -> tuple[Cluster, list[tuple[int, float]], int]:
     """Fit the cost of an all-reduce to the output of nccl-tests' (or rccl-tests') `all_reduce_perf`.
 
-    Returns the cluster and the (bytes, seconds) samples, in place if the output
-    has them. `workers` is the number of ranks; by default it is the number that
-    the output lists. Raises `FileError` if the file has no such table.
+    Returns the cluster, the (bytes, seconds) samples, in place if the output has them, and how many ranks measured them
+    (0 if the output does not list them). `workers` is the number of ranks to assume; by default it is that number.
+    Raises `FileError` if the file is not the output of one run of `all_reduce_perf` between several ranks with right
+    results.
     """
-    text = read_all(path).decode(errors="replace")
-    lines = text.splitlines()
-    test = next((found.group(1) for line in lines if (found := _TEST.match(line))), "all_reduce")
-    if test != "all_reduce":
-        raise FileError(f"{path}: output of {one_line(test)}_perf (expected that of all_reduce_perf)")
-    heading = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s+size\s+count\s", line)), None)
-    if heading is None or "time" not in heading:
+    lines = [_PREFIX.sub("", line, count=1) for line in read_all(path).decode(errors="replace").splitlines()]
+    tests = dict.fromkeys(found.group(1) for line in lines if (found := _TEST.search(line)))
+    if other := next((test for test in tests if test != "all_reduce"), None):
+        raise FileError(f"{path}: output of {one_line(other)}_perf (expected that of all_reduce_perf)")
+    ranks = [int(found.group(1)) for line in lines if (found := _RANK.match(line))]
+    headings = [line.lstrip("# ").split() for line in lines if _HEADING.match(line)]
+    if not headings or "time" not in headings[0]:
         raise FileError(f"{path}: no table of sizes and times (expected the output of nccl-tests)")
-    column = max(k for k, word in enumerate(heading) if word == "time")
-    samples = [
-        (int(words[0]), float(words[column]) * 1e-6)
-        for line in lines
-        if (words := line.split()) and len(words) == len(heading) and re.fullmatch(r"\d{1,15}", words[0])
-        if re.fullmatch(r"\d{1,12}(\.\d+)?", words[column])
-    ]
-    samples = [(nbytes, seconds) for nbytes, seconds in samples if nbytes > 0 and seconds > 0]
-    if len({nbytes for nbytes, _ in samples}) < 2:
-        raise FileError(f"{path}: fewer than two sizes were measured (expected at least two)")
-    ranks = sum(_RANK.match(line) is not None for line in lines)
+    if ranks and not any(ranks):
+        raise FileError(
+            f"{path}: every rank ran alone (expected one run of all: nccl-tests built with MPI=1, and mpirun)"
+        )
+    if len(headings) > 1:
+        raise FileError(f"{path}: {len(headings)} runs, with {ranks.count(0)} lists of ranks (expected one run)")
     if not (workers or ranks):
         raise FileError(f"{path}: no list of ranks (expected it, or --workers)")
-    return Cluster(workers=workers or ranks, collectives={"nccl": LinearCost.fit(samples)}), samples
+    samples = _samples(path, lines, headings[0], len(ranks) or workers or 0)
+    return Cluster(workers=workers or len(ranks), collectives={"nccl": LinearCost.fit(samples)}), samples, len(ranks)
+
+
+def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: int) -> list[tuple[int, float]]:
+    """The sizes and times of a table, whose results have to be right and those of an all-reduce."""
+    if "redop" not in heading:
+        raise FileError(f"{path}: a collective that reduces nothing (expected the output of all_reduce_perf)")
+    time = max(k for k, word in enumerate(heading) if word == "time")
+    wrong = [k for k, word in enumerate(heading) if word == "#wrong"]
+    samples: dict[int, float] = {}
+    ratios = []
+    for line in lines:
+        words = line.split()
+        rows = len(heading) <= len(words) <= len(heading) + 1  # a timestamp is two words
+        if not rows or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(r"\d{1,12}(\.\d+)?", words[time]):
+            continue
+        nbytes, seconds = int(words[0]), float(words[time]) * 1e-6
+        if any(words[k].isdigit() and int(words[k]) for k in wrong):
+            raise FileError(f"{path}: wrong results at {count(nbytes, 'byte')} (expected a run in which all are right)")
+        if nbytes > 0 and seconds > 0:
+            samples[nbytes] = seconds
+            algorithm, bus = float(words[time + 1]), float(words[time + 2])
+            if algorithm >= 1:
+                ratios.append(bus / algorithm)
+    if failed := next((found for line in lines if (found := _OUT_OF_BOUNDS.match(line))), None):
+        raise FileError(f"{path}: {failed.group(1)} wrong results (expected a run in which all are right)")
+    if len(samples) < 2:
+        raise FileError(f"{path}: fewer than two sizes were measured (expected at least two)")
+    of_all_reduce = 2 * (ranks - 1) / ranks
+    if ratios and abs(statistics.median(ratios) - of_all_reduce) > _ROUNDED * of_all_reduce:
+        raise FileError(
+            f"{path}: busbw is {statistics.median(ratios):.3g} x algbw (expected {of_all_reduce:.3g}, as an all-reduce "
+            f"between {ranks} ranks has it)"
+        )
+    return sorted(samples.items())

@@ -1,6 +1,7 @@
 """The cost of the network, from the all-reduces of a trace and from the output of nccl-tests."""
 
 import json
+import re
 
 import pytest
 from support.command import run
@@ -74,11 +75,39 @@ OLD = "\n".join(
 )
 
 
+#: Without its name, as it is where a launcher's own lines are lost.
+NAMELESS = NEW.replace("# Collective test starting: all_reduce_perf\n", "")
+GATHERED = NAMELESS.replace("   redop    root", "").replace("     sum      -1", "")
+SCATTERED = "\n".join(
+    re.sub(r"(\d+\.\d+)( +)(\d+\.\d+)(?=  +(0|N/A))", lambda m: f"{m[1]}{m[2]}{float(m[3]) / 2:.2f}", line)
+    for line in NAMELESS.splitlines()
+)
+
+
+@pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "[1,0]<stdout>: ", "host-3: ", "12: ", "gpu07.local:"])
+def test_lines_of_a_launcher(tmp_path, prefix):
+    path = tmp_path / "out.txt"
+    path.write_text(NEW)
+    expected = read_nccl_tests(path)
+    path.write_text("".join(f"{prefix}{line}\n" for line in NEW.splitlines()))
+    assert read_nccl_tests(path) == expected
+
+
+def test_timestamps(tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text(NEW)
+    expected = read_nccl_tests(path)
+    heading, *rows = NEW.partition("#       size")[2].splitlines()
+    stamped = [f"{line}  2025-10-14 09:50:33" if line.lstrip()[:1].isdigit() else line for line in rows]
+    path.write_text("\n".join([NEW.partition("#       size")[0] + "#       size" + heading + "  timestamp", *stamped]))
+    assert read_nccl_tests(path) == expected
+
+
 def test_both_layouts_of_nccl_tests(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text(NEW)
-    cluster, samples = read_nccl_tests(path)
-    assert cluster.workers == 2 and [nbytes for nbytes, _ in samples] == [2**20, 2**21, 2**22]
+    cluster, samples, ranks = read_nccl_tests(path)
+    assert cluster.workers == ranks == 2 and [nbytes for nbytes, _ in samples] == [2**20, 2**21, 2**22]
     assert [seconds for _, seconds in samples] == pytest.approx([110e-6, 210e-6, 410e-6])
     assert cluster.cost().alpha_s == pytest.approx(10e-6)
     assert cluster.cost().beta_s_per_byte * 2**20 == pytest.approx(100e-6)
@@ -93,6 +122,16 @@ def test_both_layouts_of_nccl_tests(tmp_path):
     [
         ("hello", "no table of sizes and times"),
         (NEW.replace("all_reduce_perf", "all_gather_perf"), "output of all_gather_perf .expected that of all_reduce"),
+        (NEW.replace("all_reduce_perf", "sendrecv_perf"), "output of sendrecv_perf"),
+        (GATHERED, "a collective that reduces nothing"),
+        (SCATTERED, r"busbw is 0.5 x algbw .expected 1, as an all-reduce between 2 ranks has it"),
+        (NEW + NEW, "2 runs, with 2 lists of ranks .expected one run"),
+        (
+            NEW.replace("Rank  1", "Rank  0"),
+            "every rank ran alone .expected one run of all: nccl-tests built with MPI=1",
+        ),
+        (NEW.replace("       0    210.0", "       3    210.0"), "wrong results at 2,097,152 bytes"),
+        (NEW.replace("values : 0 OK", "values : 5 FAILED"), "5 wrong results"),
         (NEW.partition("     2097152")[0], "fewer than two sizes"),
         (NEW.replace("110.0", "nan").replace("210.0", "1e999"), "fewer than two sizes"),
     ],
@@ -112,6 +151,8 @@ def test_calibrate_reads_them(tmp_path, capsys):
     assert status == 0 and "all-reduce on 2 workers: 10 us + 100 us per MiB" in err
     status, out, _ = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster, "--json")
     assert status == 0 and json.loads(out)["cluster"]["workers"] == json.loads(cluster.read_text())["workers"] == 16
+    _, _, err = run(capsys, "calibrate", "--nccl-tests", path, "--workers", "16", "-o", cluster)
+    assert "measured between 2 ranks, and taken for the cost between 16" in err
     status, _, err = run(capsys, "calibrate", "--workers", "16", "-o", cluster)
     assert status == 2 and "--workers means nothing without --nccl-tests" in err
 
