@@ -7,6 +7,13 @@ the guess is inside a string, or deeper than the array, quotes or brackets remai
 open before it; the run, put in brackets, is then not valid JSON, and the next
 guess is tried. A run that decodes therefore ends between two events, and nothing
 is accepted that a decoder of the whole file would reject.
+
+[Note: values that are not JSON]
+Profilers write some values as they are: infinities, and names with quotes, backslashes or control characters in them
+(a path of Windows, a dictionary, `<module>` of a notebook). Where no guess makes a run valid, such values are made
+valid, and counted: `null` for a number that is none, and a string that is not valid is taken character by character.
+A string ends at a quote before a comma and the next key, or a bracket; a name, which may hold all of these itself, ends
+where a key of an event follows.
 """
 
 from __future__ import annotations
@@ -29,6 +36,12 @@ Event = TypeVar("Event", bound=msgspec.Struct)
 
 _SPLIT = re.compile(rb"\}\s*,\s*\{")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
+_NO_NUMBER = re.compile(rb"([:,\[]\s*)[-+]?(?:inf(?:inity)?|nan(?:\(\w*\))?)(?=\s*[,}\]])", re.IGNORECASE)
+_NAME = re.compile(
+    rb'("name"\s*:\s*")(.{0,4096}?)(?="\s*(?:\}\s*[,\]]|,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:))', re.DOTALL
+)
+_STRING = re.compile(rb'(:\s*")((?:[^"\\]|\\.){0,4096}?|.{0,4096}?)(?="\s*(?:[}\]]|,\s*"[^"]*"\s*:))', re.DOTALL)
+_ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", **{c: b"\\u%04x" % c for c in range(32)}}
 _PLACE = re.compile(r"[$]\[(\d+)\]")
 #: A longer event or header is an error.
 _LONGEST_BYTES = 64 * 2**20
@@ -36,9 +49,10 @@ _TRIES = 64
 
 
 class Header(msgspec.Struct):
-    """The fields beside the array of events."""
+    """The fields beside the array of events, and how many values in it were not JSON."""
 
     distributed: dict[str, Any] = msgspec.field(default_factory=dict, name="distributedInfo")
+    repaired: int = 0
 
 
 def events(path: Path, kind: type[Event], header: Header, progress: Progress | None = None) -> Iterator[Event]:
@@ -51,6 +65,26 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
     for block in read_blocks(path, progress):
         yield from reader.feed(block)
     yield from reader.finish()
+
+
+def _repaired(data: bytes) -> tuple[bytes, int]:
+    """What a profiler meant (see the note above), and how many values were changed."""
+    changed = 0
+
+    def string(match: re.Match[bytes]) -> bytes:
+        nonlocal changed
+        opening, text = match.groups()
+        try:
+            msgspec.json.decode(b'"' + text + b'"')
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            changed += 1
+            text = b"".join(_ESCAPED.get(byte, bytes((byte,))) for byte in text)
+            text = text.decode(errors="replace").encode()
+        return opening + text
+
+    data = _STRING.sub(string, _NAME.sub(string, data))
+    data, numbers = _NO_NUMBER.subn(rb"\1null", data)
+    return data, changed + numbers
 
 
 def _splits(data: bytes) -> Iterator[int]:
@@ -90,6 +124,15 @@ class _Reader(Generic[Event]):
                 raise FileError(f"{self._path}: empty (expected a Chrome trace)")
             kind = self._decode(self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))
             raise FileError(f"{self._path}: traceEvents: missing (has {one_line(', '.join(kind)) or 'nothing'})")
+        try:
+            return self._last()
+        except FileError:
+            if not self._repair():
+                raise
+        return self._last()
+
+    def _last(self) -> list[Event]:
+        """The events of all that is left, and the fields behind them."""
         if not self._in_object:
             return list(self._decode(b"[" + self._rest, self._events))
         tail = self._decode(b'{"":[' + self._rest, msgspec.json.Decoder(dict[str, msgspec.Raw]))
@@ -127,9 +170,17 @@ class _Reader(Generic[Event]):
             self._wanted = BLOCK_BYTES
             self._done += len(found)
             return found
+        if self._repair():
+            return self._run()
         self._check_length("one event")
         self._wanted = 2 * len(self._rest)
         return []
+
+    def _repair(self) -> bool:
+        """Make values that are not JSON valid; return whether there are any."""
+        self._rest, changed = _repaired(self._rest)
+        self._header.repaired += changed
+        return changed > 0
 
     def _note(self, fields: dict[str, msgspec.Raw]) -> None:
         if "distributedInfo" in fields:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "collective_kind",
     "element_bytes",
     "is_integer",
+    "is_transfer",
+    "looks_like_a_transfer",
     "ranks_in_words",
     "tensor_bytes",
     "tensor_elements",
@@ -40,6 +43,19 @@ _KINDS = {
     "coalesced": GROUPED,
 }
 
+#: Kernels that move data between devices, and their kind where their names do not say it: libraries of collectives
+#: (NCCL, RCCL, oneCCL, MSCCL, NVSHMEM, rocSHMEM), torch's symmetric memory, and those of experts' and of serving's own.
+_TRANSFERS = (
+    (re.compile(r"deep_?ep\b|deep_ep::|pplx|mori::|\bep_(?:dispatch|combine)", re.IGNORECASE), "all_to_all"),
+    (re.compile(r"cross_device_reduce|quick_?reduce|allreduce_prototype|allreduce_fusion|lamport", re.IGNORECASE),
+     "all_reduce"),
+    (re.compile(r"nccl|rccl|oneccl|msccl|nvshmem|rocshmem|(?:^|\W)multimem_|(?:one|two)_?shot_", re.IGNORECASE), None),
+)  # fmt: skip
+_LIKE_TRANSFERS = re.compile(
+    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|send_?recv|broadcast_?ring|p2p|PtoP|peer_?to_?peer|symm_?mem",
+    re.IGNORECASE,
+)
+
 _ELEMENT_BYTES = {
     "double": 8, "long": 8, "long int": 8, "int64": 8, "float64": 8, "complexfloat": 8,
     "float": 4, "int": 4, "float32": 4, "int32": 4,
@@ -51,8 +67,21 @@ _ELEMENT_BYTES = {
 
 def collective_kind(name: str) -> str | None:
     """`all_reduce` from `ncclDevKernel_AllReduce_Sum_f32`, `nccl:all_reduce`, `allreduce_coalesced`; or None."""
+    if kind := next((kind for pattern, kind in _TRANSFERS if kind and pattern.search(name)), None):
+        return kind
     plain = re.sub(r"[^a-z]", "", name.lower())
     return next((kind for word, kind in _KINDS.items() if word in plain), None)
+
+
+@lru_cache(2**16)
+def is_transfer(kernel: str) -> bool:
+    """Whether a kernel of this name is known to move data between devices: no copy or fill is, whatever its name."""
+    return not kernel.startswith("Mem") and any(pattern.search(kernel) for pattern, _ in _TRANSFERS)
+
+
+def looks_like_a_transfer(kernel: str) -> bool:
+    """Whether a kernel that is not known to be one has a name like a transfer's."""
+    return not is_transfer(kernel) and _LIKE_TRANSFERS.search(kernel) is not None
 
 
 def element_bytes(name: str | None) -> int | None:

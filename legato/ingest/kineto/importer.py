@@ -14,6 +14,7 @@ from legato.core.errors import FileError, InputError
 from legato.core.plan import Message, Plan, Slice
 from legato.core.text import count
 from legato.core.timeline import Span, SpanKind, Timeline, merge_intervals, overlap_coefficient
+from legato.core.units import format_seconds
 from legato.core.workload import Phase, Workload
 from legato.ingest.assemble import assemble
 from legato.ingest.communications import matched
@@ -23,6 +24,7 @@ from legato.ingest.kineto.phases import FSDP
 from legato.ingest.kineto.program import clock_shifts, program
 from legato.ingest.kineto.step import TracedStep, extract, step_intervals, trim
 from legato.ingest.kineto.trace.events import HostInterval, Marks, Trace, read_marks, read_trace
+from legato.ingest.names import looks_like_a_transfer
 from legato.ingest.source import Progress, one_line, refusals_name_files
 from legato.ingest.traced import Gradient, Imported, KindTimes, Notes, RankMeasure, TracedOp, Whole
 
@@ -75,6 +77,8 @@ def import_kineto(
         found = _steps(traces[r], marked[r], wanted, graph, notes, next(readings))
         wanted = [interval for interval in wanted if interval.name in found]
         steps_of[r] = {n: s if r == chosen else replace(s, trace=s.trace.without_events()) for n, s in found.items()}
+    for marks in traces.values():
+        _note_repairs(marks, notes)
     every = [{r: steps_of[r][interval.name] for r in sorted(steps_of)} for interval in wanted]
     waits_known = [_set_waits(steps, traces, notes) for steps in every]
     middle = statistics.median_low(steps[chosen].length_s for steps in every)
@@ -85,6 +89,10 @@ def import_kineto(
         {r: _measure(r, s, known) for r, s in steps.items()} for steps, known in zip(every, waits_known, strict=True)
     ]
     steps, mine, measured = every[number], every[number][chosen], measures[number][chosen]
+    for kernel in dict.fromkeys(op.name for op in mine.ops if looks_like_a_transfer(op.name)) if mine.on_device else ():
+        seconds = sum(op.duration_s for op in mine.ops if op.name == kernel)
+        said = f"{one_line(kernel, 60)} looks like a transfer, and is counted as computing"
+        notes.assume(f"{said} ({format_seconds(seconds)} of a step)")
     graph = (graphs or {}).get(mine.trace.marks.path)
     if graph is not None:
         mine = replace(mine, ops=tuple(graph.dependencies(mine, notes)))
@@ -109,6 +117,14 @@ def import_kineto(
         sharded=sharded(untrimmed, number, traces[chosen].workers),
         whole=_whole(title, whole, traces[chosen].workers, keep_idle),
     )
+
+
+def _note_repairs(marks: Marks, notes: Notes) -> None:
+    """Say what in a file was no record of anything, and was left out or repaired."""
+    if marks.negative:
+        notes.assume(f"{marks.path.name}: {count(marks.negative, 'event')} of negative duration did not happen")
+    if marks.repaired:
+        notes.assume(f"{marks.path.name}: what is not JSON means what it shows ({count(marks.repaired, 'value')})")
 
 
 def _whole(title: str, steps: dict[int, TracedStep], workers: int | None, keep_idle: bool) -> Whole:

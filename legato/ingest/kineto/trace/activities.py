@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from legato.ingest.kineto.trace.columns import Arguments, EventColumns, whole_number
 from legato.ingest.kineto.trace.events import COLLECTIVE_NAME, COMMUNICATION, ISSUES, WAIT, Trace
-from legato.ingest.names import GROUPED, collective_kind, element_bytes, is_integer, tensor_bytes, tensor_elements
+from legato.ingest.names import (
+    GROUPED,
+    collective_kind,
+    element_bytes,
+    is_integer,
+    is_transfer,
+    tensor_bytes,
+    tensor_elements,
+)
 from legato.ingest.source import one_line
 from legato.ingest.traced import Sent
 
@@ -38,7 +46,6 @@ __all__ = [
     "waits",
 ]
 
-_NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _WRAPPER = re.compile(r"autograd::|torch::|torch\.|detach$|.*Backward\d*$")
 #: The operators that issue collectives or wait for them: nothing below them computes.
 _OF_COLLECTIVES = re.compile(rf"{COMMUNICATION}$|_?c10d\w*::|symm_mem::|_dtensor::|{WAIT.pattern}")
@@ -83,7 +90,7 @@ def computations(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     What issues collectives, waits for them or carries them out on the host computes nothing, also inside an operator.
     """
     if len(trace.device):
-        return [a for a in _device_activities(trace, start_s, end_s) if not _NCCL.search(a.name)]
+        return [a for a in _device_activities(trace, start_s, end_s) if not is_transfer(a.name)]
     columns, found, carried_out = trace.operator, list[Activity](), _times_by_thread(trace, start_s, end_s)
     until, cut, current = dict[int, float](), dict[int, float](), dict[int, int]()
     nothing = np.array([_OF_COLLECTIVES.match(name) is not None for name in trace.names], dtype=bool)
@@ -136,10 +143,10 @@ def waits(trace: Trace, begin_s: float, until_s: float) -> list[tuple[float, flo
 def collectives(trace: Trace, start_s: float, end_s: float) -> list[Activity]:
     """The collectives that the host issued in that time (see the note above).
 
-    They are the kernels of NCCL or RCCL, or the marks of gloo, MPI and so on, on the host.
+    They are the kernels that `names` knows as transfers, or the marks of gloo, MPI and so on, on the host.
     """
     if not _on_host(trace):
-        return [a for a in _device_activities(trace, start_s, end_s) if _sends(a)]
+        return [a for a in _device_activities(trace, start_s, end_s) if is_transfer(a.name)]
     return [a for a in _marked(trace) if start_s <= a.host_s < end_s]
 
 
@@ -147,9 +154,9 @@ def _on_host(trace: Trace) -> bool:
     """Whether the host carries out the collectives, also those of a device that computes."""
     if not len(trace.device):
         return True
-    sends = np.array([_NCCL.search(name) is not None for name in trace.names], dtype=bool)
+    sends = np.array([is_transfer(name) for name in trace.names], dtype=bool)
     marks = {trace.named(trace.annotation, i) for i in _marks(trace)}
-    return not sends[trace.device.name].any() and any(not _NCCL.match(name) for name in marks)
+    return not sends[trace.device.name].any() and any(not name.startswith("nccl") for name in marks)
 
 
 def _marks(trace: Trace) -> list[int]:
@@ -228,16 +235,13 @@ def foreign(
         return not launched and activity.end_s > begin_s and activity.start_s < until_s
 
     every = [a for a in _device_activities(trace, -np.inf, np.inf) if of_others(a)] if len(trace.device) else []
-    sends = [a for a in _marked(trace) if of_others(a)] if _on_host(trace) else [a for a in every if _sends(a)]
+    sends = (
+        [a for a in _marked(trace) if of_others(a)] if _on_host(trace) else [a for a in every if is_transfer(a.name)]
+    )
     return (
-        tuple((a.start_s, a.end_s) for a in every if not _NCCL.search(a.name)),
+        tuple((a.start_s, a.end_s) for a in every if not is_transfer(a.name)),
         tuple((describe(trace, a).kind, a.start_s, a.end_s) for a in sends),
     )
-
-
-def _sends(activity: Activity) -> bool:
-    """Whether an event of a device is a collective: a copy or a fill is none, whatever its name."""
-    return _NCCL.search(activity.name) is not None and not activity.name.startswith("Mem")
 
 
 def _device_activities(trace: Trace, start_s: float, end_s: float) -> list[Activity]:

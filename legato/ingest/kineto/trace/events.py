@@ -43,7 +43,7 @@ WAIT = re.compile(r"<built-in method (?:wait|monitored_barrier) of (?:pybind11|P
 
 _STEP, _UPDATE = "ProfilerStep#", "Optimizer.step"
 _DEVICE = dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"), "device")
-_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "runtime"), "launch")
+_LAUNCH = dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "runtime"), "launch")
 #: Categories, in lower case. Those of one word, and marks among the operators, are from profilers before 2022.
 _KINDS = {"cpu_op": "operator", "operator": "operator", "user_annotation": "annotation", **_DEVICE, **_LAUNCH}
 #: Larger times, 30,000 years, are errors.
@@ -71,6 +71,8 @@ class Marks:
     origin_us: float = 0.0
     events: int = 0
     has_work: bool = False  # operators or kernels
+    negative: int = 0  # events that end before they begin
+    repaired: int = 0  # values that were no JSON
     processes: set[int] = field(default_factory=set)  # of the host
     steps: list[HostInterval] = field(default_factory=list)
     updates: list[HostInterval] = field(default_factory=list)
@@ -123,6 +125,9 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
         kind = _kind(event)
         if kind is None:
             continue
+        if _is_negative(event):
+            marks.negative += 1
+            continue
         if not marks.has_work:
             marks.has_work = kind in ("device", "operator")
         if kind != "device":
@@ -132,6 +137,7 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
         if kind == "annotation" and (name := event.name or "").startswith((_STEP, _UPDATE)):
             start, end = _seconds(marks, index, event)
             (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(one_line(name), start, end))
+    marks.repaired = header.repaired
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.rank = _positive(header.distributed.get("rank"))
@@ -155,9 +161,10 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
     by_kind: dict[str, EventColumns] = {kind: getattr(trace, kind) for kind in set(_KINDS.values())}
-    for index, event in enumerate(events(marks.path, _Event, Header(), progress)):
+    header = Header()
+    for index, event in enumerate(events(marks.path, _Event, header, progress)):
         kind = _kind(event)
-        if kind is None:
+        if kind is None or _is_negative(event):
             continue
         columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
         name = event.name or ""
@@ -169,6 +176,7 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
         link = whole_number(args.sequence if on_host else args.correlation)
         number = names.setdefault(name, len(names))
         columns.add(start, end, number, thread, link, args, _has_detail(name, args))
+    marks.repaired = max(marks.repaired, header.repaired)
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
@@ -182,6 +190,10 @@ def _kind(event: _Mark) -> str | None:
     if kind is None and event.cat == "python_function" and WAIT.match(event.name or ""):
         return "operator"
     return "annotation" if kind == "operator" and (event.name or "").startswith((_STEP, _UPDATE)) else kind
+
+
+def _is_negative(event: _Mark) -> bool:
+    return isinstance(event.dur, int | float) and event.dur < 0
 
 
 def _launches(name: str) -> bool:
@@ -212,8 +224,6 @@ def _seconds(marks: Marks, index: int, event: _Mark) -> tuple[float, float]:
         start = _number(marks.path, index, "ts", start)
     if not (isinstance(length, float) and abs(length) < _LARGEST_US):
         length = _number(marks.path, index, "dur", length)
-    if length < 0:
-        raise FileError(f"{marks.path}: traceEvents[{index}].dur: {length} (expected at least 0)")
     start = (start - marks.origin_us) * 1e-6
     return start, start + length * 1e-6
 
