@@ -23,10 +23,11 @@ _LEAST_BITS_PER_S = 100e6
 
 #: What launchers put before each line: `[1,0]<stdout>:`, `host-3: `, `12: `.
 _PREFIX = re.compile(r"(?:\[\d+,\d+\]<\w+>|[\w.-]+):[ \t]?(?=[ \t]*(?:#|\d|$))")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s")
+_RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\s")
 _TEST = re.compile(
     r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|gather|scatter|reduce|sendrecv|hypercube)_perf\b"
 )
+_NUMBER = r"[0-9]{1,12}(\.[0-9]+)?"
 _HEADING = re.compile(r"#\s+size\s+count\s")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED")
 #: How far the ratio of the two bandwidths in a table may be from that of an all-reduce, which both are rounded for.
@@ -129,16 +130,16 @@ def _samples(path: Path, lines: Sequence[str], heading: Sequence[str], ranks: in
     for line in lines:
         words = line.split()
         rows = len(heading) <= len(words) <= len(heading) + 1  # a timestamp is two words
-        if not rows or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(r"\d{1,12}(\.\d+)?", words[time]):
+        if not rows or not re.fullmatch(r"\d{1,15}", words[0]) or not re.fullmatch(_NUMBER, words[time]):
             continue
         nbytes, seconds = int(words[0]), float(words[time]) * 1e-6
-        if any(words[k].isdigit() and int(words[k]) for k in wrong):
+        if any(re.fullmatch(r"[0-9]*[1-9][0-9]*", words[k]) for k in wrong):
             raise FileError(f"{path}: wrong results at {count(nbytes, 'byte')} (expected a run in which all are right)")
         if nbytes > 0 and seconds > 0:
             samples[nbytes] = seconds
-            algorithm, bus = float(words[time + 1]), float(words[time + 2])
-            if algorithm >= 1:
-                ratios.append(bus / algorithm)
+            rates = [float(word) for word in words[time + 1 : time + 3] if re.fullmatch(_NUMBER, word)]
+            if len(rates) == 2 and rates[0] >= 1:
+                ratios.append(rates[1] / rates[0])
     if failed := next((found for line in lines if (found := _OUT_OF_BOUNDS.match(line))), None):
         raise FileError(f"{path}: {failed.group(1)} wrong results (expected a run in which all are right)")
     if len(samples) < 2:

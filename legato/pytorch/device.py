@@ -12,6 +12,7 @@ import torch
 __all__ = [
     "DeviceClock",
     "HostClock",
+    "can_time",
     "clock_for",
     "current_stream",
     "group_device",
@@ -86,6 +87,12 @@ class DeviceClock:
     def seconds(self, start: Any, stop: Any) -> float:
         """Return the seconds between two marks that the device has passed (see `settle`)."""
         return float(start.elapsed_time(stop)) * 1e-3
+
+
+def can_time(device: torch.device) -> bool:
+    """Whether a device computes: it is a CPU or an accelerator that is here, and not `meta`."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return device.type == "cpu" or (accelerator is not None and device.type == accelerator.type)
 
 
 def clock_for(device: torch.device) -> HostClock | DeviceClock:

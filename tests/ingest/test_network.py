@@ -93,6 +93,15 @@ def test_lines_of_a_launcher(tmp_path, prefix):
     assert read_nccl_tests(path) == expected
 
 
+@pytest.mark.parametrize("rates", ["", " algbw busbw", " a b"])
+def test_a_table_without_bandwidths(tmp_path, rates):
+    """What is no number there tells nothing."""
+    path = tmp_path / "out.txt"
+    rows = "\n".join(f"{2**k} 1 sum {k}.0{rates}" for k in (10, 11, 12))
+    path.write_text(f"#  Rank  0 on a\n#  Rank  1 on b\n#  size  count redop time{rates}\n{rows}\n")
+    assert [nbytes for nbytes, _ in read_nccl_tests(path)[1]] == [2**10, 2**11, 2**12]
+
+
 def test_timestamps(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text(NEW)

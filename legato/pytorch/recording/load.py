@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from legato.core.errors import CaptureError
 from legato.core.text import with_article
+from legato.pytorch.device import can_time
 
 __all__ = ["blame", "check_loss", "check_training", "load_training", "set_threads"]
 
@@ -131,8 +132,8 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> None:
     if not mine:
         raise CaptureError("the model has no trainable parameter (expected at least one that requires grad)")
     devices = sorted({str(p.device) for p in mine.values()})
-    if len(devices) > 1:
-        raise CaptureError(f"the model is on {', '.join(devices)} (expected one device)")
+    if len(devices) > 1 or not can_time(torch.device(devices[0])):
+        raise CaptureError(f"the model is on {', '.join(devices)} (expected cpu or one device of an accelerator)")
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise CaptureError("the optimizer has none of the model's trainable parameters (expected at least one)")
     for parameter in inspect.signature(optimizer.step).parameters.values():

@@ -192,10 +192,12 @@ def test_lazy_parameters_are_refused():
     assert "lazy parameters without values" in message(capture, model, optimizer, lambda: None)
 
 
-def test_several_devices_are_refused():
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta",)])
+def test_several_devices_and_devices_that_compute_nothing_are_refused(devices):
+    model = nn.Sequential(*(nn.Linear(1, 1, device=device) for device in devices))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "the model is on cpu, meta (expected one device)" in message(capture, model, optimizer, list)
+    said = f"the model is on {', '.join(devices)} (expected cpu or one device of an accelerator)"
+    assert said in message(capture, model, optimizer, list)
 
 
 def test_sparse_gradients_are_refused():
