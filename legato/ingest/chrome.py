@@ -37,10 +37,12 @@ Event = TypeVar("Event", bound=msgspec.Struct)
 _SPLIT = re.compile(rb"\}\s*,\s*\{")
 _OPEN = re.compile(rb'"traceEvents"\s*:\s*\[')
 _NO_NUMBER = re.compile(rb"([:,\[]\s*)[-+]?(?:inf(?:inity)?|nan(?:\(\w*\))?)(?=\s*[,}\]])", re.IGNORECASE)
-_NAME = re.compile(
-    rb'("name"\s*:\s*")(.{0,4096}?)(?="\s*(?:\}\s*[,\]]|,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:))', re.DOTALL
+#: Where a name, and where another string of an event begins; and where each ends.
+_NAME = (
+    re.compile(rb'"name"\s*:\s*"'),
+    re.compile(rb'(?<!\\)"(?=\s*(?:\}\s*[,\]]|,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:))'),
 )
-_STRING = re.compile(rb'(:\s*")((?:[^"\\]|\\.){0,4096}?|.{0,4096}?)(?="\s*(?:[}\]]|,\s*"[^"]*"\s*:))', re.DOTALL)
+_STRING = re.compile(rb':\s*"'), re.compile(rb'(?<!\\)"(?=\s*(?:[}\]]|,\s*"[^"]{0,200}"\s*:))')
 _ESCAPED = {ord('"'): b'\\"', ord("\\"): b"\\\\", **{c: b"\\u%04x" % c for c in range(32)}}
 _PLACE = re.compile(r"[$]\[(\d+)\]")
 #: A longer event or header is an error.
@@ -70,19 +72,22 @@ def events(path: Path, kind: type[Event], header: Header, progress: Progress | N
 def _repaired(data: bytes) -> tuple[bytes, int]:
     """What a profiler meant (see the note above), and how many values were changed."""
     changed = 0
-
-    def string(match: re.Match[bytes]) -> bytes:
-        nonlocal changed
-        opening, text = match.groups()
-        try:
-            msgspec.json.decode(b'"' + text + b'"')
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            changed += 1
-            text = b"".join(_ESCAPED.get(byte, bytes((byte,))) for byte in text)
-            text = text.decode(errors="replace").encode()
-        return opening + text
-
-    data = _STRING.sub(string, _NAME.sub(string, data))
+    for begins, ends in (_NAME, _STRING):
+        parts, at = [], 0
+        for end in ends.finditer(data):
+            opening = begins.search(data, at, end.start())
+            if opening is not None:
+                text = data[opening.end() : end.start()]
+                try:
+                    msgspec.json.decode(b'"' + text + b'"')
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    changed += 1
+                    escaped = b"".join(_ESCAPED.get(byte, bytes((byte,))) for byte in text)
+                    parts += [data[at : opening.end()], escaped.decode(errors="replace").encode()]
+                    at = end.start()
+            parts.append(data[at : end.end()])
+            at = end.end()
+        data = b"".join([*parts, data[at:]])
     data, numbers = _NO_NUMBER.subn(rb"\1null", data)
     return data, changed + numbers
 

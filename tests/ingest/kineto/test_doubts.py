@@ -46,6 +46,21 @@ def test_a_name_is_read_as_it_is_shown(tmp_path):
     assert NAMES[1] in [op.name for op in imported(tmp_path, text).workload.ops]
 
 
+@pytest.mark.parametrize("block", [700, 2**22])
+def test_every_string_of_an_event_in_blocks_of_any_size(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("legato.ingest.source.BLOCK_BYTES", block)
+    monkeypatch.setattr("legato.ingest.chrome.BLOCK_BYTES", block)
+    base = samples.record()
+    expected = figures(imported(tmp_path, base.text()))
+    for k in range(40):
+        base.event("cpu_op", "PLACE" if k % 3 else "fine", 1, 2, 3, stack="PLACE", shape="x", module="PLACE")
+    text = base.text().replace("PLACE", "C:\\Users\\x.py")
+    found = imported(tmp_path, text)
+    assert figures(found) == expected
+    said = f"t.json: what is not JSON means what it shows ({text.count('Users')} values)"
+    assert said in found.notes.assumed
+
+
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-nan(ind)", "Infinity", "NaN"])
 def test_numbers_that_are_none(tmp_path, value):
     base = samples.record()
