@@ -33,7 +33,7 @@ check: install
 	$(BIN)/ruff format --check legato tests examples benchmarks
 	$(BIN)/ruff check legato tests examples benchmarks
 	$(BIN)/lint-imports
-	$(BIN)/mypy
+	$(BIN)/pyrefly check
 
 # The simulator's and the bounds' loops are compiled once here, not by each of the processes that run tests.
 .venv/compiled: .venv/installed legato/simulator/flow/engine/*.py legato/schedule/bound/arguments/two_sided_states.py

@@ -48,7 +48,8 @@ def option(name: str, **own: Any) -> Any:
     panel = "Network" if axis in NETWORK else "Fabric"
     flags = (f"--{_flag(name)}/--no-{_flag(name)}",) if axis.type is bool else ()
     usual = {"help": axis.help, "metavar": axis.metavar, "min": axis.least, "max": axis.most, "rich_help_panel": panel}
-    return typer.Option(*flags, **usual | own)
+    options: dict[str, Any] = usual | own
+    return typer.Option(*flags, **options)
 
 
 def _flag(name: str) -> str:
@@ -69,7 +70,7 @@ def _parameter(axis: Axis, values: Literal["one", "each job", "several"] = "one"
         kind, own["metavar"] = str, "INTEGER"
     limits = {} if kind is axis.type else {"min": None, "max": None}
     kind = kind if default is not None else kind | None
-    annotation = Annotated[kind, option(axis.name, **limits | own)]  # type: ignore[valid-type]
+    annotation = Annotated[kind, option(axis.name, **limits | own)]
     return Parameter(axis.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -162,7 +162,7 @@ def _read(
 
         _refuse(format, only_step | {"rank": chosen.rank})
         forward_s = None if sends.forward is None else quantity("forward", sends.forward, parse_seconds)
-        given = asdict(sends) | usual
+        given: dict[str, Any] = asdict(sends) | usual
         del given["forward"]
         return import_send_trace(traces, forward_s=forward_s, **given)
     raise unknown_name("format", format, _FORMATS)

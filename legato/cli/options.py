@@ -139,7 +139,7 @@ class Group(NamedTuple):
                 kind = types[one.name]
                 if one.metadata:
                     more = panel | dict(one.metadata)
-                    kind = Annotated[kind, typer.Option(*more.pop("flags"), **more)]  # type: ignore[valid-type]
+                    kind = Annotated[kind, typer.Option(*more.pop("flags"), **more)]
                 options.append(
                     inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kind)
                 )
@@ -162,7 +162,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**given)
 
     run.__annotations__ = {one.name: one.annotation for one in parameters}
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore[missing-attribute]
     return run
 
 

@@ -107,7 +107,7 @@ class Layout:
 
     def mesh(self) -> Mesh:
         """The dimensions, which multiply to the number of GPUs. Raises `InputError` if they do not."""
-        sizes = {name: getattr(self, name) or 1 for name in DIMENSIONS}
+        sizes: dict[str, Any] = {name: getattr(self, name) or 1 for name in DIMENSIONS}
         for name in ("gpus", "expert", *DIMENSIONS):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name}: {getattr(self, name)} (expected at least 1)")
@@ -116,8 +116,9 @@ class Layout:
         if self.gpus is not None and math.prod(sizes.values()) != self.gpus:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
             raise InputError(f"--gpus: {self.gpus:,} (expected {math.prod(sizes.values()):,}: {product})")
-        order = {} if self.order is None else {"order": tuple(split(self.order))}
-        return Mesh(**sizes, expert=self.expert or 1, **order)  # type: ignore[arg-type]
+        if self.order is not None:
+            sizes["order"] = tuple(split(self.order))
+        return Mesh(**sizes, expert=self.expert or 1)
 
     def job(self, name: str, model: LanguageModel, machine: dict[str, Any], *, recompute: bool) -> Job:
         from legato.whole_jobs.presets import framework_named, machine_named

@@ -41,7 +41,7 @@ def resnet50() -> Training:
         images = torch.randn(12, 3, 64, 64, generator=random)
         labels = torch.randint(0, 1000, (12,), generator=random)
         output: Any = through(pixel_values=images, labels=labels)
-        return output.loss  # type: ignore[no-any-return]
+        return output.loss
 
     return Training(model, optimizer, loss, batch_size=12)
 
@@ -61,7 +61,7 @@ def gpt2() -> Training:
     def loss(through: nn.Module) -> torch.Tensor:
         tokens = torch.randint(0, 10_000, (4, 64), generator=random)
         output: Any = through(input_ids=tokens, labels=tokens)
-        return output.loss  # type: ignore[no-any-return]
+        return output.loss
 
     return Training(model, optimizer, loss, batch_size=4)
 

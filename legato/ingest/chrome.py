@@ -106,7 +106,7 @@ class _Reader(Generic[Event]):
     def __init__(self, path: Path, kind: type[Event], header: Header) -> None:
         self._path = path
         self._header = header
-        self._events: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+        self._events: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[kind])
         self._rest = b""
         self._in_object: bool | None = None
         self._wanted = BLOCK_BYTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, cast, get_args
 
 from legato.core.errors import InputError
 from legato.core.program import Communication, Operation
@@ -118,7 +118,7 @@ def communications(joints: Sequence[Joint], transfers: Transfers, number: int, n
     result, shared = list[Communication](), dict[tuple[int, ...], tuple[tuple[int, ...], ...]]()
     for joint, same in zip(joints, parts, strict=True):
         group = joint.group or everyone
-        operation = _SAME_COST.get(joint.kind, joint.kind)
+        operation = cast(Operation, _SAME_COST.get(joint.kind, joint.kind))
         if joint.kind == "reduce":
             notes.assume("a reduce takes as long as a broadcast")
         nbytes = max(t.nbytes or 0 for t in same)
@@ -133,7 +133,7 @@ def communications(joints: Sequence[Joint], transfers: Transfers, number: int, n
         result.append(
             Communication(
                 kind,
-                operation,  # type: ignore[arg-type]
+                operation,
                 shared.setdefault(group, (group,)),
                 nbytes * (len(group) if operation == "all_gather" else 1),
                 traced_s=min(t.end_s - t.start_s for t in same),

@@ -100,7 +100,7 @@ _log = logging.getLogger("legato")
 # ---- dispatch, overrides, compilation ---------------------------------------------------
 
 #: Keeps dynamo from tracing a function. `torch.compiler.disable` does the same, but imports dynamo right away (1 s).
-not_compiled: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+not_compiled: Any = torch._disable_dynamo
 
 #: Inside, `__torch_function__` of tensor subclasses is not called. (torch documents it, under `torch._C` only.)
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
@@ -129,7 +129,7 @@ def on_compilation(call: Callable[[], None]) -> Iterator[None]:
             callback_handler.remove_start_callback(started)
 
 
-@not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+@not_compiled(recursive=False)
 def compiled_by(frame: Any) -> Literal["", "module", "caller"]:
     """Whether dynamo compiles the module whose forward hook has this frame.
 
@@ -233,7 +233,7 @@ def _take_place_of_ddp_optimizer() -> None:
                 return compile_graph(gm, example_inputs, **options)
             return _TwoWays(compile_graph, backend).compile(way, gm, example_inputs)
 
-    distributed.DDPOptimizer = Optimizer  # type: ignore[misc]
+    distributed.DDPOptimizer = Optimizer
 
 
 class _TwoWays:
@@ -474,12 +474,13 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
         context, fake_mode = torch._guards.TracingContext.try_get(), torch._guards.detect_fake_mode(inputs)
 
         def compile_piece(piece: Any, inputs: Any, whole: bool) -> Any:
-            chosen, results = options, []
+            chosen: dict[str, Any] = options
+            results: Any = []
             with config.patch(patches), V.set_fake_mode(fake_mode), torch._guards.tracing(context):
                 if not whole:
                     chosen = {**options, "static_input_idxs": (), "cudagraphs": BoxedBool(False)}
                     # Convolutions may have changed the layout of what this piece reads. inductor does the same first.
-                    view_to_reshape(piece)  # type: ignore[no-untyped-call]
+                    view_to_reshape(piece)
                     results = FakeTensorProp(piece, fake_mode).propagate_dont_convert_inputs(*inputs)
                     # The next piece is compiled for the strides of these.
                     piece.graph.output_node().meta["user_visible_output_idxs"] = range(len(results))
@@ -490,7 +491,7 @@ def _compile_with_inductor(patches: dict[str, Any], graph: Any, inputs: Any, fun
     return compile_fx(graph, inputs, inner_compile=inner, config_patches=patches)
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """Sees every operator below autograd, and those of compiled code; dynamo compiles under it as without it.
 
     The documentation of dispatch modes ("Extending PyTorch") gives this private path.
@@ -527,12 +528,12 @@ def outside_transforms() -> Any:
 def _outside_transforms(tracing: Any, transforming: bool) -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    torch._C._set_tracing_state(None)  # pyrefly: ignore[missing-attribute]
     try:
         with temporarily_clear_interpreter_stack() if transforming else nullcontext():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        torch._C._set_tracing_state(tracing)  # pyrefly: ignore[missing-attribute]
 
 
 def operator_schema(func: Any) -> Any:
@@ -545,7 +546,7 @@ def operator_schema(func: Any) -> Any:
 
 def on_backward_end(call: Callable[[], None]) -> None:
     """Call `call()` when the backward pass that runs now has ended (DDP finalizes its buckets in the same way)."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 class no_gradients:
@@ -568,7 +569,7 @@ def in_backward_pass() -> bool:
 
 def autograd_node_number() -> int:
     """The number that autograd gives to the next node that this thread creates."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch.autograd._get_sequence_nr())
 
 
 def current_node() -> Any:
@@ -617,7 +618,7 @@ def drop_accumulator(parameter: nn.Parameter) -> None:
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user has registered hooks on the parameter's gradient."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -648,13 +649,13 @@ def uses(tensor: Tensor) -> tuple[int, int, bool, bool]:
     (Other processes are asked for on the CPU only: on a GPU, torch says yes of every tensor.)
     """
     storage = tensor.untyped_storage()
-    users, shared = torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()  # type: ignore[attr-defined]
-    return tensor._use_count(), users, shared, storage.resizable()  # type: ignore[attr-defined]
+    users, shared = torch._C._storage_Use_Count(storage._cdata), tensor.is_cpu and storage.is_shared()
+    return tensor._use_count(), users, shared, storage.resizable()  # pyrefly: ignore[missing-attribute]
 
 
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
     """A tensor of a subclass that has a shape and no storage ("Extending PyTorch" makes wrappers in this way)."""
-    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def module_tables(module: nn.Module, *kinds: str) -> list[dict[str, Any]]:
@@ -705,7 +706,7 @@ def unhooked_step(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 
 #: The code of every `step` of torch's: all of them are wrapped in the same function, which runs hooks.
-_HOOKED: Any = Optimizer.profile_hook_step(lambda _: None).__code__  # type: ignore[attr-defined]
+_HOOKED: Any = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def is_replaced(base: type[Optimizer]) -> bool:
@@ -934,7 +935,7 @@ class SilentForward:
         self._ddp = ddp
         self._sends = self._completed = False
 
-        @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+        @not_compiled(recursive=False)
         def run(*args: Any, **kwargs: Any) -> Any:
             ddp.require_backward_grad_sync = self._sends
             module_begins()
@@ -967,7 +968,7 @@ class SilentForward:
 
 
 #: A part of a store, for keys with a prefix. It is public, but `torch.distributed` does not export it explicitly.
-PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
+PrefixStore: Any = dist.PrefixStore
 
 
 def default_store() -> Any:

@@ -70,7 +70,7 @@ def idle_causes(timeline: Timeline, worker: int = 0) -> list[tuple[float, float,
     causes: list[tuple[float, float, dict[str | None, float]]] = []
     for start, end in idle_gaps(timeline, worker):
         near = [m for m in messages if m.end_s > start and abs(m.end_s - end) <= tolerance]
-        shares = _divided(start, end, messages)
+        shares: dict[str | None, float] = _divided(start, end, messages)
         if near:
             free_s = shares.get(None, 0.0)
             shares = {near[-1].name: end - start}

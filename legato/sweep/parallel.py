@@ -34,7 +34,7 @@ def check_backend(name: str | None) -> None:
         if kind == "dask":
             import distributed  # noqa: F401
         else:
-            import ray.util.joblib  # type: ignore[import-not-found]  # noqa: F401
+            import ray.util.joblib  # noqa: F401
     except ImportError:
         package = "'dask[distributed]'" if kind == "dask" else "ray"
         raise InputError(f"backend {name!r} needs {kind}, which is not installed: pip install {package}") from None

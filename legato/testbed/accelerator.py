@@ -81,12 +81,14 @@ class _Backward(Function):
     """One stretch of the backward pass; the stretches form a chain, in reverse in the forward direction."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, model: EmulatedModel, stretch: int, *_: Tensor) -> Tensor:
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, token: Tensor, model: EmulatedModel, stretch: int, *_: Tensor
+    ) -> Tensor:
         ctx.model, ctx.stretch = model, stretch
         return token.clone()
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, token: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         model, stretch = ctx.model, ctx.model.backward_stretches[ctx.stretch]
         model.clock.run(stretch.seconds)
         model.clock.ask()
@@ -137,7 +139,7 @@ class EmulatedModel(nn.Module):
         token = torch.zeros(1, requires_grad=True)
         for k in reversed(range(len(self.backward_stretches))):
             parameters = [self.ordered[t] for t in self.backward_stretches[k].tensors]
-            token = _Backward.apply(token, self, k, *parameters)  # type: ignore[no-untyped-call]
+            token = _Backward.apply(token, self, k, *parameters)
         return token.sum()
 
 
@@ -164,7 +166,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         self.elements = [sum(model.ordered[t].numel() for t in tensors) for _, tensors in self.ops]
         self.partial = parameters is not None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
         """Take the time of the ops that these parameters complete; returns when it has passed."""
         self.clock.meet()
         for group in self.param_groups:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from legato.core.workload import Workload
+from legato.core.workload import Phase, Workload
 from legato.testbed.accelerator import EmulatedModel
 
 __all__ = ["CompiledModel", "with_nodes"]
@@ -52,7 +52,7 @@ class CompiledModel(EmulatedModel):
 
     def forward(self) -> Tensor:
         """Run the forward pass, which waits for parameters that are not up to date."""
-        return cast(Tensor, _passes(id(self), self.start, *self.ordered))
+        return cast(Tensor, _passes(id(self), self.start, *self.ordered))  # pyrefly: ignore[not-callable]
 
     def run_op(self, op: int, reads: bool) -> None:
         """Take the time of an op, after that of a wait for the network if it reads a parameter."""
@@ -66,13 +66,13 @@ class _Passes(Function):
     """The forward pass and the backward pass, op by op."""
 
     @staticmethod
-    def forward(ctx: Any, model: int, start: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, model: int, start: Tensor, *parameters: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         ctx.model = _models[model]
         reads = [[parameters[t] for t in tensors] for tensors in ctx.model.reads]
         return _run_phase(ctx.model, "forward", start, reads, lambda *_: None)
 
     @staticmethod
-    def backward(ctx: Any, start: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, start: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         model: CompiledModel = ctx.model
         gradients: dict[int, Tensor] = {}
 
@@ -85,14 +85,14 @@ class _Passes(Function):
         return None, end.reshape(1), *(gradients[t] for t in range(len(gradients)))
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph
 def _passes(model: int, start: Tensor, *parameters: Tensor) -> Tensor:
-    return _Passes.apply(model, start, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return _Passes.apply(model, start, *parameters)
 
 
 def _run_phase(
     model: CompiledModel,
-    phase: str,
+    phase: Phase,
     start: Tensor,
     reads: Sequence[Sequence[Tensor]],
     finished: Callable[[int, Tensor], None],
@@ -100,7 +100,7 @@ def _run_phase(
     """Run the ops of a phase, and `finished(op, result)` after each; return a number that depends on all of them."""
     tokens: dict[int, Tensor] = {}
     unread: dict[int, Tensor] = {}
-    for i in model.workload.phase_ops(phase):  # type: ignore[arg-type]
+    for i in model.workload.phase_ops(phase):
         before = [dep for dep in model.workload.ops[i].deps if dep in tokens]
         after = [tokens[dep] for dep in before] or [start]
         tokens[i] = unread[i] = torch.ops.legato_testbed.run(after, reads[i], id(model), i)

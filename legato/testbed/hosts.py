@@ -127,7 +127,8 @@ class Hosts:
         """
         spaces = f"--pid=/proc/{self._holders[0].pid}/ns/pid_for_children"
         command = [*self._inside(range(self.count)[i] + 1), spaces, "setpriv", "--pdeathsig", "KILL", *arguments]
-        process = subprocess.Popen(command, **{"process_group": 0, **options})
+        options = {"process_group": 0} | options
+        process: subprocess.Popen[Any] = subprocess.Popen(command, **options)  # pyrefly: ignore[no-matching-overload]
         self._processes.append(process)
         return process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from legato.core.job import Job, Machine, WorkerGroup
 from legato.core.program import Operation
@@ -51,7 +51,7 @@ class Cost:
         return Cost({kind: left * own for kind, own in self.seconds.items()}, self.sent)
 
 
-def _sum(a: dict, b: dict) -> dict:  # type: ignore[type-arg]
+def _sum(a: dict[Any, float], b: dict[Any, float]) -> dict[Any, float]:
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in a | b}
 
 

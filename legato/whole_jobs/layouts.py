@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from legato.core.errors import InputError
-from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh
+from legato.core.job import Framework, Job, LanguageModel, Machine, Mesh, Schedule
 from legato.whole_jobs.memory import static
 from legato.whole_jobs.step import Step, floor_s, predict
 
@@ -70,7 +70,7 @@ def _of_mesh(
     name: str, model: LanguageModel, mesh: Mesh, framework: Framework, machine: Machine, sequences: int
 ) -> Iterator[Job]:
     """All ways to run a replica's `sequences` on this mesh."""
-    schedules = [
+    schedules: list[tuple[Schedule, int]] = [
         (schedule, chunks)
         for schedule in (framework.schedules if mesh.pipeline > 1 else ("1f1b",))
         for chunks in (_CHUNKS if schedule == "interleaved" else (1,))

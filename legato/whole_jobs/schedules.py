@@ -118,7 +118,7 @@ def check(plan: Sequence[Sequence[Action]], stages: int, microbatches: int) -> N
             if action in seen:
                 raise InputError(f"{where}: twice")
             before = {"backward": "forward", "weights": "backward"}.get(action.kind)
-            if before is not None and action._replace(kind=before) not in seen:  # type: ignore[arg-type]
+            if before is not None and action._replace(kind=before) not in seen:  # pyrefly: ignore[bad-argument-type]
                 raise InputError(f"{where} (expected behind its {before})")
             seen[action] = worker
     for stage in range(stages):

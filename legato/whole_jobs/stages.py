@@ -6,6 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from legato.core.job import Job
+from legato.core.program import Operation
 from legato.whole_jobs import layer
 from legato.whole_jobs.cost import Beside, Exchange, Work
 from legato.whole_jobs.layer import Passes
@@ -89,9 +90,9 @@ def _sharded(job: Job, own: Passes, parameters: Parameters) -> Passes:
     )
 
 
-def over_data(job: Job, own: Parameters, operation: str, nbytes: int) -> tuple[Exchange, ...]:
+def over_data(job: Job, own: Parameters, operation: Operation, nbytes: int) -> tuple[Exchange, ...]:
     """A collective of these bytes a parameter over data-parallel workers; that of experts over their replicas."""
-    shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)  # type: ignore[arg-type]
+    shared = Exchange("data", operation, ("data", "context"), nbytes * own.shared)
     replicas = shared._replace(dimensions=("replica", "context"), nbytes=nbytes * own.experts)
     return (shared, replicas) if own.experts else (shared,)
 

@@ -214,7 +214,9 @@ class _Graph:
 
     def _phased(self) -> dict[int, Phase]:
         """The phase of each kept node: from its attribute, else from threads, from names or from positions."""
-        said = {n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _PHASES}
+        said: dict[int, Phase] = {
+            n.id: n.attributes["phase"] for n in self._kept if n.attributes.get("phase") in _PHASES
+        }
         if len(said) == len(self._kept):
             return said
         by_thread = self._by_autograd_thread()

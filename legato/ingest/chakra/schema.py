@@ -77,9 +77,7 @@ def _message(
 
 
 _pool = descriptor_pool.DescriptorPool()
-_pool.Add(_file())  # type: ignore[no-untyped-call]
+_pool.Add(_file())
 
-Node: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName("legato.chakra.Node"))  # type: ignore[no-untyped-call]
-GlobalMetadata: Any = message_factory.GetMessageClass(
-    _pool.FindMessageTypeByName("legato.chakra.GlobalMetadata")  # type: ignore[no-untyped-call]
-)
+Node: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName("legato.chakra.Node"))
+GlobalMetadata: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName("legato.chakra.GlobalMetadata"))

@@ -81,12 +81,12 @@ class GraphCompiler:
         def function_of(phase: str, module: fx.GraphModule, inputs: Sequence[Any], compile_piece: CompilePiece) -> Any:
             graph = GraphFunction(number, phase, module, inputs, compile_piece)
             if phase == "backward":
-                function: Any = functools.partial(_run_backward, graph, sender_of, are_tensors)
+                function = functools.partial(_run_backward, graph, sender_of, are_tensors)
             else:
                 are_tensors[:] = [hasattr(value, "stride") for value in inputs]
                 graph.compile_whole()  # at once: the backward graph is compiled for the strides of its results
                 function = functools.partial(_run_forward, graph, sender_of, ran, whole_pass)
-            function._boxed_call = True
+            function._boxed_call = True  # pyrefly: ignore[missing-attribute]
             return function
 
         compiled = compile_graphs(backend, module, inputs, function_of)

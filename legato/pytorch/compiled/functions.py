@@ -45,7 +45,7 @@ class _Recorded(fx.Interpreter):
         values = args.copy()
         args.clear()
         try:
-            return self.run(*values)  # type: ignore[no-any-return]
+            return self.run(*values)
         finally:
             self.env.clear()  # else autograd would copy the gradients, as another object holds them
 

@@ -34,7 +34,7 @@ class Piece:
 def outputs(graph: fx.Graph) -> tuple[Any, ...]:
     """What a graph returns: nodes, and None where there is nothing."""
     (values,) = graph.output_node().args
-    assert isinstance(values, list | tuple)
+    assert isinstance(values, Sequence)
     return tuple(values)
 
 

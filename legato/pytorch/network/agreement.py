@@ -65,7 +65,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
     facts = {"optimizer": type(optimizer).__name__}
     for i, group in enumerate(optimizer.param_groups):
         settings = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-        known = {k: v for k, v in sorted(settings.items()) if isinstance(v, bool | int | float | str | tuple | list)}
+        known = {k: v for k, v in sorted(settings.items()) if isinstance(v, (bool, int, float, str, tuple, list))}
         facts[f"group {i} of the optimizer"] = f"{count(len(group['params']), 'parameter')}, {known}"
     return facts
 

@@ -63,7 +63,7 @@ class Watchdog:
         if self.size > 1:
             _note_exits()
             _Watch(self, self._wake).start()
-            weakref.finalize(self, self._wake.set).atexit = False
+            weakref.finalize(self, self._wake.set).atexit = False  # pyrefly: ignore[missing-attribute]
 
     @property
     def failed(self) -> bool:

@@ -136,12 +136,12 @@ def _recordable(model: nn.Module) -> Iterator[None]:
         yield
         return
     compiler = GraphCompiler()
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
     try:
         with compiles_with(compiler):
             yield
     finally:  # what was compiled here would be used in training, where gradients are sent
-        torch.compiler.reset()  # type: ignore[no-untyped-call]
+        torch.compiler.reset()
     if compiler.others:
         names = ", ".join(sorted(compiler.others))
         raise CaptureError(f"the model is compiled by the backend {names} (expected inductor or aot_eager)")
@@ -156,7 +156,7 @@ def _untraced_step(
         value = check_loss(loss())
     marks.append(clock.now())
     with blame("the backward pass"):
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
     marks.append(clock.now())
     with blame("the optimizer's step"):
         optimizer.step()
@@ -178,7 +178,7 @@ def _recorded_step(recorder: Recorder, optimizer: Optimizer, loss: Callable[[], 
         with blame("loss()"), recorder.phase("forward"):
             value = check_loss(loss())
         with blame("the backward pass"), recorder.phase("backward"):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         with blame("the optimizer's step"), recorder.phase("optimizer"):
             optimizer.step()
             optimizer.zero_grad()

@@ -58,7 +58,7 @@ class ModuleObserver:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     self._differentiable.add(path)
-                    tensor.register_hook(lambda _: self._reached.add(path))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda _: self._reached.add(path))
 
         stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(ends).remove)
@@ -109,11 +109,11 @@ def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.ndim else 1
 
 
-class _Reads(DispatchMode):  # type: ignore[no-untyped-call]
+class _Reads(DispatchMode):
     """Collects which of some storages the backward pass reads."""
 
     def __init__(self, storages: set[int], read: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages, self._read = storages, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

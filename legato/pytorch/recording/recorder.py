@@ -50,11 +50,11 @@ class RecordedStep:
     updates: tuple[tuple[str, float], ...]
 
 
-class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):
     """Shows every operator to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +163,7 @@ class Recorder:
         for i, parameter in enumerate(self._parameters.values()):
             self._owners.add(parameter, i)
             complete = functools.partial(self._complete, i)
-            handle = parameter.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(complete)
             self._hooks.callback(handle.remove)
 
     @contextmanager

@@ -35,7 +35,7 @@ class Storages:
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key not in self._held:
-            self._held[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._held[key] = StorageWeakRef(storage)
         return key
 
     def writer(self, tensor: torch.Tensor) -> int | None:

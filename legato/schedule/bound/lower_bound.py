@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import itertools
 from fractions import Fraction
-from typing import cast
+from typing import cast, get_args
 
 import msgspec
 
@@ -39,7 +39,7 @@ _FEW_TENSORS, _MOST_TENSORS = 64, 4096
 Certificate = Computation | Ends | Nested | TwoSided | Sharded | EqualPairs
 
 #: All arguments, in the order in which they are tried: the next ones need only look for what proves more.
-ARGUMENTS: tuple[type[Argument], ...] = Certificate.__args__
+ARGUMENTS: tuple[type[Argument], ...] = get_args(Certificate)
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

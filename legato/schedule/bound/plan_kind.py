@@ -44,7 +44,7 @@ def wider_kinds(kind: PlanKind) -> list[PlanKind]:
         dict.fromkeys((kind.step_last, False)),
         dict.fromkeys((kind.wire, True)),
     )
-    return [PlanKind(*values) for values in itertools.product(*axes)]
+    return [PlanKind(*values) for values in itertools.product(*axes)]  # pyrefly: ignore[bad-argument-type]
 
 
 def kind_of(plan: Plan, workload: Workload) -> PlanKind:

@@ -48,7 +48,7 @@ class ServerLoop:
     def __init__(self, workload: Workload, servers: int, agents: int = 0) -> None:
         self.servers, self.agents = servers, agents
         self.workers = dist.get_world_size() - servers - agents
-        self._together = dist.new_group(range(self.workers))
+        self._together: Any = dist.new_group(range(self.workers))
         self.clock = Clock()
         self.model = EmulatedModel(workload, clock=self.clock, seed=dist.get_rank())
 

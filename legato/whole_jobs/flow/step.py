@@ -84,13 +84,14 @@ def network_of(machine: Machine, workers: int, *, disturb: str = UNDISTURBED, **
     `InputError`.
     """
     hosts = -(-workers // machine.gpus_per_host)
+    further: dict[str, Any] = {"disturbances": parse_disturbances(disturb)} | options
     return Network(
         workers=hosts * machine.gpus_per_host,
         gpus_per_host=machine.gpus_per_host,
         bandwidth_bps=8 * machine.card_bytes_per_s * machine.card_share,
         local_bandwidth_bps=8 * machine.link_bytes_per_s * machine.link_share,
         sharing="fair",
-        **{"disturbances": parse_disturbances(disturb)} | options,
+        **further,
     )
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class Attachment:
         self.module: nn.Module = ddp.module
         self._parameters = trained_parameters(ddp.module)
         self._debug = chosen_checks(debug)
-        self._group: Any = ddp.process_group
+        self._group = cast(Any, ddp.process_group)
         self._number = _attached[self._group.group_name] = _attached.get(self._group.group_name, 0) + 1
         self._kept = kept_gradients(ddp, self._parameters) if ddp.gradient_as_bucket_view else None
         self._idle = IdleReducer(ddp, self._ddp_is_asked, self._prepare_backward, self._moving)
@@ -595,7 +595,7 @@ class Attachment:
 
     # ---- forward passes ----------------------------------------------------------------
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def _forward_begins(self, compiled: str, _: Any) -> None:
         """Before a forward pass; `compiled` says whether dynamo compiles it."""
         if self._forward.running:
@@ -633,7 +633,7 @@ class Attachment:
         self._idle.put_away()
         return True
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def _forward_ended(self, _: str, output: Any) -> None:
         """After a forward pass that has returned."""
         if self._ddps is not None:
@@ -641,7 +641,7 @@ class Attachment:
         if self._forward.running and not self._nested:
             self._forward.end(output)
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def _forward_failed(self, *_: Any) -> None:
         """After any forward pass: end what has not ended, because it has raised an exception."""
         if self._ddps is not None:

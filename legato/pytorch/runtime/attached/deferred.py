@@ -90,7 +90,7 @@ def _own_step(before: Any, base: type[Optimizer]) -> Callable[..., Any]:
     """What becomes the `step` of an optimizer; `before` is what its object had in place of its class's, or None."""
 
     @wraps(base.step)
-    @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+    @not_compiled(recursive=False)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         call = _Step(self, before, runs_compiled(), args, kwargs)
         try:
@@ -127,7 +127,7 @@ class _Step:
         )
         self._attached: list[Attached] = list(vars(optimizer)["_legato_attachments"])
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def defers(self) -> bool:
         """Begin the step; return whether nothing is left to do now."""
         optimizer, base, closure = self._optimizer, self._base, self._closure
@@ -168,7 +168,7 @@ class _Step:
         for attachment in self._attached:
             attachment.updates_begin()
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def ends(self) -> None:
         """Tell the models that the step has ended."""
         for attachment in self._attached:

@@ -114,7 +114,7 @@ class ForwardPasses:
         self._silent.end()
         GraphSender(reducer).show_gates()
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def _module_begins(self) -> None:
         """Before the module's own part of the pass."""
         assert self._reducer is not None
@@ -123,7 +123,7 @@ class ForwardPasses:
         elif self._module.training:
             self._scope.enter_context(self._reducer.watch())
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def _module_ends(self, completed: bool) -> None:
         """After the module's own part, which has returned or raised an exception."""
         if completed:
@@ -158,7 +158,7 @@ class Hook:
     def __init__(self, call: Callable[[str, Any], None], attachment: Any = None) -> None:
         self._call, self.attachment = call, attachment
 
-    @not_compiled(recursive=False)  # type: ignore[untyped-decorator]
+    @not_compiled(recursive=False)
     def __call__(self, _: nn.Module, args: Any, output: Any = None) -> None:
         self._call(compiled_by(sys._getframe()), output)
 

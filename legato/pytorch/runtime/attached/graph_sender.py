@@ -83,7 +83,7 @@ class GraphSender:
             return -1
         return slot.buckets[-1].index
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def update(self, parameter: nn.Parameter) -> None:
         """Bring a parameter up to date, whether or not it has a gate."""
         slot = self._slot(parameter)

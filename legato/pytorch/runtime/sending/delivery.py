@@ -186,7 +186,7 @@ class Delivery:
 
     # ---- reads -----------------------------------------------------------------------
 
-    @not_compiled  # type: ignore[untyped-decorator]
+    @not_compiled
     def resolve(self, slot: Slot) -> None:
         """Bring one parameter up to date: deliver its averaged gradient, and update it if `step()` was called.
 

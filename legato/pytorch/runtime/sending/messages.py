@@ -39,7 +39,7 @@ class Connection:
         self.watchdog = watchdog
         compared = set(debug) & set(COMPARED)
         self.checks = DebugChecks(tuple(debug), self.group, timeout) if compared else None
-        weakref.finalize(self, _release, self.group, self.watchdog).atexit = False
+        weakref.finalize(self, _release, self.group, self.watchdog).atexit = False  # pyrefly: ignore[missing-attribute]
         self.channel = channel_for(self.group)
 
     def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:

@@ -143,7 +143,7 @@ class LocalShards(Tensor):
         raise KeyError(index)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.new_empty.default:  # `async_save` makes a copy, and then copies the attributes
@@ -152,7 +152,7 @@ class LocalShards(Tensor):
             return cls(shape, options.get("dtype") or tensor.dtype, options.get("device") or tensor.device, ())
         raise InputError(f"{func}: only this rank's shards of the tensor are here, for torch.distributed.checkpoint")
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"LocalShards({tuple(self.shape)}, {self.dtype}, ranges={self.ranges})"
 
 
@@ -303,7 +303,7 @@ def _blank(optimizer: Any, shards: Shards) -> tuple[Any, dict[nn.Parameter, nn.P
     for p in _held(optimizer, shards):
         stand_ins[p] = nn.Parameter(torch.zeros(2, dtype=p.dtype, device=p.device))
         stand_ins[p].grad = torch.zeros_like(stand_ins[p])
-        stand_ins[p].shard_of = p  # type: ignore[attr-defined]
+        stand_ins[p].shard_of = p  # pyrefly: ignore[missing-attribute]
     return optimizer._with_state({}), stand_ins
 
 

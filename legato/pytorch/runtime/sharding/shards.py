@@ -523,6 +523,7 @@ def _own(bucket: Bucket, rank: int, ranks: int) -> list[Shard]:
             assert piece.flag is not None
             flag = int(piece.flag.storage_offset() - first) - rank * chunk
             flat = nn.Parameter(piece.view.new_empty(0))
-            flat.shard_of = piece.slot.parameter  # type: ignore[attr-defined]  # for optimizers that treat some alike
+            # For optimizers that treat some alike.
+            flat.shard_of = piece.slot.parameter  # pyrefly: ignore[missing-attribute]
             shards.append(Shard(piece, int(at) - rank * chunk, flag, flat))
     return shards

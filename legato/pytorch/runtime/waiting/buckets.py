@@ -80,7 +80,7 @@ class Slot:
         self.taken = None
         self.to_pack = len(self.parts)
         lent = lends and self.whole is not None and not self.is_apart
-        if lent and self.whole.data_ptr() != self.slices[0].view.data_ptr():  # type: ignore[union-attr]
+        if lent and self.whole.data_ptr() != self.slices[0].view.data_ptr():  # pyrefly: ignore[missing-attribute]
             self.whole = _whole(self)  # the user has given it other memory (`p.grad.data = ...`)
 
     def keep_apart(self) -> Iterator[Tensor]:
@@ -104,7 +104,8 @@ class Slot:
                 self.spent = torch.empty_strided(p.shape, [0] * p.dim(), dtype=p.dtype, device=p.device)
             if _is_overwritten(self.spent):
                 self.spent.fill_(math.nan)
-                self.spent._legato_spent = version_of(self.spent)  # type: ignore[attr-defined]  # for later plans, too
+                # For later plans, too.
+                self.spent._legato_spent = version_of(self.spent)  # pyrefly: ignore[missing-attribute]
             self.parameter.grad = self.spent
 
     def clear_spent(self) -> None:

@@ -58,7 +58,7 @@ _METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
-class _PlainToAsk(type(nn.Parameter)):  # type: ignore[misc]
+class _PlainToAsk(type(nn.Parameter)):
     """`type(p) == nn.Parameter` holds for a gated parameter too, as torch's optimizers ask; `is` sees the truth."""
 
     def __eq__(cls, other: object) -> bool:
@@ -92,7 +92,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
         with without_overrides():
             return func(*args, **kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
         """Say what the plain parameter says."""
         with _plain(self) as parameter:
             return repr(parameter)
@@ -107,12 +107,12 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
         with _plain(self) as parameter:
             return copy.deepcopy(parameter, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pyrefly: ignore[bad-override-param-name]
         """Pickle a plain parameter that is up to date."""
         with _plain(self) as parameter:  # and its gate may come back before its attributes are written
             plain = nn.Parameter(parameter.detach(), parameter.requires_grad)
             vars(plain).update(vars(parameter))
-            return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return plain.__reduce_ex__(protocol)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _plain(parameter: GatedParameter) -> Iterator[nn.Parameter]:
         yield parameter
     finally:
         if waiting is not None:
-            parameter._legato_gate = waiting  # type: ignore[attr-defined]
+            parameter._legato_gate = waiting  # pyrefly: ignore[missing-attribute]
             parameter.__class__ = gated
 
 
@@ -169,7 +169,7 @@ def _is_zeroed(parameter: GatedParameter, slot: Slot, func: Any, args: tuple[Any
 def _gated(values: Any) -> Iterator[Any]:
     if type(values) is GatedParameter:
         yield values
-    elif isinstance(values, list | tuple):
+    elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _gated(value)
     elif isinstance(values, dict):
@@ -187,7 +187,7 @@ def install(slot: Slot, resolve: Callable[[Slot], None], zero: Callable[[Slot, b
     if slot.plain_class is nn.Parameter:
         if slot.gate is None:  # made once: millions of small objects keep the garbage collector busy
             slot.gate = (slot, resolve, zero)
-        slot.parameter._legato_gate = slot.gate  # type: ignore[attr-defined]
+        slot.parameter._legato_gate = slot.gate  # pyrefly: ignore[missing-attribute]
         slot.parameter.__class__ = GatedParameter
 
 

@@ -245,11 +245,11 @@ def _remove_idle(slots: Iterable[Slot]) -> None:
             gate.remove(slot)
 
 
-class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(DispatchMode):
     """Calls `note(parameters, operator)` for every operator that gets parameters with gates."""
 
     def __init__(self, note: Callable[[list[gate.GatedParameter], Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -92,7 +92,7 @@ def zeroing(to_none: bool) -> Callable[[nn.Parameter], None]:
 
 
 def _snapshot(value: Any) -> Any:
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return type(value)(map(_snapshot, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 

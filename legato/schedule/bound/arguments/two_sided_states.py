@@ -71,18 +71,18 @@ def follow(seconds: int, begin: int, end: int, sets: Sets, place: Places, limit:
     return bool(cut or left), bool(cut), int(made)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _most_before(kinds: int) -> int:
     """In how many halves of a byte its work may be before the moment."""
     return 2 if kinds & BEFORE else 1 if kinds & BOTH else 0
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _most_after(kinds: int) -> int:
     return 2 if kinds & AFTER else 1 if kinds & BOTH else 0
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _divided(more: int, left: int, share: int, own: int) -> int:
     """The most work on a side for bytes of which a half takes `more`: the pairs before get what there is room for.
 
@@ -94,7 +94,7 @@ def _divided(more: int, left: int, share: int, own: int) -> int:
     return moved + own * more - (own * moved >> (share - 1))
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _longer(values: Ints, room: int) -> Ints:
     """The same values, with room for more."""
     longer = np.empty((room, *values.shape[1:]), values.dtype)
@@ -102,13 +102,13 @@ def _longer(values: Ints, room: int) -> Ints:
     return longer
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _key(pair_class: int, kinds: int, before: int, after: int) -> int:
     """A number for all states with the same class, kinds and halves."""
     return ((pair_class * 8 + kinds) * (_HALVES + 1) + before) * (_HALVES + 1) + after
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
     """Drop those of the states from `last` on that others with fewer halves make needless; returns their end."""
     keys, useful = np.empty(made - last, np.int64), np.ones(made - last, np.bool_)
@@ -130,7 +130,7 @@ def _without_needless(states: Ints, place: Places, last: int, made: int) -> int:
     return kept
 
 
-@numba.njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(cache=True, inline="always")
 def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, half: int) -> State:
     """The state with one more set, and with new pairs of some kinds (or none); impossible if `least` is above `most`.
 
@@ -156,7 +156,7 @@ def _with_set(state: State, limits: tuple[int, int], added: Added, new: int, hal
     return State(pair_class, kinds, before, after, least, most)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)
 def _follow(halves: int, room: tuple[int, int], sets: Sets, place: Places, limit: int) -> tuple[bool, int, int]:
     """Whether there were too many states, how many the last set has, and how many there were.
 

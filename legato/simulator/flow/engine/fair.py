@@ -76,7 +76,7 @@ def run_fair(
 
 
 @compiled
-def _root(parent, i):  # type: ignore[no-untyped-def]
+def _root(parent, i):
     """The service at the root of the tree of service i."""
     while parent[i] != i:
         i = parent[i]
@@ -84,7 +84,7 @@ def _root(parent, i):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _flows(records, successors):  # type: ignore[no-untyped-def]
+def _flows(records, successors):
     """(the flow of each service, how many seconds its times are after those of its flow)."""
     total = len(records)
     parent = np.arange(total)
@@ -113,7 +113,7 @@ def _flows(records, successors):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fair_rates(links, first, capacity, weight=None):  # type: ignore[no-untyped-def]
+def fair_rates(links, first, capacity, weight=None):
     """The max-min fair rate of each flow, in the unit of `capacity[link]`.
 
     Flow f uses `links[first[f]:first[f + 1]]`, each listed once, `weight` times its rate there (None: its rate). A flow
@@ -149,7 +149,7 @@ def fair_rates(links, first, capacity, weight=None):  # type: ignore[no-untyped-
 
 
 @compiled
-def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-untyped-def]
+def _rates_by_priority(links, first, capacity, priority):
     """The max-min fair rates of the flows of each priority on what those with higher ones leave."""
     rate, left = np.zeros(len(priority)), capacity.copy()
     for level in np.unique(priority)[::-1]:
@@ -172,7 +172,7 @@ def _rates_by_priority(links, first, capacity, priority):  # type: ignore[no-unt
 
 
 @compiled
-def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
+def _links_of(records, active, by_flow, first):
     """The links of the active flows, each once per flow, as arguments for `fair_rates`, and the services on them."""
     starts = np.zeros(len(active) + 1, np.int64)
     count = 0
@@ -194,7 +194,7 @@ def _links_of(records, active, by_flow, first):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _states(records, successors, flows):  # type: ignore[no-untyped-def]
+def _states(records, successors, flows):
     """All flows before the first one starts."""
     states = np.zeros(len(flows.first) - 1, _STATE)
     for i in range(len(records)):
@@ -211,7 +211,7 @@ def _states(records, successors, flows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _next_s(states, waiting, active, now):  # type: ignore[no-untyped-def]
+def _next_s(states, waiting, active, now):
     """The earliest moment at which a flow starts or ends."""
     until = np.inf
     for f in waiting:
@@ -223,7 +223,7 @@ def _next_s(states, waiting, active, now):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _moved(states, active, now, until):  # type: ignore[no-untyped-def]
+def _moved(states, active, now, until):
     """(flows that go on, flows that end) after moving until then."""
     moving, ended = [0][:0], [0][:0]
     for f in active:
@@ -237,7 +237,7 @@ def _moved(states, active, now, until):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _started(states, waiting, now, moving, ended):  # type: ignore[no-untyped-def]
+def _started(states, waiting, now, moving, ended):
     """Start the waiting flows that are ready: those without bytes end at once. Returns those that go on waiting."""
     later = [0][:0]
     for f in waiting:
@@ -253,7 +253,7 @@ def _started(states, waiting, now, moving, ended):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _end(records, successors, flows, states, f, now, profiles, waiting):  # type: ignore[no-untyped-def]
+def _end(records, successors, flows, states, f, now, profiles, waiting):
     """End flow f, and put those that may start after it to the ones that are `waiting`."""
     first, last, start = flows.first[f], flows.first[f + 1], states[f].start_s
     end = now
@@ -273,7 +273,7 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):  # type
 
 
 @compiled
-def _run(records, successors, flows, capacity, changes, profiles, priority, weight):  # type: ignore[no-untyped-def]
+def _run(records, successors, flows, capacity, changes, profiles, priority, weight):
     """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows, and
     `weight` that of services."""
     change_s, change_link, change_to = changes

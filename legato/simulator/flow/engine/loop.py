@@ -43,7 +43,7 @@ __all__ = ["compiled", "link_edges", "run_services", "served"]
 compiled = numba.njit(cache=True)
 #: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
 #: `_nrt` is private to numba; without it, times are the same and the loop takes several times as long.
-_inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # type: ignore[call-overload]
+_inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # pyrefly: ignore[no-matching-overload]
 
 _NONE = -1
 #: Values of `next` that are not a service: it is the last one of its queue; it has left its queue.
@@ -76,7 +76,7 @@ def run_services(
 
 
 @compiled
-def link_edges(records, before, after):  # type: ignore[no-untyped-def]
+def link_edges(records, before, after):
     """Group edges by the service they leave, and fill in `first`, `count` and `missing`."""
     total = len(records)
     count, missing = np.zeros(total, np.int32), np.zeros(total, np.int32)
@@ -98,7 +98,7 @@ def link_edges(records, before, after):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def served(profiles, i, begin, work):  # type: ignore[no-untyped-def]
+def served(profiles, i, begin, work):
     """When service i ends that begins at `begin`, and takes `work` seconds undisturbed."""
     p = profiles.profile_of[i]
     if p < 0:
@@ -118,7 +118,7 @@ def served(profiles, i, begin, work):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _run(records, successors, num_links, profiles, priority, trips):  # type: ignore[no-untyped-def]
+def _run(records, successors, num_links, profiles, priority, trips):
     total = len(records)
     heap, stack = np.empty(total + num_links, _ENTRY), np.empty(total, np.int32)  # on links, and on none
     sizes = np.zeros(2, np.int64)  # of the heap and the stack
@@ -158,7 +158,7 @@ def _run(records, successors, num_links, profiles, priority, trips):  # type: ig
 
 
 @_inlined
-def _serve(profiles, service, i, links):  # type: ignore[no-untyped-def]
+def _serve(profiles, service, i, links):
     """When service i begins and ends; its link, if it has one, is busy in between."""
     begin, link = service.begin_s, service.link
     if link >= 0:
@@ -170,7 +170,7 @@ def _serve(profiles, service, i, links):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _travel(trips, service, i, links):  # type: ignore[no-untyped-def]
+def _travel(trips, service, i, links):
     """When trip i ends that is begun now; its transfers occupy both links."""
     work, sent, out_free, in_free = service.work_s, trips.sent[i], links[0].free_s, links[1].free_s
     end = first = last = 0.0
@@ -188,7 +188,7 @@ def _travel(trips, service, i, links):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _release(records, successors, priority, heap, stack, sizes, ends, i):  # type: ignore[no-untyped-def]
+def _release(records, successors, priority, heap, stack, sizes, ends, i):
     """Tell those that wait for service i, which has run."""
     service, num_links = records[i], len(ends) // 2
     head, tail = service.begin_s + service.delay_s, service.end_s + service.delay_s
@@ -207,7 +207,7 @@ def _release(records, successors, priority, heap, stack, sizes, ends, i):  # typ
 
 
 @_inlined
-def _put(records, priority, heap, stack, sizes, ends, j, queue):  # type: ignore[no-untyped-def]
+def _put(records, priority, heap, stack, sizes, ends, j, queue):
     """Service j is ready; if it is on a link, it comes to a queue."""
     other = records[j]
     if other.link < 0:
@@ -228,7 +228,7 @@ def _put(records, priority, heap, stack, sizes, ends, j, queue):  # type: ignore
 
 
 @_inlined
-def _taken(records, priority, heap, stack, sizes):  # type: ignore[no-untyped-def]
+def _taken(records, priority, heap, stack, sizes):
     """(the moment, what may run then): a service or a link; what runs on no link comes first."""
     if sizes[1] > 0:
         sizes[1] -= 1
@@ -248,7 +248,7 @@ def _taken(records, priority, heap, stack, sizes):  # type: ignore[no-untyped-de
 
 
 @_inlined
-def _before(records, priority, s, a, i, t, b, j):  # type: ignore[no-untyped-def]
+def _before(records, priority, s, a, i, t, b, j):
     """Whether i, at moment s and with key a, comes before j, at moment t and with key b; links come before services."""
     if s != t:
         return s < t
@@ -258,7 +258,7 @@ def _before(records, priority, s, a, i, t, b, j):  # type: ignore[no-untyped-def
 
 
 @_inlined
-def _goes_first(records, priority, i, j):  # type: ignore[no-untyped-def]
+def _goes_first(records, priority, i, j):
     """Whether ready service i goes before ready service j on a link that is free."""
     if priority[i] != priority[j]:
         return priority[i] > priority[j]
@@ -268,13 +268,13 @@ def _goes_first(records, priority, i, j):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _fill(entry, t, key, i):  # type: ignore[no-untyped-def]
+def _fill(entry, t, key, i):
     """Write an entry of the heap, field by field: a copy of the whole takes longer."""
     entry.moment_s, entry.key, entry.id = t, key, i
 
 
 @_inlined
-def _sift_down(records, priority, heap, sizes, t, key, i):  # type: ignore[no-untyped-def]
+def _sift_down(records, priority, heap, sizes, t, key, i):
     """Insert (t, key, i) into a heap whose root is missing."""
     at, child, size = 0, 1, sizes[0]
     while child < size:
@@ -291,7 +291,7 @@ def _sift_down(records, priority, heap, sizes, t, key, i):  # type: ignore[no-un
 
 
 @_inlined
-def _sift_up(records, priority, heap, sizes, t, key, i):  # type: ignore[no-untyped-def]
+def _sift_up(records, priority, heap, sizes, t, key, i):
     """Insert (t, key, i) into the heap."""
     at = sizes[0]
     sizes[0] += 1
@@ -306,7 +306,7 @@ def _sift_up(records, priority, heap, sizes, t, key, i):  # type: ignore[no-unty
 
 
 @_inlined
-def _admitted(records, priority, heap, sizes, links, below, now, i):  # type: ignore[no-untyped-def]
+def _admitted(records, priority, heap, sizes, links, below, now, i):
     """The service that begins now, or `_NONE`: service i, unless its link is not free, or i is a link that is."""
     if i < 0:
         link = links[_FIRST_LINK - i]
@@ -326,7 +326,7 @@ def _admitted(records, priority, heap, sizes, links, below, now, i):  # type: ig
 
 
 @_inlined
-def _wake(records, priority, heap, sizes, links, number):  # type: ignore[no-untyped-def]
+def _wake(records, priority, heap, sizes, links, number):
     """See to it that the link is looked at when it becomes free, if something waits for it."""
     link = links[number]
     if link.root != _NONE and not link.woken:
@@ -335,7 +335,7 @@ def _wake(records, priority, heap, sizes, links, number):  # type: ignore[no-unt
 
 
 @_inlined
-def _merged(records, priority, below, a, b):  # type: ignore[no-untyped-def]
+def _merged(records, priority, below, a, b):
     """The root of two skew heaps (Sleator and Tarjan, 1986) merged into one; their roots are a and b, or `_NONE`."""
     if a == _NONE:
         return b

@@ -291,7 +291,7 @@ class Topology:
         return self.graph.add(
             np.shape(link),
             link=link,
-            work_s=nbytes * self._s_per_byte[link] + np.where(leaves_host, self.network.sending_s, 0.0),
+            work_s=np.asarray(nbytes) * self._s_per_byte[link] + np.where(leaves_host, self.network.sending_s, 0.0),
             delay_s=np.where(leaves_host, self.network.on_the_way_s, reduce_s),
             key=key,
             tag=tag,
