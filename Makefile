@@ -37,9 +37,11 @@ check: install
 
 # The simulator's and the bounds' loops are compiled once here, not by each of the processes that run tests.
 .venv/compiled: .venv/installed legato/simulator/flow/engine/*.py legato/schedule/bound/arguments/two_sided_states.py
-	$(BIN)/pytest tests/cli tests/schedule/bound/test_bound.py tests/simulator/flow/shared/test_jobs.py -m "not slow" \
-		-k "beside_equal_ones or beside_the_same_ones or row_for_every_job or updates_anywhere or link_by_link or \
-		disturbed_job_alone" >/dev/null
+	$(BIN)/pytest tests/schedule/bound/test_bound.py::test_all_reduces_with_updates_anywhere \
+		tests/simulator/flow/shared/test_jobs.py::test_a_disturbed_job_alone_is_what_it_was \
+		tests/cli/test_share.py::test_disturbed_cases_are_beside_the_same_ones_undisturbed \
+		tests/cli/test_share.py::test_priorities_beside_equal_ones_and_those_of_intensity \
+		tests/cli/test_whole_jobs.py::test_a_job_is_simulated_link_by_link >/dev/null
 	touch $@
 
 pytest: .venv/compiled

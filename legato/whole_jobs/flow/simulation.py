@@ -198,9 +198,7 @@ class _Run:
         computing = [(np.array([ids], np.int32).T, np.array([worker])) for worker, ids in self.disturbed.items()]
         profiles = Profiles({}, quotient.profiles.compute).of_services(services.records["link"], computing)
         changes = Profiles(links, {}).changes()
-        done = run_fair(
-            services, quotient.s_per_byte, profiles if computing else None, changes, weight=np.asarray(self.weight)
-        )
+        done = run_fair(services, quotient.s_per_byte, profiles, changes, weight=np.asarray(self.weight))
         assert done == len(self.work_s)
         return self._read(services.records["begin_s"], services.records["end_s"])
 

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.simulator.flow.engine.loop import compiled, served
-from legato.simulator.flow.engine.services import ServiceProfiles, Services
+from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles, Services
 
 __all__ = ["fair_rates", "run_fair"]
 
 #: A flow has ended when this share of its bytes is left.
 _NOTHING = 1e-12
+_NO_WEIGHT = np.empty(0, np.int64)
 #: A flow: when it is ready and when it starts; its bytes on links, those that are left, and their rate; its time on no
 #: link; and the number of flows' services that it waits for.
 _STATE = np.dtype(
@@ -48,17 +49,17 @@ class _Flows(NamedTuple):
 def run_fair(
     services: Services,
     s_per_byte: NDArray[np.float64],
-    profiles: ServiceProfiles | None = None,
+    profiles: ServiceProfiles = NO_PROFILES,
     changes: Sequence[tuple[float, int, float]] = (),
     priority: NDArray[np.int64] | None = None,
-    weight: NDArray[np.int64] | None = None,
+    weight: NDArray[np.int64] = _NO_WEIGHT,
 ) -> int:
     """Run all services that can run, fill in `begin_s` and `end_s`, and return how many ran.
 
     A byte takes `s_per_byte[link]` seconds on a link. In a disturbed simulation, computation has `profiles`, and
     links have `changes` (`disturbances.py`): (seconds, link, factor), in order of time. The services of a flow have
     the same `priority`, if there is one; higher ones go first. Service i takes `weight[i]` times its flow's rate of its
-    link (None: once), as if it were so many flows that have to be equally fast; then there are no priorities.
+    link (if it is empty: once), as if it were so many flows that have to be equally fast; then there are no priorities.
     """
     records, successors, _ = services
     flow_of, lag_s = _flows(records, successors)
@@ -71,7 +72,7 @@ def run_fair(
     change_s = np.array([change[0] for change in changes])
     link = np.array([change[1] for change in changes], np.int64)
     to = 1 / s_per_byte[link] / np.array([change[2] for change in changes])
-    of_flows = None if priority is None else priority[by_flow[first[:-1]]]
+    of_flows = np.empty(0, np.int64) if priority is None else priority[by_flow[first[:-1]]]
     return int(_run(records, successors, flows, 1 / s_per_byte, (change_s, link, to), profiles, of_flows, weight))
 
 
@@ -113,18 +114,18 @@ def _flows(records, successors):
 
 
 @compiled
-def fair_rates(links, first, capacity, weight=None):
+def fair_rates(links, first, capacity, weight):
     """The max-min fair rate of each flow, in the unit of `capacity[link]`.
 
-    Flow f uses `links[first[f]:first[f + 1]]`, each listed once, `weight` times its rate there (None: its rate). A flow
-    on no link has an infinite rate.
+    Flow f uses `links[first[f]:first[f + 1]]`, each listed once, `weight` times its rate there (if it is empty: its
+    rate). A flow on no link has an infinite rate.
     """
     flows, num_links = len(first) - 1, len(capacity)
     rate = np.full(flows, np.inf)
     left = capacity.copy()
     users = np.zeros(num_links, np.int64)
     for k in range(len(links)):
-        users[links[k]] += 1 if weight is None else weight[k]
+        users[links[k]] += 1 if len(weight) == 0 else weight[k]
     undecided = np.sum(first[1:] > first[:-1])
     decided = np.zeros(flows, np.bool_)
     while undecided > 0:
@@ -142,7 +143,7 @@ def fair_rates(links, first, capacity, weight=None):
                 decided[f] = True
                 undecided -= 1
                 for at in range(first[f], first[f + 1]):
-                    used = 1 if weight is None else weight[at]
+                    used = 1 if len(weight) == 0 else weight[at]
                     left[links[at]] = max(left[links[at]] - used * share, 0.0)
                     users[links[at]] -= used
     return rate
@@ -160,7 +161,7 @@ def _rates_by_priority(links, first, capacity, priority):
         theirs = np.empty(starts[-1], np.int64)
         for k in range(len(mine)):
             theirs[starts[k] : starts[k + 1]] = links[first[mine[k]] : first[mine[k] + 1]]
-        rates = fair_rates(theirs, starts, left)
+        rates = fair_rates(theirs, starts, left, np.empty(0, np.int64))
         for k in range(len(mine)):
             rate[mine[k]] = rates[k]
             for at in theirs[starts[k] : starts[k + 1]]:
@@ -259,7 +260,7 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):
     end = now
     if states[f].size == 0:
         end = start + states[f].fixed_s
-        if profiles is not None and last - first == 1:
+        if len(profiles.profile_of) > 0 and last - first == 1:
             end = served(profiles, flows.by_flow[first], start, states[f].fixed_s)
     for i in flows.by_flow[first:last]:
         records[i].begin_s, records[i].end_s = start + flows.lag_s[i], end + flows.lag_s[i]
@@ -275,7 +276,7 @@ def _end(records, successors, flows, states, f, now, profiles, waiting):
 @compiled
 def _run(records, successors, flows, capacity, changes, profiles, priority, weight):
     """Run all services; `changes` are (seconds, link, new capacity) of links, as arrays, `priority` that of flows, and
-    `weight` that of services."""
+    `weight` that of services; without them, they are empty."""
     change_s, change_link, change_to = changes
     states, changed, now, done = _states(records, successors, flows), 0, 0.0, 0
     waiting = [f for f in range(len(states)) if states[f].held_back == 0]  # may start at ready_s
@@ -297,12 +298,10 @@ def _run(records, successors, flows, capacity, changes, profiles, priority, weig
         if len(active) > 0:
             chosen = np.array(active)
             links, starts, chosen_services = _links_of(records, chosen, flows.by_flow, flows.first)
-            if priority is not None:
+            if len(priority) > 0:
                 rates = _rates_by_priority(links, starts, capacity, priority[chosen])
-            elif weight is not None:
-                rates = fair_rates(links, starts, capacity, weight[chosen_services])
             else:
-                rates = fair_rates(links, starts, capacity)
+                rates = fair_rates(links, starts, capacity, weight if len(weight) == 0 else weight[chosen_services])
             for k in range(len(chosen)):
                 states[chosen[k]].rate = rates[k]
     return done

@@ -11,7 +11,7 @@
 Where one worker stands for all (`alone.py`), services are *trips*, first come, first served.
 
 A service on no link never queues; it runs as soon as its start is known. numba compiles the loop on first use, once
-for each discipline, with and without disturbances (`disturbances.py`), and keeps the result on disk.
+for each discipline, and keeps the result on disk.
 
 [Note: queues]
 The successors of a link's services become ready mostly in the order in which the
@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.core.errors import missing_extra
-from legato.simulator.flow.engine.services import ServiceProfiles, Trips
+from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles, Trips
 
 try:
     import numba
@@ -63,7 +63,7 @@ def run_services(
     records: NDArray[Any],
     successors: NDArray[np.int32],
     num_links: int,
-    profiles: ServiceProfiles | None = None,
+    profiles: ServiceProfiles = NO_PROFILES,
     priority: NDArray[np.int64] | None = None,
     trips: Trips | None = None,
 ) -> int:
@@ -163,7 +163,7 @@ def _serve(profiles, service, i, links):
     begin, link = service.begin_s, service.link
     if link >= 0:
         begin = max(begin, links[link].free_s)
-    stop = begin + service.work_s if profiles is None else served(profiles, i, begin, service.work_s)
+    stop = begin + service.work_s if len(profiles.profile_of) == 0 else served(profiles, i, begin, service.work_s)
     if link >= 0:
         links[link].free_s = stop
     return begin, stop

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NO_LINK", "NO_TAG", "SERVICE", "Ids", "ServiceProfiles", "Services", "Trips"]
+__all__ = ["NO_LINK", "NO_PROFILES", "NO_TAG", "SERVICE", "Ids", "ServiceProfiles", "Services", "Trips"]
 
 Ids = NDArray[np.int32]
 
@@ -71,12 +71,16 @@ class ServiceProfiles(NamedTuple):
     """The profiles of services, as the engine needs them: where disturbances slow links and workers down.
 
     Service i has profile `profile_of[i]`, or none (-1); profile p is `start_s` and `factor` at `first[p]:first[p + 1]`.
+    Where nothing is disturbed, `profile_of` is empty.
     """
 
     profile_of: NDArray[np.int32]
     first: NDArray[np.int64]
     start_s: NDArray[np.float64]
     factor: NDArray[np.float64]
+
+
+NO_PROFILES = ServiceProfiles(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0), np.empty(0))
 
 
 class Trips(NamedTuple):

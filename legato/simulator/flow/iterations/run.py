@@ -278,7 +278,7 @@ def run_graph(
     `profiles` are those of what is disturbed, `computing` what computes (`Unrolled.computing`). `priority` is that of
     each service, on links that serve higher ones first.
     """
-    found = profiles.of_services(services.records["link"], computing) if profiles else None
+    found = profiles.of_services(services.records["link"], computing)
     if topology.network.sharing == "fair":
         from legato.simulator.flow.engine.fair import run_fair
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from legato.core.errors import InputError, unknown_name
 from legato.core.quantities import parse_seconds
-from legato.simulator.flow.engine.services import ServiceProfiles
+from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles
 
 __all__ = [
     "DISTURBED",
@@ -172,6 +172,8 @@ class Profiles:
     ) -> ServiceProfiles:
         """The profiles of services, given their links, and those that compute: ids [segment, rank], and each rank's
         worker."""
+        if not self:
+            return NO_PROFILES
         profile_of = np.full(len(link), -1, np.int32)
         every = [*self.links.values(), *self.compute.values()]
         for p, number in enumerate(self.links):

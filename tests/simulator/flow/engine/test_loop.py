@@ -93,7 +93,7 @@ def test_a_circle_never_runs():
 def test_fair_rates_are_max_min_fair(routes, capacity):
     first = np.cumsum([0, *map(len, routes)])
     links = np.array([link for route in routes for link in sorted(route)])
-    found = fair_rates(links, first, np.array(capacity, dtype=float))
+    found = fair_rates(links, first, np.array(capacity, dtype=float), np.empty(0, np.int64))
     assert found == pytest.approx(max_min_by_linear_programs(routes, capacity), rel=1e-6)
 
 

@@ -87,7 +87,7 @@ def test_the_engine_does_what_the_naive_one_does(services):
 def test_it_follows_rates_that_change_exactly(services, disturbed):
     graph = built(services)
     profiles = Profiles.of(disturbed, lambda kind, number: [number])
-    found = profiles.of_services(graph.records["link"], []) if profiles else None
+    found = profiles.of_services(graph.records["link"], [])
     assert run_services(*graph, found, priorities(services)) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(services, disturbed)
 

@@ -73,7 +73,7 @@ def test_the_engine_follows_rates_that_change_exactly(services, on_links, comput
     graph = built(services)
     profiles = Profiles.of([*on_links, *(replace(d, number=0) for d in computing)], lambda kind, number: [number])
     ids = np.flatnonzero(graph.records["link"] == NO_LINK)[:, None]
-    found = profiles.of_services(graph.records["link"], [(ids, np.zeros(1, np.int64))]) if profiles else None
+    found = profiles.of_services(graph.records["link"], [(ids, np.zeros(1, np.int64))])
     assert run_services(*graph, found) == len(services)
     assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(
         services, on_links, computing
@@ -108,7 +108,7 @@ def test_alone_on_its_link_a_transfer_that_shares_fairly_takes_as_long_as_in_tur
     ]
     fair, fifo = built(services), built(services)
     profiles = Profiles.of(these, lambda kind, number: [number])
-    found = profiles.of_services(fair.records["link"], []) if profiles else None
+    found = profiles.of_services(fair.records["link"], [])
     assert run_fair(fair, np.ones(LINKS), found, profiles.changes()) == len(services)
     assert run_services(*fifo, found) == len(services)
     assert fair.records["end_s"] == pytest.approx(fifo.records["end_s"])
