@@ -17,11 +17,11 @@ demo: install
 # Commands that tests start need not compile legato again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Many tests wait for processes and links, so more of them run at a time than there are cores.
-PYTEST := $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
-ALL := --hypothesis-profile=usual
+PYTEST := $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
+# Many of the slow tests wait for processes and links, so more of them run at a time than there are cores.
+ALL := -n 3 --hypothesis-profile=usual
 
-# What can break while you work: about six minutes on two cores.
+# What can break while you work: about five minutes on two cores.
 test: install
 	$(MAKE) --no-print-directory --jobs 2 check pytest
 
@@ -57,7 +57,7 @@ OTHER := .venv-torch-$(TORCH)
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable ".[all,test]" $(if $(filter newest,$(TORCH)),--upgrade torch,torch==$(TORCH))
-	$(OTHER)/bin/pytest -n 3 --dist loadscope $(ALL) $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
+	$(OTHER)/bin/pytest --dist loadscope $(ALL) $(PYTEST_OPTIONS) tests/pytorch tests/test_auto.py
 
 lint: install
 	$(BIN)/ruff format legato tests examples benchmarks
