@@ -1,11 +1,11 @@
 """How many random faults in legato the tests find.
 
-    python benchmarks/faults.py --count 60 --seed 1 --folder faults
+    for tests in room quick all; do python benchmarks/faults.py --count 60 --seed 1 --folder faults --tests $tests; done
 
 Each fault is one change of one expression in one file: a sign, an off-by-one, a comparison, two operands that are
-exchanged, or a call that is dropped. The tests of the room that the file is in run first and end at the first failure;
-if they find nothing, all of `make test` does (`--all`: of `make test-all`). What survives is printed with its change.
-Faults that have been tried are kept in `FOLDER/faults.jsonl`, and an interrupted run goes on from there.
+exchanged, or a call that is dropped. The tests of the file, of its folder and of its room try them first and end at the
+first failure; all of `make test` tries what these do not find, and all of `make test-all` what is left then. What
+survives is printed with its change. Results are kept in the folder, and an interrupted run goes on from there.
 """
 
 import argparse
@@ -35,6 +35,8 @@ OTHER = {
 }  # fmt: skip
 #: What no test can be asked to notice: what is printed or logged, and what only types need.
 SPARED = ("raise", "assert", "note(", "warn", "_log", "print", "cast(", "TypeVar", "@")
+EVERY = [["tests"]]
+STAGES = ("room", "quick", "all")
 PYTEST = ["-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
 
 
@@ -94,7 +96,15 @@ def faults(count, seed):
     return found
 
 
-def finds(folder, tests, everything):
+def nearest(fault):
+    """Tests that may find a fault, the nearest first: those of the file, of its folder, and of the room."""
+    path = Path(fault["file"]).relative_to("legato")
+    folder = next(f for f in ("tests" / path).parents if (ROOT / f).is_dir())
+    named = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob(f"test_{path.stem}*.py"))]
+    return [tests for tests in (named, [str(folder)], [ROOMS[fault["room"]]]) if tests]
+
+
+def finds(folder, tests, everything=False):
     """Run tests of the copy of the project in `folder`, and return the first failure, or an empty text."""
     marks = ["--hypothesis-profile=usual"] if everything else ["-m", "not slow"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
@@ -112,36 +122,32 @@ def main():
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="where a copy of the project and the results go")
-    parser.add_argument("--all", action="store_true", help="what survived: try it with all tests")
+    parser.add_argument("--tests", choices=STAGES, default=STAGES[0], help="which tests try them: each after the last")
     options = parser.parse_args()
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    copy, kept = folder / "project", folder / ("all.jsonl" if options.all else "faults.jsonl")
-    for name in subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split():
+    stage = STAGES.index(options.tests)
+    copy, kept = options.folder.resolve() / "project", options.folder / f"{options.tests}.jsonl"
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
-    if not kept.exists() and (by := finds(copy, ["tests"], options.all)):
-        raise SystemExit(f"the tests fail where there is no fault: {by}")
-    before = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     wanted = faults(options.count, options.seed)
-    if options.all:
-        tried = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
-        wanted = [{k: one[k] for k in ("room", "file", "change")} for one in tried if not one["found"]]
-    for fault in wanted[len(before) :]:
-        _, _, new, start, end = fault["change"]
+    if stage:
+        before = (options.folder / f"{STAGES[stage - 1]}.jsonl").read_text().splitlines()
+        wanted = [{**fault, "found": ""} for fault in map(json.loads, before) if not fault["found"]]
+    done = kept.read_text().splitlines() if kept.exists() else []
+    if not done and (by := finds(copy, *(EVERY if stage else [[*ROOMS.values()]]), options.tests == "all")):
+        raise SystemExit(f"the tests fail where there is no fault: {by}")
+    for fault in wanted[len(done) :]:
+        line, old, new, start, end = fault["change"]
         original = (ROOT / fault["file"]).read_bytes()
         (copy / fault["file"]).write_bytes(original[:start] + new.encode() + original[end:])
-        first = [] if options.all else [ROOMS[fault["room"]]]
-        by = (first and finds(copy, first, False)) or finds(copy, ["tests"], options.all)
+        tries = (finds(copy, tests, options.tests == "all") for tests in (EVERY if stage else nearest(fault)))
+        fault["found"] = next(filter(None, tries), "")
         (copy / fault["file"]).write_bytes(original)
-        before.append({**fault, "found": by})
+        done.append(json.dumps(fault))
         with kept.open("a") as file:
-            file.write(json.dumps(before[-1]) + "\n")
-        line, old, new, *_ = fault["change"]
-        print(f"{fault['file']}:{line}: {old!r} -> {new!r}: {by or 'SURVIVES'}", flush=True)
-    print(f"{sum(bool(one['found']) for one in before)} of {len(before)} faults are found")
+            file.write(done[-1] + "\n")
+        print(f"{fault['file']}:{line}: {old!r} -> {new!r}: {fault['found'] or 'SURVIVES'}", flush=True)
+    print(f"{sum(bool(json.loads(one)['found']) for one in done)} of {len(done)} faults are found")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from msgspec.structs import replace
+from support.gaps import show_gaps
 from support.optimum import UNIT, Optimum
 from support.strategies import seeds
 
@@ -100,9 +101,7 @@ def survey(count):
         )
         gaps["bound"].append(1 - bound / best)
         gaps["bound, all-reduces"].append(1 - sums / only)
-    print(f"{f'{count} cases':24}{'none':>7}{'mean':>8}{'worst':>8}   off")
-    for name, off in gaps.items():
-        print(f"{name:24}{sum(gap < 1e-7 for gap in off) / count:7.0%}{sum(off) / count:8.1%}{max(off):8.1%}")
+    show_gaps(f"off the optimum, {count} cases", gaps)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import random
 import sys
 
 import pytest
+from support.gaps import show_gaps
 from support.optimum import UNIT, Optimum
 from support.strategies import seeds
 
@@ -100,10 +101,7 @@ def survey(count):
         above["all-reduces only"].append(only / best - 1)
         for name, plan in all_plans(workload, cluster).items():
             above[name].append(iteration_time(workload, plan, cluster) / best - 1)
-    print(f"{f'{count} cases':24}{'optimal':>9}{'mean':>8}{'worst':>8}   off the optimum")
-    for name, gaps in (below | above).items():
-        optimal = sum(gap < 1e-7 for gap in gaps) / count
-        print(f"{name:24}{optimal:9.1%}{sum(gaps) / count:8.1%}{max(gaps):8.1%}")
+    show_gaps(f"off the optimum, {count} cases", below | above)
 
 
 if __name__ == "__main__":

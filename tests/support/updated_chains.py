@@ -4,20 +4,15 @@ import itertools
 import random
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.search.optimizer_ops import WorkConserving
+from support import nets
 
 UNIT = 16
 
 
 def chain(backward_s, forward_s, units, updates_s):
-    """A chain of layers with a tensor each, given from the first layer on; every tensor has an update."""
-    count = len(units)
-    ops = [Op(f"f{i}", "forward", forward_s[i], (i - 1,) if i else ()) for i in range(count)]
-    ops += [Op(f"b{i}", "backward", backward_s[i], (len(ops) - 1,)) for i in reversed(range(count))]
-    ops += [Op(f"u{i}", "optimizer", updates_s[i]) for i in range(count)]
-    tensors = (Tensor(f"t{i}", UNIT * n, 2 * count - 1 - i, (i, 2 * count + i)) for i, n in enumerate(units))
-    return Workload("chain", tuple(ops), tuple(tensors))
+    """Layers with tensors of so many units, given from the first one on; every tensor has an update."""
+    return nets.chain(backward_s, forward_s, [UNIT * n for n in units], updates_s)
 
 
 def cluster_of(alpha_s, unit_s):

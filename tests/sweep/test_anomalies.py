@@ -2,23 +2,17 @@
 
 import pytest
 from support.command import run
+from support.nets import chain
 
 from legato.core import files
-from legato.core.workload import Op, Tensor, Workload
 from legato.sweep import Grid, sweep
 
-FORWARD_S, BACKWARD_S, NBYTES = (0.02, 0.07, 0.01), (0.04, 0.05, 0.04), (23_000_000, 27_000_000, 25_000_000)
-
-
-def chain():
-    ops = [Op(f"f{i}", "forward", s, (i - 1,) if i else ()) for i, s in enumerate(FORWARD_S)]
-    ops += [Op(f"b{2 - k}", "backward", s, (2 + k,)) for k, s in enumerate(BACKWARD_S)]
-    return Workload("chain", tuple(ops), tuple(Tensor(f"w{i}", n, 5 - i, (i,)) for i, n in enumerate(NBYTES)))
+CHAIN = chain((0.04, 0.05, 0.04), (0.02, 0.07, 0.01), (23_000_000, 27_000_000, 25_000_000))
 
 
 def rows(**axes):
     axes = {"workers": (4,), **axes}
-    return sweep(Grid(workloads=(chain(),), fabrics=("tree",), axes=axes, options={"in_flight": None}), jobs=1)
+    return sweep(Grid(workloads=(CHAIN,), fabrics=("tree",), axes=axes, options={"in_flight": None}), jobs=1)
 
 
 def test_a_faster_link_makes_an_iteration_longer_and_the_cell_says_so():
@@ -32,7 +26,7 @@ def test_what_is_slower_with_less_is_not_marked():
 
 
 def test_the_command_says_so(tmp_path, capsys):
-    files.write(tmp_path / "chain.json", chain())
+    files.write(tmp_path / "chain.json", CHAIN)
     options = ["--fabric", "tree", "--workers", 4, "--bandwidth", "11,12Gbit", "--latency", 0]
     options += ["--in-flight", "any"]
     status, out, err = run(capsys, "sweep", tmp_path / "chain.json", *options)

@@ -3,23 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.nets import in_turn
 from support.strategies import clusters, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError, PlanError
 from legato.core.plan import Message, Plan, Slice
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.published.ddp import bucket_caps, ddp
 
 MIB = 2**20
 NETWORK = Cluster(2, {"ring": LinearCost(1e-3, 1e-9)})
-
-
-def chain(names_and_sizes):
-    """A workload whose gradients become ready in this order, one a millisecond."""
-    ops = [Op("f", "forward", 1e-3)] + [Op(f"b{k}", "backward", 1e-3, (k,)) for k in range(len(names_and_sizes))]
-    return Workload("w", tuple(ops), tuple(Tensor(n, s, k + 1, (0,)) for k, (n, s) in enumerate(names_and_sizes)))
 
 
 def buckets(plan):
@@ -31,7 +25,7 @@ def sizes(plan):
 
 
 def test_default_buckets_by_hand():
-    workload = chain([(f"t{k}", mib * MIB) for k, mib in enumerate([1, 24, 2, 25, 30, 3, 4])])
+    workload = in_turn([1e-3] * 7, [mib * MIB for mib in [1, 24, 2, 25, 30, 3, 4]])
     assert [size // MIB for size in sizes(ddp(workload, NETWORK))] == [1, 26, 25, 30, 7]
     assert [size // MIB for size in sizes(ddp(workload, NETWORK, bucket_bytes=4 * MIB))] == [25, 27, 30, 7]
     assert [size // MIB for size in sizes(ddp(workload, NETWORK, first_bucket_bytes=26 * MIB))] == [27, 25, 30, 7]
@@ -52,7 +46,7 @@ def test_default_buckets_by_hand():
 )
 def test_caps_that_make_no_sense(options, error):
     with pytest.raises(InputError, match=error):
-        ddp(chain([("t", 4)]), NETWORK, **options)
+        ddp(in_turn([1e-3], [4]), NETWORK, **options)
 
 
 @pytest.mark.parametrize("name", ["fifo", "single", "ddp", "mg-wfbp", "merge-optimal"])
@@ -94,7 +88,8 @@ class Reducer:
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(lambda p, name=name: ready.append((name, p.numel() * 4)))
         model(batch).sum().backward()
-        return chain(ready)
+        names, nbytes = zip(*ready, strict=True)
+        return in_turn([1e-3] * len(ready), nbytes, names=names)
 
     def buckets(self, steps=3, **options):
         """Names of the parameters in each bucket, in the last of some steps."""

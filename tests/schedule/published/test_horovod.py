@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.nets import in_turn
 from support.strategies import clusters, workloads
 
 from legato.core.cluster import Cluster, LinearCost
 from legato.core.errors import InputError
 from legato.core.files import identity
 from legato.core.plan import check_plan
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.basics.compose import ready_order, release_times
 from legato.schedule.bound.lower_bound import lower_bound
@@ -20,12 +20,6 @@ MS, MIB = 1e-3, 2**20
 NETWORK = Cluster(2, {"ring": LinearCost(1e-3, 1e-9)})
 
 
-def chain(tensors):
-    """A workload whose gradients become ready after these milliseconds more, with these bytes."""
-    ops = [Op("f", "forward", MS)] + [Op(f"b{k}", "backward", ms * MS, (k,)) for k, (ms, _) in enumerate(tensors)]
-    return Workload("w", tuple(ops), tuple(Tensor(f"t{k}", n, k + 1, (0,)) for k, (_, n) in enumerate(tensors)))
-
-
 def groups(plan):
     return [[int(piece.tensor[1:]) for piece in message.slices] for message in plan.messages]
 
@@ -33,7 +27,7 @@ def groups(plan):
 def test_what_a_tick_sees_goes_together_up_to_the_threshold():
     # Ready at 0.25, 0.75, 1, 1.5, 1.75, 4.25 and 4.5 ms.
     times = [0.25, 0.5, 0.25, 0.5, 0.25, 2.5, 0.25]
-    work = chain([(ms, 10) for ms in times])
+    work = in_turn([ms * MS for ms in times], [10] * len(times))
     plan = horovod(work, NETWORK)
     assert groups(plan) == [[0, 1, 2], [3, 4], [5, 6]] and not plan.forward_overlap
     assert groups(horovod(work, NETWORK, cycle_time_s=5 * MS)) == [[0, 1, 2, 3, 4, 5, 6]]
@@ -42,7 +36,7 @@ def test_what_a_tick_sees_goes_together_up_to_the_threshold():
 
 
 def test_the_defaults_are_those_of_version_0_21():
-    work = chain([(0.1, 100 * MIB), (0.1, 28 * MIB), (0.1, 200 * MIB), (0.1, 1), (1, 1)])
+    work = in_turn([0.1 * MS] * 4 + [MS], [100 * MIB, 28 * MIB, 200 * MIB, 1, 1])
     assert groups(horovod(work, NETWORK)) == [[0, 1], [2], [3], [4]]
     older = horovod(work, NETWORK, fusion_threshold_bytes=64 * MIB, cycle_time_s=5 * MS)
     assert groups(older) == [[0], [1], [2], [3, 4]]
@@ -51,12 +45,12 @@ def test_the_defaults_are_those_of_version_0_21():
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-10, float("inf"), float("nan")])
 def test_cycles_that_make_no_sense(seconds):
     with pytest.raises(InputError, match="cycle_time_s"):
-        horovod(chain([(1, 1)]), NETWORK, cycle_time_s=seconds)
+        horovod(in_turn([MS], [1]), NETWORK, cycle_time_s=seconds)
 
 
 def test_a_threshold_that_makes_no_sense():
     with pytest.raises(InputError, match="fusion_threshold_bytes: -1"):
-        horovod(chain([(1, 1)]), NETWORK, fusion_threshold_bytes=-1)
+        horovod(in_turn([MS], [1]), NETWORK, fusion_threshold_bytes=-1)
 
 
 def cycles(workload, threshold, cycle_s):

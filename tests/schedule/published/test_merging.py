@@ -5,10 +5,10 @@ import itertools
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.nets import in_turn
 from support.strategies import clusters, costs, durations, examples, workloads
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule.published.merge_optimal import merge_neighbours, merge_optimal
 from legato.schedule.published.mg_wfbp import mg_wfbp
 from legato.simulator.collective import iteration_time
@@ -16,12 +16,8 @@ from legato.simulator.collective import iteration_time
 layers = st.lists(st.tuples(durations, st.integers(1, 16)), min_size=1, max_size=10)
 
 
-def chain(sizes_and_times):
-    """A workload whose layers, the last one first, take these (backward seconds, bytes)."""
-    ops = [Op("f", "forward", 1.0)]
-    ops += [Op(f"b{k}", "backward", seconds, (k,)) for k, (seconds, _) in enumerate(sizes_and_times)]
-    tensors = tuple(Tensor(f"t{k}", nbytes, k + 1) for k, (_, nbytes) in enumerate(sizes_and_times))
-    return Workload("chain", tuple(ops), tensors)
+def chain(rows):
+    return in_turn(*zip(*rows, strict=True), forward_s=1.0)
 
 
 def groups(plan):

@@ -18,6 +18,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.gaps import show_gaps
 from support.strategies import workloads
 
 from legato import zoo
@@ -285,11 +286,7 @@ def test_on_average_tac_is_near_the_best_order_and_random_is_not(judge):
 def survey(count):
     for judge in ("simulator", "executor"):
         found = [gaps(seed, judge) for seed in range(count)]
-        print(f"{judge + ', ' + str(count) + ' graphs':28}{'optimal':>9}{'mean':>8}{'worst':>8}   off the best order")
-        for name in SERVER_SCHEDULERS:
-            values = [gap[name] for gap in found]
-            optimal = sum(value < 1e-9 for value in values) / count
-            print(f"{name:28}{optimal:9.1%}{sum(values) / count:8.1%}{max(values):8.1%}")
+        show_gaps(f"{judge}, {count} graphs", {name: [gap[name] for gap in found] for name in SERVER_SCHEDULERS})
 
 
 if __name__ == "__main__":

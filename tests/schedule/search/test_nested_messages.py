@@ -3,10 +3,10 @@
 import random
 
 import pytest
+from support.nets import chain
 from support.strategies import seeds
 
 from legato.core.cluster import Cluster, LinearCost
-from legato.core.workload import Op, Tensor, Workload
 from legato.schedule import schedule
 from legato.schedule.basics.heads_tails import heads_tails
 from legato.schedule.bound.arguments.nested import Nested
@@ -20,14 +20,11 @@ from legato.schedule.search.nested_messages import nested_messages
 from legato.simulator.collective import iteration_time
 
 
-def chain(seed, layers):
+def random_chain(seed, layers):
     draw = random.Random(seed)
-    ops = [Op(f"f{k}", "forward", draw.expovariate(100), (k - 1,) if k else ()) for k in range(layers)]
-    ops += [Op(f"b{k}", "backward", draw.expovariate(50), (layers + k - 1,)) for k in range(layers)]
-    tensors = tuple(
-        Tensor(f"t{k}", 16 * int(2 ** draw.uniform(8, 18)), layers + k, (layers - 1 - k,)) for k in range(layers)
-    )
-    return Workload("chain", tuple(ops), tensors), draw
+    forward_s = [draw.expovariate(100) for _ in range(layers)]
+    backward_s = [draw.expovariate(50) for _ in range(layers)]
+    return chain(backward_s, forward_s, [16 * int(2 ** draw.uniform(8, 18)) for _ in range(layers)]), draw
 
 
 def instance_of(workload, costs, bound_s=1e-3):
@@ -38,7 +35,7 @@ def instance_of(workload, costs, bound_s=1e-3):
 
 @pytest.mark.parametrize("seed", seeds(20, quick=2))
 def test_they_attain_the_bound_of_a_chain(seed):
-    workload, draw = chain(seed, random.Random(seed).randint(2, 90))
+    workload, draw = random_chain(seed, random.Random(seed).randint(2, 90))
     alpha = workload.compute_s * 10 ** draw.uniform(-3, -0.3)
     line = LinearCost(alpha, workload.compute_s * 10 ** draw.uniform(-1, 0.3) / workload.nbytes)
     problem = Problem(workload, Cluster(2, {"0": line}), "one", PlanKind("captured", "all_reduces"))
@@ -53,7 +50,7 @@ def test_they_attain_the_bound_of_a_chain(seed):
 
 @pytest.mark.parametrize("seed", seeds(6))
 def test_with_many_layers_or_several_collectives_every_byte_is_sent_and_none_too_early(seed):
-    workload, draw = chain(seed, 40 + 60 * seed)
+    workload, draw = random_chain(seed, 40 + 60 * seed)
     costs = [LinearCost(a, b / workload.nbytes) for a, b in ((1e-3, 0.9), (2e-2, draw.uniform(0.2, 0.6)))]
     instance = instance_of(workload, costs)
     found = nested_messages(instance)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.flows import hosts_of
 from support.flows import job as job_of
+from support.nets import chain
 from support.strategies import examples, plans, workloads
 
 from legato.core.cluster import COLLECTIVES, UNDIVIDED, Cluster, LinearCost
@@ -99,7 +100,7 @@ def test_what_planners_are_told_of_workers_that_are_no_power_of_two(name, worker
     network = Network(workers=workers, bandwidth_bps=8e9, latency_s=30e-6)
     cost = cluster_for(name, fabric(name), network).cost()
     for nbytes in (100, 10_000, 30_000, 10**6, 10**8):
-        job = chain(layers=1, nbytes=nbytes, forward_s=0.0, backward_s=0.0)
+        job = layered(layers=1, nbytes=nbytes, forward_s=0.0, backward_s=0.0)
         seconds = simulate_flow(job, None, name, network, keep_transfers=False).iteration_s
         assert cost.cost(nbytes) == pytest.approx(seconds, rel=0.02, abs=61e-6)
 
@@ -171,11 +172,8 @@ OPTIONS = {
 }
 
 
-def chain(layers=6, nbytes=1000, forward_s=6.0, backward_s=12.0):
-    ops = [Op(f"f{i}", "forward", forward_s / layers, (i - 1,) if i else ()) for i in range(layers)]
-    ops += [Op(f"b{i}", "backward", backward_s / layers, (layers + i - 1,)) for i in range(layers)]
-    tensors = [Tensor(f"w{layers - 1 - i}", nbytes, layers + i, (layers - 1 - i,)) for i in range(layers)]
-    return Workload("chain", tuple(ops), tuple(tensors))
+def layered(layers=6, nbytes=1000, forward_s=6.0, backward_s=12.0):
+    return chain([backward_s / layers] * layers, [forward_s / layers] * layers, [nbytes] * layers)
 
 
 KILOBYTE_A_SECOND = 8000.0
@@ -183,7 +181,7 @@ KILOBYTE_A_SECOND = 8000.0
 
 def test_multicast_ends_staggering_and_incast_follows():
     net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
-    plain, multicast = (simulate_flow(chain(), None, name, net) for name in ("parameter-server", "multicast"))
+    plain, multicast = (simulate_flow(layered(), None, name, net) for name in ("parameter-server", "multicast"))
     # Worker 7 gets the last parameter when worker 0 has had it for 7 sends, and runs one forward op more.
     assert plain.staggering_s == pytest.approx(7.0) and multicast.staggering_s == 0
     assert plain.straggler_effect == pytest.approx(7.0 / plain.iteration_s)
@@ -193,7 +191,8 @@ def test_multicast_ends_staggering_and_incast_follows():
 def test_block_distribution_staggers_most():
     net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
     in_turn, block = (
-        simulate_flow(chain(), None, fabric("parameter-server", distribution=d), net) for d in ("round-robin", "block")
+        simulate_flow(layered(), None, fabric("parameter-server", distribution=d), net)
+        for d in ("round-robin", "block")
     )
     assert block.staggering_s == pytest.approx(7 * 6.0) and in_turn.staggering_s == pytest.approx(7.0)
     assert in_turn.distribution_s == block.distribution_s == pytest.approx(8 * 6.0)
@@ -201,27 +200,27 @@ def test_block_distribution_staggers_most():
 
 def test_without_the_barrier_aggregation_and_distribution_overlap():
     """The last layer's gradient comes first, so its parameter goes out while the first layer's is still computed."""
-    job = chain(nbytes=3000)
+    job = layered(nbytes=3000)
     net = Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
     with_barrier, without = (
         simulate_flow(job, None, fabric("multicast+aggregation", barrier=barrier), net, iterations=3)
         for barrier in (True, False)
     )
     assert without.iteration_s < with_barrier.iteration_s
-    first = [tensor.name for tensor in job.tensors].index("w0")
+    first = [tensor.name for tensor in job.tensors].index("t0")
     two_periods = without.aggregated_s[2, first] - without.aggregated_s[0, first]
     assert two_periods == pytest.approx(2 * without.iteration_s, rel=1e-6)
 
 
 def test_with_a_barrier_every_iteration_is_the_same():
     net = Network(workers=5, bandwidth_bps=KILOBYTE_A_SECOND)
-    found = simulate_flow(chain(), None, "parameter-server", net, iterations=3)
+    found = simulate_flow(layered(), None, "parameter-server", net, iterations=3)
     assert np.diff(found.end_s) == pytest.approx([found.end_s[0]] * 2)
 
 
 def test_one_slow_worker_holds_up_all():
     slow = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, compute_scale=(1, 1, 1, 2))
-    found = simulate_flow(chain(), None, "ring", slow, iterations=1)
+    found = simulate_flow(layered(), None, "ring", slow, iterations=1)
     assert found.straggler_effect == pytest.approx(12.0 / found.iteration_s)
     assert found.utilization == pytest.approx(18.0 / found.iteration_s)
     assert found.received_s.min() >= 4.0 and found.received_s.max() >= 24.0
@@ -230,12 +229,12 @@ def test_one_slow_worker_holds_up_all():
 
 def test_jitter_comes_from_the_seed():
     nets = [Network(workers=4, bandwidth_bps=1e6, jitter=0.2, seed=seed) for seed in (1, 1, 2)]
-    one, again, other = (simulate_flow(chain(), None, "ring", net).iteration_s for net in nets)
+    one, again, other = (simulate_flow(layered(), None, "ring", net).iteration_s for net in nets)
     assert one == again != other
 
 
 def test_a_seed_has_63_bits():
-    assert simulate_flow(chain(), None, "ring", Network(workers=2, bandwidth_bps=1e6, jitter=0.2, seed=2**63 - 1))
+    assert simulate_flow(layered(), None, "ring", Network(workers=2, bandwidth_bps=1e6, jitter=0.2, seed=2**63 - 1))
     for seed in (-1, 2**63):
         with pytest.raises(InputError, match=f"seed: {seed}"):
             Network(workers=2, bandwidth_bps=1e6, seed=seed)
@@ -243,7 +242,7 @@ def test_a_seed_has_63_bits():
 
 def test_the_order_of_pulls_is_the_plans():
     """TicTac: parameters in the order in which the forward pass reads them, or the worst one."""
-    job, net = chain(), Network(workers=1, bandwidth_bps=KILOBYTE_A_SECOND)
+    job, net = layered(), Network(workers=1, bandwidth_bps=KILOBYTE_A_SECOND)
     good = plain_plan(job, "parameter-server")
     pulls = [m for m in good.messages if m.kind == "pull"]
     bad = Plan("bad", (*(m for m in good.messages if m.kind == "push"), *reversed(pulls)), forward_overlap=True)
@@ -255,7 +254,7 @@ def test_the_order_of_pulls_is_the_plans():
 
 def test_messages_in_pieces_keep_servers_and_links_busy():
     """A ring of whole parameters gains from pieces; so does store-and-forward aggregation (9.2)."""
-    job = chain(layers=1, nbytes=6000)
+    job = layered(layers=1, nbytes=6000)
     for name in ("ring-whole", "multicast+aggregation"):
         net = Network(workers=6, bandwidth_bps=KILOBYTE_A_SECOND)
         whole, pieces = (simulate_flow(job, None, fabric(name, message_bytes=b), net).iteration_s for b in (None, 1000))
@@ -263,8 +262,8 @@ def test_messages_in_pieces_keep_servers_and_links_busy():
 
 
 def test_a_depth_is_as_many_pieces():
-    job, net = chain(layers=1, nbytes=6000), Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, cut_through=False)
-    deep = Plan("deep", (Message((Slice("w0", 0, 6000),), depth=6),))
+    job, net = layered(layers=1, nbytes=6000), Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, cut_through=False)
+    deep = Plan("deep", (Message((Slice("t0", 0, 6000),), depth=6),))
     assert simulate_flow(job, deep, "tree", net).iteration_s == pytest.approx(
         simulate_flow(job, None, fabric("tree", message_bytes=1000), net).iteration_s
     )
@@ -272,7 +271,7 @@ def test_a_depth_is_as_many_pieces():
 
 def test_placement_can_be_given():
     """All on one of two servers is one server; spread, both links work."""
-    job, net = chain(), Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
+    job, net = layered(), Network(workers=8, bandwidth_bps=KILOBYTE_A_SECOND)
     one = simulate_flow(job, None, "multicast", net).iteration_s
     lump = dict.fromkeys([tensor.name for tensor in job.tensors], 1)
     assert simulate_flow(job, None, fabric("multicast", servers=2, placement=lump), net).iteration_s == one
@@ -280,7 +279,7 @@ def test_placement_can_be_given():
 
 
 def test_a_plan_that_waits_for_itself_is_refused():
-    job = chain(layers=2)
+    job = layered(layers=2)
     whole = [(Slice(t.name, 0, t.nbytes),) for t in job.tensors]
     circle = Plan("circle", tuple(Message(s, kind=k) for k in ("all_gather", "reduce_scatter") for s in whole))
     with pytest.raises(PlanError, match="waits for itself"):
@@ -288,14 +287,14 @@ def test_a_plan_that_waits_for_itself_is_refused():
 
 
 def test_a_sharded_plan_is_refused():
-    job = chain(layers=2)
+    job = layered(layers=2)
     plan = sharded(plain_plan(job, "ring"), job, "optimizer")
     with pytest.raises(InputError, match=r"shard: 'optimizer' at flow fidelity \(expected a plan without shards"):
         simulate_flow(job, plan, "ring", Network(workers=2, bandwidth_bps=1e6))
 
 
 def test_a_plan_with_wire_formats_is_refused():
-    job = chain(layers=2)
+    job = layered(layers=2)
     plan = plain_plan(job, "ring")
     plan = replace(plan, messages=(*plan.messages[:-1], replace(plan.messages[-1], wire="bf16")))
     with pytest.raises(InputError, match=r"wire: a plan with wire formats at flow fidelity \(expected none"):
@@ -305,7 +304,7 @@ def test_a_plan_with_wire_formats_is_refused():
 def test_the_timeline_has_the_results_metrics():
     for name in FABRICS:
         net = Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND, latency_s=0.01, **hosts_of(2, name))
-        found = simulate_flow(chain(), None, name, net, symmetry=False)
+        found = simulate_flow(layered(), None, name, net, symmetry=False)
         timeline = found.timeline()
         assert {span.worker for span in timeline.spans} == {0, 1, 2, 3}
         assert timeline.iteration_s == found.iteration_s
@@ -314,16 +313,16 @@ def test_the_timeline_has_the_results_metrics():
         lanes = {span.lane for span in found.timeline([2], links=True).spans if span.worker == 2}
         assert lanes == {"compute", "network", "out", "in"}
         assert timeline.utilization == pytest.approx(found.utilization)
-        bare = simulate_flow(chain(), None, name, net, symmetry=False, keep_transfers=False)
+        bare = simulate_flow(layered(), None, name, net, symmetry=False, keep_transfers=False)
         assert bare.timeline().overlap == pytest.approx(found.overlap, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["ring", "tree", "halving-doubling"])
 def test_sums_go_out_when_they_are_complete(name):
     """In a timeline, too, where the two halves of a message are a span each."""
-    found = simulate_flow(chain(), None, name, Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND), iterations=1)
+    found = simulate_flow(layered(), None, name, Network(workers=4, bandwidth_bps=KILOBYTE_A_SECOND), iterations=1)
     spans = [span for span in found.timeline([0]).spans if span.kind == "message"]
-    assert [span.name for span in spans] == [f"w{i // 2}" for i in reversed(range(12))]
+    assert [span.name for span in spans] == [f"t{i // 2}" for i in reversed(range(12))]
     for reduced, distributed in zip(spans[::2], spans[1::2], strict=True):
         assert distributed.start_s == pytest.approx(reduced.end_s)
 
@@ -334,7 +333,7 @@ def test_jitter_lets_no_worker_compute_for_more_than_its_time():
         for workers in (1, 4):
             hosts = hosts_of(workers, name)
             net = Network(workers=workers, bandwidth_bps=KILOBYTE_A_SECOND, jitter=0.5, seed=seed, **hosts)
-            found = simulate_flow(chain(), None, name, net)
+            found = simulate_flow(layered(), None, name, net)
             assert found.utilization <= 1 + 1e-9 and found.overlap <= 1 + 1e-9, name
             assert found.utilization == pytest.approx(1) or workers > 1
             timeline = found.timeline([0])
@@ -343,5 +342,5 @@ def test_jitter_lets_no_worker_compute_for_more_than_its_time():
     only = Workload("backward", (Op("b", "backward", 2.0),), (Tensor("w", 1000, 0),))
     found = simulate_flow(only, None, "ring", Network(workers=4, bandwidth_bps=1e6, jitter=0.5))
     assert 0 < found.utilization <= 1 + 1e-9
-    alike = simulate_flow(chain(), None, "ring", Network(workers=4, bandwidth_bps=1e6), iterations=5)
+    alike = simulate_flow(layered(), None, "ring", Network(workers=4, bandwidth_bps=1e6), iterations=5)
     assert alike.last_s == alike.iteration_s == alike.timeline().iteration_s

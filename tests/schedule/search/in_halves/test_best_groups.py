@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.nets import chain
 from support.strategies import clusters, examples, seeds, workloads
 
 from legato.core.cluster import Cluster, LinearCost
@@ -46,26 +47,21 @@ def test_they_take_as_long_as_the_simulator_says(data, workload, cluster):
         assert partition or len(set(tensors)) == len(tensors)
 
 
-def chain(seed):
+def random_chain(seed):
     """A chain of layers, where a message is cheap or dear; a backward op takes twice as long as the forward op."""
     rng = random.Random(seed)
     layers = rng.randint(2, 24)
     times = [rng.lognormvariate(0, 1) for _ in range(layers)]
-    ops = [Op(f"forward {i}", "forward", times[i], (i - 1,) if i else ()) for i in range(layers)]
-    for i in reversed(range(layers)):
-        ops.append(Op(f"backward {i}", "backward", 2 * times[i], (len(ops) - 1,)))
-    ops += [Op(f"update {i}", "optimizer", 0.0) for i in range(layers)]
     sizes = [int(rng.lognormvariate(0, 2) * MIB) // 16 * 16 + 16 for _ in range(layers)]
-    tensors = tuple(Tensor(f"{i}", sizes[i], 2 * layers - 1 - i, (i, 2 * layers + i)) for i in range(layers))
     beta = 3 * sum(times) * rng.uniform(0.4, 1.5) / sum(sizes)
     cost = LinearCost(3 * sum(times) * 10 ** rng.uniform(-4, -0.8), beta)
-    return Workload(f"chain {seed}", tuple(ops), tensors), Cluster(8, {"ring": cost})
+    return chain([2 * s for s in times], times, sizes, [0.0] * layers), Cluster(8, {"ring": cost})
 
 
 @pytest.mark.parametrize("seed", seeds(40))
 def test_they_are_the_optimum_of_chains(seed):
     """Up to the precision of both, and to bytes."""
-    workload, cluster = chain(seed)
+    workload, cluster = random_chain(seed)
     bound = lower_bound(workload, cluster, shard="optimizer", step_last=True)
     period = period_of(workload, cluster)
     found = best_groups(period, bound.seconds, 3 * bound.seconds, partition=True)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.gaps import show_gaps
 from support.sharding import best_sharded, layers
 from support.strategies import clusters, examples, seeds, sharded_plans, workloads
 
@@ -130,9 +131,7 @@ def survey(count):
         for name in SCHEDULERS:
             plan = schedule(name, workload, cluster, shard="optimizer")
             above[name].append(iteration_time(workload, plan, cluster) / best - 1)
-    print(f"{f'{count} cases':24}{'optimal':>9}{'mean':>8}{'worst':>8}   off the best")
-    for name, gaps in (below | above).items():
-        print(f"{name:24}{sum(g < 1e-7 for g in gaps) / count:9.1%}{sum(gaps) / count:8.1%}{max(gaps):8.1%}")
+    show_gaps(f"off the best, {count} cases", below | above)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine import LINKS, Service, built, graphs, naive, times
 from support.flows import ALPHA, BACKWARD, BYTES, COMPUTE, FORWARD, MANY, M, hosts_of, job, network
 from support.rates import disturbances, eighths, served
 from support.strategies import examples
@@ -15,56 +16,9 @@ from support.strategies import examples
 from legato.core.errors import InputError
 from legato.simulator.flow import FABRICS, Disturbance, Network, simulate_flow
 from legato.simulator.flow.engine.fair import run_fair
-from legato.simulator.flow.engine.graph import Graph
 from legato.simulator.flow.engine.loop import run_services
 from legato.simulator.flow.engine.services import NO_LINK
 from legato.simulator.flow.network.disturbances import Profile, Profiles
-
-LINKS = 2
-
-
-@st.composite
-def graphs(draw):
-    """[(link, work_s, delay_s, key, [(earlier service, cut through?)])]; a service on no link computes on rank 0."""
-    services = []
-    for i in range(draw(st.integers(1, 20))):
-        befores = draw(st.dictionaries(st.integers(0, i - 1), st.booleans(), max_size=3)) if i else {}
-        link = draw(st.integers(NO_LINK, LINKS - 1))
-        services.append((link, draw(eighths), draw(eighths), draw(st.integers(0, 2)), sorted(befores.items())))
-    return services
-
-
-def built(services):
-    graph = Graph()
-    for link, work_s, delay_s, key, befores in services:
-        (i,) = graph.add((1,), link=link, work_s=work_s, delay_s=delay_s, key=key)
-        for before, cut in befores:
-            graph.edge(np.array(before), i, cut_through=cut)
-    return graph.freeze(LINKS)
-
-
-def naive(services, on_links, computing):
-    """(begin, end) of each, by looking at everything, every time."""
-    begin, end, free = {}, {}, [Fraction(0)] * LINKS
-
-    def ready(i):
-        return max(
-            [(begin[b] if cut else end[b]) + Fraction(services[b][2]) for b, cut in services[i][4]],
-            default=Fraction(0),
-        )
-
-    while len(end) < len(services):
-        able = [i for i, s in enumerate(services) if i not in end and all(b in end for b, _ in s[4])]
-        unlinked = [i for i in able if services[i][0] == NO_LINK]
-        i = unlinked[0] if unlinked else min(able, key=lambda i: (ready(i), services[i][3], i))
-        link, work_s, _, _, befores = services[i]
-        begin[i] = ready(i) if link == NO_LINK else max(ready(i), free[link])
-        these = computing if link == NO_LINK else [d for d in on_links if d.number == link]
-        stop = served(begin[i], Fraction(work_s), these)
-        if link != NO_LINK:
-            free[link] = stop
-        end[i] = max([stop, *(end[b] + Fraction(services[b][2]) for b, cut in befores if cut)])
-    return [(begin[i], end[i]) for i in range(len(services))]
 
 
 @given(graphs(), st.lists(disturbances(), max_size=4), st.lists(disturbances("compute"), max_size=3))
@@ -75,9 +29,7 @@ def test_the_engine_follows_rates_that_change_exactly(services, on_links, comput
     ids = np.flatnonzero(graph.records["link"] == NO_LINK)[:, None]
     found = profiles.of_services(graph.records["link"], [(ids, np.zeros(1, np.int64))])
     assert run_services(*graph, found) == len(services)
-    assert list(zip(graph.records["begin_s"], graph.records["end_s"], strict=True)) == naive(
-        services, on_links, computing
-    )
+    assert times(graph) == naive(services, on_links, computing)
 
 
 @given(st.lists(disturbances(), max_size=4), st.lists(st.tuples(eighths, eighths), min_size=1, max_size=6))
@@ -103,8 +55,8 @@ def test_what_is_lost_is_what_is_not_served(these, until):
 def test_alone_on_its_link_a_transfer_that_shares_fairly_takes_as_long_as_in_turn(services, these):
     """One service a link, none cut through: there is nothing to share."""
     services = [
-        (i if i < LINKS else NO_LINK, *rest[:3], [(b, False) for b, _ in rest[3]])
-        for i, (_, *rest) in enumerate(services)
+        one._replace(link=i if i < LINKS else NO_LINK, befores=tuple((b, False) for b, _ in one.befores))
+        for i, one in enumerate(services)
     ]
     fair, fifo = built(services), built(services)
     profiles = Profiles.of(these, lambda kind, number: [number])
@@ -118,7 +70,7 @@ def test_two_flows_share_a_link_that_fails_for_a_while():
     """6 and 2 bytes at 0 on a link of 1 byte a second that fails from 2 to 5 and is halved from 6 to 8: halves make 1
     byte each until 2, the second ends with half a byte more until 6, and half of that in the half rate ends it at 8;
     then the first has 6 - 1 - 0.5 - 0.5 = 4 left."""
-    graph = built([(0, 6.0, 0, 0, []), (0, 2.0, 0, 0, [])])
+    graph = built([Service(0, 6.0), Service(0, 2.0)])
     these = [
         Disturbance(kind="link", number=0, factor=math.inf, start_s=2.0, end_s=5.0),
         Disturbance(kind="link", number=0, factor=2.0, start_s=6.0, end_s=8.0),
