@@ -212,6 +212,7 @@ def test_depths_that_were_measured():
     costs = [LinearCost(float(k), 1.0) for k in range(4)]
     cluster = Cluster(2, {"own": costs[0], "ring": costs[1]}, depths={"ring": {2: costs[2], 5: costs[3]}})
     assert [cluster.cost("ring", depth).alpha_s for depth in (1, 2, 4, 5, 9)] == [1, 2, 2, 3, 3]
+    assert cluster.cost("ring") == cluster.cost("ring", 1)
     assert cluster.cost("own", 7) == costs[0]
     assert sorted(cost.alpha_s for cost in cluster.least_costs()) == [0, 1, 2, 3]
 

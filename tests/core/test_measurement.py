@@ -12,6 +12,7 @@ def test_the_median_and_the_quartiles_of_iterations():
     assert (plan.measured_s, plan.quartiles_s, plan.iterations) == (3.0, (2.0, 4.0), 5)
     assert plan.error == pytest.approx(-0.2) and MeasuredPlan.of("ddp", [3.0]).error is None
     assert MeasuredPlan.of("ddp", [3.0]).quartiles_s == (3.0, 3.0)
+    assert MeasuredPlan.of("ddp", [3.0, 1.0]).quartiles_s == (1.5, 2.5)
     for seconds in (0.1, 0.7, 1.1):  # rounding puts no quartile beyond the median
         assert MeasuredPlan.of("ddp", [seconds] * 7).quartiles_s == (seconds, seconds)
 

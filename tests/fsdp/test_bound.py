@@ -208,6 +208,12 @@ def test_what_does_not_fit_takes_forever() -> None:
     assert math.isfinite(lower_bound(_blocks(3, 1.0), COSTS, 5000).seconds)
 
 
+def test_what_the_root_holds_is_in_memory_all_the_time() -> None:
+    units = [Unit("root", 0.0, 0.0, 10_000, 0, 0, trained=False, rooted=True), *_blocks(3, 1.0)]
+    assert math.isinf(lower_bound(units, COSTS, 11_999).seconds)
+    assert math.isfinite(lower_bound(units, COSTS, 13_000).seconds)
+
+
 def test_a_model_without_groups_is_refused() -> None:
     with pytest.raises(InputError, match="units: 1, none of which a group can hold"):
         lower_bound([Unit("u", 1.0, 2.0, 10, 10, 10, rooted=True)], COSTS)

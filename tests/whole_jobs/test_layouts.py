@@ -27,6 +27,12 @@ def test_the_search_finds_what_all_predictions_find(preset):
     assert [step.seconds for step in found.best] == fitting[:5]
 
 
+def test_tensor_parallel_layouts_are_sequence_parallel_too():
+    found = list(jobs("small", MODEL, framework_named("megatron-core"), machine_named("h100"), 16, 32))
+    assert {job.mesh.tensor for job in found} == {1, 2, 4, 8}
+    assert all(job.sequence_parallel == (job.mesh.tensor > 1) for job in found)
+
+
 def test_context_parallelism_leaves_as_many_tokens_as_measured_steps_have():
     found = list(jobs("small", MODEL, framework_named("megatron-core"), machine_named("h100"), 16, 32))
     tokens = {job.microbatch * MODEL.sequence // job.mesh.context for job in found if job.mesh.context > 1}

@@ -55,6 +55,13 @@ def test_the_hosts_time_is_computation_and_the_wait_for_a_transfer_is_not(trace)
     assert seconds(kept, "optimizer") == pytest.approx((50 + 25) * 1e-6)
 
 
+def test_times_since_1970_lose_nothing(tmp_path, trace):
+    """As seconds, they would be rounded to a quarter of a microsecond."""
+    late = written(tmp_path / "late.json", samples.record(at_us=1_700_000_000_000_003).text())
+    found, wanted = ([op.duration_s for op in import_kineto([path]).workload.ops] for path in (late, trace))
+    assert found == pytest.approx(wanted, abs=1e-10)
+
+
 def test_what_overlap_there_was(trace):
     found = import_kineto([trace])
     (rank,) = found.ranks

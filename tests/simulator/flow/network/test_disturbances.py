@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.engine import LINKS, Service, built, graphs, naive, times
 from support.flows import ALPHA, BACKWARD, BYTES, COMPUTE, FORWARD, MANY, M, hosts_of, job, network
@@ -33,6 +33,7 @@ def test_the_engine_follows_rates_that_change_exactly(services, on_links, comput
 
 
 @given(st.lists(disturbances(), max_size=4), st.lists(st.tuples(eighths, eighths), min_size=1, max_size=6))
+@example([Disturbance(kind="compute", number=0, factor=math.inf, start_s=1.0, end_s=2.0)], [(1.0, 0.0), (1.0, 1.0)])
 @examples(100)
 def test_the_times_of_ops_are_those_of_the_engine(these, work):
     begin, work = (np.array(column) for column in zip(*work, strict=True))
