@@ -180,6 +180,16 @@ def test_the_command(tmp_path, capsys):
     assert found["cluster"]["workers"] == 16 and found["predictions"][0]["plan"] == "DDP as traced"
 
 
+def test_a_folder_stands_for_the_traces_in_it(tmp_path, capsys):
+    (tmp_path / "traces").mkdir()
+    files = [written(tmp_path / "traces", f"rank{rank}.json", rank=rank) for rank in (0, 1)]
+    (tmp_path / "traces" / "notes.txt").write_text("none")
+    assert run(capsys, "advise", tmp_path / "traces") == run(capsys, "advise", *files)
+    (tmp_path / "empty").mkdir()
+    status, _, err = run(capsys, "advise", tmp_path / "empty")
+    assert status == 2 and "empty: no traces in this folder (expected names that end in .json or .json.gz)" in err
+
+
 def test_two_traces_of_one_rank_are_before_and_after(tmp_path, capsys):
     before, after = written(tmp_path, "before.json", late_us=500), written(tmp_path, "after.json")
     status, out, _ = run(capsys, "advise", before, after)

@@ -39,9 +39,9 @@ def advise(
         list[Path],
         typer.Argument(
             metavar="TRACES...",
-            help="Traces of torch.profiler, one per rank of a job, possibly with their execution traces, possibly "
-            "compressed (.gz). A second trace of a rank, or a trace with another number of ranks, is of the job after "
-            "a change.",
+            help="Traces of torch.profiler, one per rank of a job, or the folder that they are in, possibly with their "
+            "execution traces, possibly compressed (.gz). A second trace of a rank, or a trace with another number of "
+            "ranks, is of the job after a change.",
         ),
     ],
     network: _Network,
@@ -61,10 +61,11 @@ def advise(
     from legato.advice import advise as judge
     from legato.advice import asides, changes, told
     from legato.ingest.jobs import import_jobs
+    from legato.ingest.source import in_folders
 
     check_file("output", output, ".html")
     with progress("reading") as advance:
-        jobs = import_jobs(traces, rank=rank, step=step, progress=advance)
+        jobs = import_jobs(in_folders(traces), rank=rank, step=step, progress=advance)
     found = [judge(job, _network(job, network), network.axes["workers"]) for job in jobs]
     changed = changes(*found) if len(found) == 2 else []
     if output is not None:

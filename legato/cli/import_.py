@@ -55,7 +55,8 @@ class OfSends:
 def import_(
     format: Annotated[str, typer.Argument(metavar="FORMAT", help=f"Format of the traces: {', '.join(_FORMATS)}.")],
     traces: Annotated[
-        list[Path], typer.Argument(metavar="FILES...", help="The traces of one job, possibly compressed (.gz).")
+        list[Path],
+        typer.Argument(metavar="FILES...", help="The traces of one job, or their folder, possibly compressed (.gz)."),
     ],
     *,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="W.json", help="Write the workload to this file.")],
@@ -77,6 +78,9 @@ def import_(
 
     Example: [bold]legato import kineto worker0.pt.trace.json.gz worker1.pt.trace.json.gz -o job.json[/]
     """
+    from legato.ingest.source import in_folders
+
+    traces = in_folders(traces)
     keep_apart(traces, output=output, timeline=timeline, cluster=cluster)
     if chosen.program:
         _refuse("--program", asdict(sends) | {"timeline": timeline, "cluster": cluster, "rank": chosen.rank})

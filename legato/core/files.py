@@ -35,6 +35,13 @@ MOST_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
+#: How traces begin, and no file of legato's: compressed, with an array of events, or with an object that has events.
+_TRACE = re.compile(
+    rb"\x1f\x8b|\s*\[\s*\{\s*\"(?:ph|cat|name|ts|pid|tid)\"|(?=.{0,65536}\"traceEvents\"\s*:)\s*\{(?!\s*\"format\")",
+    re.DOTALL,
+)
+
+
 class _Header(msgspec.Struct):
     """The first field of every file: which noun it holds, in which version of the format."""
 
@@ -156,6 +163,10 @@ def _checked_kind(data: bytes, kind: type[msgspec.Struct] | None) -> type[msgspe
     known = _NOUNS if kind is None else {kind.__struct_config__.tag: kind}
     if None in known:
         return known[None]
+    if _TRACE.match(data):
+        raise FileError(
+            "a trace (`legato advise` reads those of torch.profiler, and `legato import` makes a workload of a trace)"
+        )
     found = bytes(_decode(data, _Header).format).decode(errors="replace")
     for tag, noun in known.items():
         if found == f'"{tag}"':

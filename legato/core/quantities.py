@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from decimal import Context
 
 from legato.core.errors import InputError
 
@@ -24,6 +25,8 @@ _SPEED |= {f"{unit}{suffix}": scale for unit, scale in list(_SPEED.items()) for 
 #: Values beyond these limits are typing errors, and could overflow in later arithmetic.
 _LONGEST_S = 1e9
 _SLOWEST_BPS, _FASTEST_BPS = 1.0, 1e18
+#: `30us` is the float that is written 30e-6. What is too large is infinite.
+_EXACT = Context(prec=60, traps=[])
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -32,8 +35,10 @@ def _parse(text: str, units: Mapping[str, float], bare: str | None, expected: st
     if match:
         number, unit = match.groups()
         scale = units.get(unit.lower() or bare or "")
-        if scale is not None and math.isfinite(value := float(number) * scale):
-            return value
+        if scale is not None:
+            value = float(_EXACT.multiply(_EXACT.create_decimal(number), _EXACT.create_decimal(repr(scale))))
+            if math.isfinite(value):
+                return value
     raise InputError(f"{text!r} is not {expected}")
 
 

@@ -11,7 +11,16 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from legato.core.errors import FileError, InputError
 
-__all__ = ["MOST_BYTES", "Progress", "named", "one_line", "read_all", "read_blocks", "refusals_name_files"]
+__all__ = [
+    "MOST_BYTES",
+    "Progress",
+    "in_folders",
+    "named",
+    "one_line",
+    "read_all",
+    "read_blocks",
+    "refusals_name_files",
+]
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -19,12 +28,27 @@ Result = TypeVar("Result")
 #: `progress(done, total)`, in bytes of the file on disk.
 Progress = Callable[[int, int], None]
 
+_ENDINGS = (".json", ".json.gz")
 BLOCK_BYTES = 4 * 2**20
 #: Gzip compresses traces 10- to 40-fold; deflate reaches at most 1032-fold, on constant data.
 _BOMB_RATIO = 200
 _BOMB_FLOOR_BYTES = 64 * 2**20
 #: The most bytes of a trace that is read into memory, after decompression.
 MOST_BYTES = 2**30
+
+
+def in_folders(paths: Sequence[Path]) -> list[Path]:
+    """The files, and those of folders: all with names that end as traces do, in order. Raises `FileError` for none."""
+    found: list[Path] = []
+    for path in paths:
+        try:
+            files = sorted(f for f in path.iterdir() if f.name.endswith(_ENDINGS)) if path.is_dir() else [path]
+        except OSError as error:
+            raise FileError(f"{path}: cannot read: {error.strerror or error}") from None
+        if not files:
+            raise FileError(f"{path}: no traces in this folder (expected names that end in {' or '.join(_ENDINGS)})")
+        found += files
+    return found
 
 
 def read_blocks(path: Path, progress: Progress | None = None, limit: int | None = None) -> Iterator[bytes]:

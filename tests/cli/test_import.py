@@ -30,6 +30,12 @@ def test_import_plan_and_report_what_was_measured(capsys, tmp_path, traces):
     assert run(capsys, "report", t, "-o", tmp_path / "r.html")[0] == 0
 
 
+def test_a_folder_stands_for_the_traces_in_it(capsys, tmp_path, traces):
+    assert run(capsys, "import", "kineto", *traces, "-o", tmp_path / "files.txt")[0] == 0
+    assert run(capsys, "import", "kineto", tmp_path, "-o", tmp_path / "folder.txt")[0] == 0
+    assert (tmp_path / "files.txt").read_text() == (tmp_path / "folder.txt").read_text()
+
+
 def test_it_says_what_is_missing_and_what_was_assumed(capsys, tmp_path, traces):
     status, _, err = run(capsys, "import", "kineto", traces[0], "-o", tmp_path / "w.json")
     assert status == 0 and "missing: the other ranks" in err and "assumed: no collective waits" in err

@@ -449,6 +449,9 @@ def test_a_file_says_what_it_holds(tmp_path, noun):
         (b'{"format": "legato.plan/1"}', "scheduler: missing (required)"),
         (b"[]", "file: an array (expected object)"),
         (b"", "not JSON: "),
+        (b'{"schemaVersion": 1, "traceEvents": []}', "a trace (`legato advise` reads "),
+        (b'[{"ph": "X", "name": "aten::mm"}]', "a trace (`legato advise` reads "),
+        (b"\x1f\x8b\x08", "a trace (`legato advise` reads "),
     ],
 )
 def test_a_file_that_is_no_noun(tmp_path, data, line):

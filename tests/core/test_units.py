@@ -50,7 +50,12 @@ def test_bandwidths(text, bps):
     ],
 )
 def test_times(text, seconds):
-    assert parse_seconds(text) == pytest.approx(seconds, rel=1e-15)
+    assert parse_seconds(text) == seconds
+
+
+@given(st.decimals(0, 999, places=3), st.sampled_from([("us", -6), ("ms", -3), ("ns", -9), ("s", 0)]))
+def test_a_time_is_the_float_that_is_written_in_seconds(number, unit):
+    assert parse_seconds(f"{number}{unit[0]}") == float(f"{number}e{unit[1]}")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,7 @@ def test_any_text_is_a_number_or_one_clear_error(text):
         (0.9996, "1 s"),
         (0.0009996, "1 ms"),
         (30e-6, "30 us"),
+        (1.4e-14, "0 s"),
         (12e-9, "12 ns"),
     ],
 )
