@@ -51,6 +51,8 @@ __all__ = [
 
 #: A smaller share of an iteration is not worth a change of code.
 _WORTH = 0.02
+#: A predicted win of less than this part of the prediction's own error is too close to tell.
+_TELLING = 1 / 3
 #: From this share on, waiting for the host or for late ranks is a verdict.
 _MUCH = 0.1
 #: The caps, in MiB, that are tried for DDP's buckets.
@@ -385,6 +387,8 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
         above = f" (the traced ones are {percent(traced.gap)} above the bound for their memory)" if traced.gap else ""
         told = f"no other groups are predicted to win {percent(_WORTH, 0)} of an iteration{above}."
         return [*lines, f"No groups win: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], None
+    if most < off * _TELLING:
+        return [_too_close(most, off, "groups"), *lines], None
     told, row = "", free
     if wins[same.name] >= _WORTH:
         told, row = f"Predicted to win {percent(wins[same.name])} of an iteration in no more memory: {same.name}.", same
@@ -392,6 +396,13 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
         told += f"{' ' if told else ''}Predicted to win {percent(wins[free.name])} of an iteration with "
         told += f"{format_bytes(free.buffers)} instead of {format_bytes(traced.buffers)} of buffers: {free.name}."
     return [told + (hint if off > wins[row.name] else ""), *lines], row
+
+
+def _too_close(win: float, off: float, of: str) -> str:
+    return (
+        f"Too close to tell: a win of {percent(win)} is predicted, and the prediction of the traced {of} is itself off "
+        f"by {percent(off)}."
+    )
 
 
 def _best_buckets(workload: Workload, cluster: Cluster, traced: Plan) -> tuple[Plan, str]:
@@ -418,6 +429,8 @@ def _verdict(
     if max(stock.win, ours.win) < _WORTH:
         told = f"no plan of transfers is predicted to win {percent(_WORTH, 0)} of an iteration."
         return [*lines, f"No plan wins: {told}{hint}" if off > _MUCH else f"Nothing to gain: {told}"], ""
+    if max(stock.win, ours.win) < off * _TELLING:
+        return [_too_close(max(stock.win, ours.win), off, "plan"), *lines], ""
     use_stock = stock.win >= ours.win - _WORTH / 2
     best = stock if use_stock else ours
     told = f"Predicted to win {percent(best.win)} of an iteration: "

@@ -326,6 +326,14 @@ def test_a_prediction_that_is_far_off_promises_nothing():
     )
 
 
+@pytest.mark.parametrize(("error", "code"), [(-0.28, "ddp(25)"), (0.31, "")])
+def test_a_win_below_a_third_of_the_predictions_error_is_too_close_to_tell(error, code):
+    rows = [Prediction("traced", 1.0, 0.0), Prediction("stock", 0.9, 0.1), Prediction("legato", 0.9, 0.1)]
+    (verdict, *_), found = _verdict([], rows, error, "ddp(25)")
+    assert found == code
+    assert verdict.startswith("Predicted to win 10.0%" if code else "Too close to tell: a win of 10.0% is predicted")
+
+
 def test_the_report_says_all_that_the_console_says(tmp_path, capsys):
     """What it says of plans, of why there are none, of what is missing and assumed, and of what has changed."""
     page = tmp_path / "r.html"
