@@ -123,6 +123,16 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
     """Say what in a file was no record of anything, and was left out or repaired."""
     if marks.negative:
         notes.assume(f"{marks.path.name}: {count(marks.negative, 'event')} of negative duration did not happen")
+    if left_out := marks.devices.total() - marks.devices[marks.device]:
+        notes.assume(
+            f"{marks.path.name}: device {marks.device} is the rank's, so {count(left_out, 'event')} of other devices "
+            "are left out"
+        )
+    if marks.endless:
+        notes.assume(
+            f"{marks.path.name}: streams run one after another, so {count(marks.endless, 'event')} that would outlast "
+            "the next one ended where that begins"
+        )
     if marks.repaired:
         notes.assume(f"{marks.path.name}: what is not JSON means what it shows ({count(marks.repaired, 'value')})")
 

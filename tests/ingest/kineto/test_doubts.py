@@ -71,6 +71,31 @@ def test_numbers_that_are_none(tmp_path, value):
     assert "t.json: what is not JSON means what it shows (2 values)" in found.notes.assumed
 
 
+@pytest.mark.parametrize("seconds", [0.0005, 3, 1e5])
+def test_a_kernel_that_outlasts_the_next_one_of_its_stream(tmp_path, seconds):
+    base = samples.record()
+    expected = figures(imported(tmp_path, base.text()))
+    (event,) = (e for e in base.events if e.get("name") == "forward0" and e["cat"] == "kernel")
+    assert event["dur"] == 100  # and the next one begins when it ends
+    event["dur"] = seconds * 1e6
+    found = imported(tmp_path, base.text())
+    assert figures(found)[:-1] == pytest.approx(expected[:-1])
+    assert any(
+        "1 event that would outlast the next one ended where that begins" in line for line in found.notes.assumed
+    )
+
+
+def test_events_of_another_device_are_left_out(tmp_path):
+    base = samples.record()
+    expected = figures(imported(tmp_path, base.text()))
+    kernels = [e for e in base.events if e.get("cat") == "kernel"]
+    base.events += [{**e, "pid": 9, "ts": e["ts"] + 7} for e in kernels[:-1]]
+    found = imported(tmp_path, base.text())
+    assert figures(found) == expected
+    said = f"t.json: device 1 is the rank's, so {len(kernels) - 1} events of other devices are left out"
+    assert said in found.notes.assumed
+
+
 def test_what_ends_before_it_begins(tmp_path):
     base = samples.record()
     expected = figures(imported(tmp_path, base.text()))

@@ -167,6 +167,17 @@ class EventColumns:
         self._number: NDArray[np.int64] = np.array(self._detail, dtype=np.int64)[order]
         del self._detail
 
+    def end_in_turn(self) -> int:
+        """End events that would outlast the next one of their thread where that begins, and return how many did."""
+        count = 0
+        for thread in np.unique(self.thread):
+            rows = np.flatnonzero(self.thread == thread)
+            each, after = rows[:-1], rows[1:]
+            endless = (self.end[each] > self.end[after]) & (self.start[each] < self.start[after])
+            self.end[each[endless]] = self.start[after[endless]]
+            count += int(endless.sum())
+        return count
+
     def detail(self, row: int) -> Arguments | None:
         """The arguments of an event, or None if they were not stored."""
         number = int(self._number[row])

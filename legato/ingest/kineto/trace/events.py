@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,17 @@ class Marks:
     events: int = 0
     has_work: bool = False  # operators or kernels
     negative: int = 0  # events that end before they begin
+    endless: int = 0  # events of a stream that do not end before the next one of it has ended
     repaired: int = 0  # values that were no JSON
     processes: set[int] = field(default_factory=set)  # of the host
+    devices: Counter[str] = field(default_factory=Counter)  # events by device
     steps: list[HostInterval] = field(default_factory=list)
     updates: list[HostInterval] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """The device with most events; others are left out."""
+        return max(self.devices, key=self.devices.__getitem__, default="")
 
 
 @dataclass
@@ -130,7 +138,9 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             continue
         if not marks.has_work:
             marks.has_work = kind in ("device", "operator")
-        if kind != "device":
+        if kind == "device":
+            marks.devices[str(event.pid)] += 1
+        else:
             marks.processes.add(whole_number(event.pid))
         if not began:
             marks.origin_us, began = _number(path, index, "ts", event.ts), True
@@ -164,7 +174,7 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
     header = Header()
     for index, event in enumerate(events(marks.path, _Event, header, progress)):
         kind = _kind(event)
-        if kind is None or _is_negative(event):
+        if kind is None or _is_negative(event) or (kind == "device" and str(event.pid) != marks.device):
             continue
         columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
         name = event.name or ""
@@ -180,6 +190,7 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
+    marks.endless = max(marks.endless, device.end_in_turn())
     return trace
 
 
