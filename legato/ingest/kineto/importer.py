@@ -128,6 +128,8 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
             f"{marks.path.name}: device {marks.device} is the rank's, so {count(left_out, 'event')} of other devices "
             "are left out"
         )
+    if marks.repeats:
+        notes.assume(f"{marks.path.name}: {count(marks.repeats, 'event')} that are in the file twice happened once")
     if marks.endless:
         notes.assume(
             f"{marks.path.name}: streams run one after another, so {count(marks.endless, 'event')} that would outlast "

@@ -96,6 +96,15 @@ def test_events_of_another_device_are_left_out(tmp_path):
     assert said in found.notes.assumed
 
 
+def test_the_same_events_twice(tmp_path):
+    base = samples.record()
+    expected = figures(imported(tmp_path, base.text()))
+    base.events += base.events
+    found = imported(tmp_path, base.text())
+    assert figures(found) == expected
+    assert any("that are in the file twice happened once" in line for line in found.notes.assumed)
+
+
 def test_what_ends_before_it_begins(tmp_path):
     base = samples.record()
     expected = figures(imported(tmp_path, base.text()))

@@ -167,6 +167,19 @@ class EventColumns:
         self._number: NDArray[np.int64] = np.array(self._detail, dtype=np.int64)[order]
         del self._detail
 
+    def repeats(self) -> NDArray[np.bool_]:
+        """Which events are the same as another one in all but their arguments: all of these but one."""
+        columns = self.link, self.thread, self.name, self.end, self.start
+        order, found = np.lexsort(columns), np.zeros(len(self), np.bool_)
+        found[order[1:]] = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
+        return found
+
+    def drop(self, rows: NDArray[np.bool_]) -> int:
+        """Drop these events, and return how many they were."""
+        for name in ("start", "end", "name", "thread", "link", "record", "_number"):
+            setattr(self, name, getattr(self, name)[~rows])
+        return int(rows.sum())
+
     def end_in_turn(self) -> int:
         """End events that would outlast the next one of their thread where that begins, and return how many did."""
         count = 0

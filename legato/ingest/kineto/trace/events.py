@@ -74,6 +74,7 @@ class Marks:
     has_work: bool = False  # operators or kernels
     negative: int = 0  # events that end before they begin
     endless: int = 0  # events of a stream that do not end before the next one of it has ended
+    repeats: int = 0  # events that are in the file again
     repaired: int = 0  # values that were no JSON
     processes: set[int] = field(default_factory=set)  # of the host
     devices: Counter[str] = field(default_factory=Counter)  # events by device
@@ -148,6 +149,7 @@ def read_marks(path: Path, progress: Progress | None = None) -> Marks:
             start, end = _seconds(marks, index, event)
             (marks.steps if name.startswith(_STEP) else marks.updates).append(HostInterval(one_line(name), start, end))
     marks.repaired = header.repaired
+    marks.steps = list(dict.fromkeys(marks.steps))
     marks.steps.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.updates.sort(key=lambda w: (w.start_s, -w.end_s))
     marks.rank = _positive(header.distributed.get("rank"))
@@ -190,6 +192,8 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
     trace.names, trace.threads = list(names), list(threads)
     for columns in by_kind.values():
         columns.seal()
+    if (device.repeats() & (device.link >= 0)).any():  # what one launch made is in the file twice, and so is the rest
+        marks.repeats = max(marks.repeats, sum(columns.drop(columns.repeats()) for columns in by_kind.values()))
     marks.endless = max(marks.endless, device.end_in_turn())
     return trace
 
