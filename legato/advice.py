@@ -126,11 +126,15 @@ class RankTimes(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it wins."""
+    """The predicted iteration time of a plan, and the share of the traced plan's predicted time that it wins.
+
+    `wins` are the least and the largest of such shares over the traced steps, if they are several.
+    """
 
     plan: str
     iteration_s: float
     win: float
+    wins: tuple[float, float] | None = None
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -314,10 +318,16 @@ def _predicted(known: Advice, imported: Imported, workload: Workload, cluster: C
     plans = (traced, stock, schedule("legato", workload, cluster))
     drawn = [simulate(workload, plan, cluster) for plan in plans]
     base = drawn[0].iteration_s
-    predictions = tuple(
-        Prediction(plan.scheduler, line.iteration_s, 1 - line.iteration_s / base if base > 0 else 0.0)
-        for plan, line in zip(plans, drawn, strict=True)
-    )
+    sent = {(tensor.name, tensor.nbytes) for tensor in workload.tensors}
+    others = [w for w in imported.others if {(tensor.name, tensor.nbytes) for tensor in w.tensors} == sent]
+    steps = [[iteration_time(w, plan, cluster) for plan in plans] for w in others]
+
+    def prediction(k: int) -> Prediction:
+        seconds = [[line.iteration_s for line in drawn], *steps]
+        wins = [1 - step[k] / step[0] if step[0] > 0 else 0.0 for step in seconds]
+        return Prediction(plans[k].scheduler, seconds[0][k], wins[0], (min(wins), max(wins)) if steps else None)
+
+    predictions = tuple(map(prediction, range(len(plans))))
     measured_s = next(m.undelayed_s for m in imported.ranks if m.rank == imported.rank)
     as_traced = as_traced and imported.plan is not None
     error = base / measured_s - 1 if as_traced and measured_s > 0 else None
@@ -398,6 +408,13 @@ def _groups_verdict(lines: Sequence[str], table: Comparison, error: float | None
     return [told + (hint if off > wins[row.name] else ""), *lines], row
 
 
+def _over_steps(best: Prediction) -> str:
+    """How far what is won differs between the traced steps, if it is worth a word."""
+    if best.wins is None or best.wins[1] - best.wins[0] < _WORTH / 2:
+        return ""
+    return f" ({percent(best.wins[0])} to {percent(best.wins[1])} in the traced steps)"
+
+
 def _too_close(win: float, off: float, of: str) -> str:
     return (
         f"Too close to tell: a win of {percent(win)} is predicted, and the prediction of the traced {of} is itself off "
@@ -433,7 +450,7 @@ def _verdict(
         return [_too_close(max(stock.win, ours.win), off, "plan"), *lines], ""
     use_stock = stock.win >= ours.win - _WORTH / 2
     best = stock if use_stock else ours
-    told = f"Predicted to win {percent(best.win)} of an iteration: "
+    told = f"Predicted to win {percent(best.win)} of an iteration{_over_steps(best)}: "
     told += "DDP with other buckets." if use_stock else "legato."
     if not use_stock and stock.win >= _WORTH:
         told += f" DDP with its best buckets wins {percent(stock.win)} ({stock_code})."

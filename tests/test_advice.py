@@ -105,6 +105,22 @@ def test_legato_where_transfers_can_hide_in_the_forward_pass(job):
     assert found.verdict[0].startswith(f"Predicted to win {ours.win:.1%}")
 
 
+def test_what_is_won_in_the_other_steps(tmp_path):
+    """The host waits 2 ms before it launches the last step: a larger part of the other ones is won."""
+    record = samples.ahead()
+    last = max(e["ts"] for e in record.events if e["name"] == "ProfilerStep#3")
+    first = min(e["ts"] for e in record.events if e["name"] == "forward0" and e["ts"] > last)
+    for event in record.events:
+        if event["ts"] >= (first if event["cat"] == "kernel" else last):
+            event["ts"] += 2000
+    (tmp_path / "job.json").write_text(record.text())
+    found = advise(import_kineto([tmp_path / "job.json"]), Cluster(2, {"c": LinearCost(0.0, 5e-8)}))
+    ours = found.predictions[-1]
+    assert ours.wins[0] < ours.win - 0.02 and ours.win <= ours.wins[1]
+    said = f"{ours.wins[0]:.1%} to {ours.wins[1]:.1%} in the traced steps"
+    assert found.verdict[0].startswith(f"Predicted to win {ours.win:.1%} of an iteration ({said}): legato.")
+
+
 def test_ddps_own_buckets_where_messages_are_dear(job):
     """One message instead of two saves a latency of 1 ms; nothing else can be won."""
     found = advise(job, Cluster(2, {"c": LinearCost(1e-3, 1e-12)}))

@@ -235,12 +235,13 @@ class Imported:
     """The result of an import; `timeline` is None for traces without times.
 
     `workload` is None if the trace lacks what a plan needs; `lacking` says what.
-    The workload is that of `rank`. `ranks` are the measurements of the step that
-    the workload and the timeline show, `steps` those of all steps that were read.
-    `transfers` are the collectives of these steps on that rank. `workers` is the
-    number of the job's workers, and `plan` what the step sent; both are None if
-    the trace does not tell. Without `on_device` the host computes itself. `fsdp` tells that FSDP
-    shards the job, and `sharded` has the groups of FSDP2. `whole` is what all ranks compute and send.
+    The workload is that of `rank`; `others` are those of the other steps that were
+    read. `ranks` are the measurements of the step that the workload and the timeline
+    show, `steps` those of all steps that were read. `transfers` are the collectives of
+    these steps on that rank. `workers` is the number of the job's workers, and `plan`
+    what the step sent; both are None if the trace does not tell. Without `on_device`
+    the host computes itself. `fsdp` tells that FSDP shards the job, and `sharded` has
+    the groups of FSDP2. `whole` is what all ranks compute and send.
     """
 
     workload: Workload | None
@@ -257,6 +258,7 @@ class Imported:
     fsdp: bool = False
     sharded: Sharded | None = None
     whole: Whole | None = None
+    others: tuple[Workload, ...] = ()
 
     @property
     def replicas(self) -> int | None:

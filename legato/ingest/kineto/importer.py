@@ -101,6 +101,10 @@ def import_kineto(
     title = name or _title(mine.trace.marks.path)
     sent = gradients(mine, notes)
     workload, lacking = _workload(title, mine, sent, notes, keep_idle, batch_size)
+    others = (
+        [] if graph is not None or workload is None else [s[chosen] for s in (*every[:number], *every[number + 1 :])]
+    )
+    more = [_workload(title, s, gradients(s, ignored := Notes()), ignored, keep_idle, batch_size)[0] for s in others]
     return Imported(
         workload,
         _timeline(title, steps, chosen, measured),
@@ -116,6 +120,7 @@ def import_kineto(
         fsdp=any(name.startswith(FSDP) for name in mine.trace.names),
         sharded=sharded(untrimmed, number, traces[chosen].workers),
         whole=_whole(title, whole, traces[chosen].workers, keep_idle),
+        others=tuple(other for other in more if other is not None),
     )
 
 
