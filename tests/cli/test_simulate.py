@@ -36,6 +36,14 @@ def test_a_row_for_every_fabric(capsys, workload):
     assert by_name["butterfly"] == pytest.approx(0.03 + 3 * 0.04)
 
 
+def test_what_was_compiled_is_said_and_does_not_count(capsys, monkeypatch, workload):
+    seconds = iter([100.0, 100.0, 107.5, 107.5])  # before all; before and behind the one fabric; behind all
+    monkeypatch.setattr("legato.simulator.flow.engine.loop.compiled_s", lambda: next(seconds))
+    status, out, err = run(capsys, "simulate", workload, "--workers", 8, "--bandwidth", "1Gbit", "--fabric", "ring",
+                           "--json")  # fmt: skip
+    assert status == 0 and json.loads(out)[0]["simulate_s"] < 0 and "the simulator was compiled in 7.5 s, once" in err
+
+
 def test_a_sharded_plan_is_simulated_as_such_or_refused(capsys, tmp_path):
     """An update of 8 ms, of which each of eight workers makes an eighth: 10 + 20 + 1 ms, and 70 ms of messages."""
     ops = (legato.Op("f", "forward", 0.01), legato.Op("b", "backward", 0.02), legato.Op("u", "optimizer", 0.008))

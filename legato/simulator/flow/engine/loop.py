@@ -35,15 +35,19 @@ from legato.simulator.flow.engine.services import NO_PROFILES, ServiceProfiles, 
 
 try:
     import numba
+    from numba.core import event
 except ModuleNotFoundError:
     raise missing_extra("numba", "flow", "a simulation of every transfer") from None
 
-__all__ = ["compiled", "link_edges", "run_services", "served"]
+__all__ = ["compiled", "compiled_s", "link_edges", "run_services", "served"]
 
 compiled = numba.njit(cache=True)
 #: Without the counting of references to arrays, which would take most of the time: what is inlined allocates nothing.
 #: `_nrt` is private to numba; without it, times are the same and the loop takes several times as long.
 _inlined = numba.njit(cache=True, forceinline=True, _nrt=False)  # pyrefly: ignore[no-matching-overload]
+
+_timer = event.TimingListener()
+event.register("numba:compile", _timer)
 
 _NONE = -1
 #: Values of `next` that are not a service: it is the last one of its queue; it has left its queue.
@@ -57,6 +61,11 @@ _ENTRY = np.dtype([("moment_s", "f8"), ("key", "i8"), ("id", "i8")])
 #: When a link becomes free. With priorities: the root of the heap of services that wait for this, and whether the heap
 #: of all has the moment.
 _LINK = np.dtype([("free_s", "f8"), ("root", "i8"), ("woken", "?")])
+
+
+def compiled_s() -> float:
+    """The seconds for which this process has compiled; once they are on disk, processes load the results instead."""
+    return float(_timer.duration) if _timer.done else 0.0
 
 
 def run_services(
