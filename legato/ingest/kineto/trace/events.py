@@ -173,10 +173,10 @@ def read_trace(marks: Marks, step: HostInterval, progress: Progress | None = Non
     names: dict[str, int] = {}
     threads: dict[str, int] = {}
     by_kind: dict[str, EventColumns] = {kind: getattr(trace, kind) for kind in set(_KINDS.values())}
-    header = Header()
+    header, mine = Header(), marks.device
     for index, event in enumerate(events(marks.path, _Event, header, progress)):
         kind = _kind(event)
-        if kind is None or _is_negative(event) or (kind == "device" and str(event.pid) != marks.device):
+        if kind is None or _is_negative(event) or (kind == "device" and str(event.pid) != mine):
             continue
         columns, (start, end) = by_kind[kind], _seconds(marks, index, event)
         name = event.name or ""
