@@ -32,6 +32,8 @@ __all__ = ["Graph", "import_kineto"]
 
 #: Of a long trace, as many steps from its middle are read as have about this many events.
 _MOST_EVENTS = 400_000
+#: A device with a smaller part of the events than one in so many of the rank's own is no other rank's.
+_STRAY = 20
 #: Shorter differences of times are rounding errors: the finest times of a trace are nanoseconds.
 _ROUNDING_S = 1e-12
 
@@ -129,10 +131,8 @@ def _note_repairs(marks: Marks, notes: Notes) -> None:
     if marks.negative:
         notes.assume(f"{marks.path.name}: {count(marks.negative, 'event')} of negative duration did not happen")
     if left_out := marks.devices.total() - marks.devices[marks.device]:
-        notes.assume(
-            f"{marks.path.name}: device {marks.device} is the rank's, so {count(left_out, 'event')} of other devices "
-            "are left out"
-        )
+        kept = f"the device of the rank is {marks.device}"
+        notes.assume(f"{marks.path.name}: {kept}, without {count(left_out, 'event')} of other devices")
     if marks.repeats:
         notes.assume(f"{marks.path.name}: {count(marks.repeats, 'event')} that are in the file twice happened once")
     if marks.endless:
@@ -221,6 +221,9 @@ def _by_rank(traces: list[Marks], notes: Notes) -> dict[int, Marks]:
         if not trace.has_work:
             seen = count(trace.events, "event")
             raise FileError(f"{trace.path}: no operators and no kernels in {seen} (expected a trace of torch.profiler)")
+        others = [name for name, number in trace.devices.items() if number * _STRAY > trace.devices[trace.device]]
+        if len(others) > 1:
+            raise FileError(f"{trace.path}: devices {' and '.join(sorted(others))} (expected a trace of one rank)")
         if trace.rank is None and len(traces) > 1:
             notes.lacks("the rank of some traces", "ranks are numbered in the order of the files")
         rank = number if trace.rank is None else trace.rank

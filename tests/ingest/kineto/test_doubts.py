@@ -6,6 +6,7 @@ import re
 import pytest
 from support import kineto_samples as samples
 
+from legato.core.errors import FileError
 from legato.ingest.kineto.importer import import_kineto
 
 
@@ -85,15 +86,17 @@ def test_a_kernel_that_outlasts_the_next_one_of_its_stream(tmp_path, seconds):
     )
 
 
-def test_events_of_another_device_are_left_out(tmp_path):
-    base = samples.record()
+def test_a_few_events_of_another_device_are_left_out_and_another_rank_is_refused(tmp_path):
+    base = samples.ahead()
     expected = figures(imported(tmp_path, base.text()))
-    kernels = [e for e in base.events if e.get("cat") == "kernel"]
-    base.events += [{**e, "pid": 9, "ts": e["ts"] + 7} for e in kernels[:-1]]
+    (first, *others) = (e for e in base.events if e.get("cat") == "kernel")
+    base.events.append({**first, "pid": 9})
     found = imported(tmp_path, base.text())
     assert figures(found) == expected
-    said = f"t.json: device 1 is the rank's, so {len(kernels) - 1} events of other devices are left out"
-    assert said in found.notes.assumed
+    assert "t.json: the device of the rank is 1, without 1 event of other devices" in found.notes.assumed
+    base.events += [{**e, "pid": 9} for e in others]
+    with pytest.raises(FileError, match=r"t.json: devices 1 and 9 .expected a trace of one rank"):
+        imported(tmp_path, base.text())
 
 
 def test_the_same_events_twice(tmp_path):
