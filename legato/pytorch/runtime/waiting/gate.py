@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import unwrap
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -83,7 +84,7 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
                     continue
                 if func in _GRAD and _is_zeroed(parameter, slot, func, args):
                     return None
-                copied = func == Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+                copied = func == Tensor.detach and _makes_a_parameter(sys._getframe(1))
                 resolve(parameter, gradient=func in _GRAD or copied)
                 slot.was_read = slot.was_read or func not in _GRAD
                 if copied:  # its class is plain by now, and the new one's has to be the same
@@ -113,6 +114,13 @@ class GatedParameter(nn.Parameter, metaclass=_PlainToAsk):
             plain = nn.Parameter(parameter.detach(), parameter.requires_grad)
             vars(plain).update(vars(parameter))
             return plain.__reduce_ex__(protocol)
+
+
+def _makes_a_parameter(caller: FrameType | None) -> bool:
+    """Whether `nn.Parameter(...)` is the caller of a function, behind modes such as the one of a default device."""
+    while caller is not None and caller.f_code.co_name == "__torch_function__":
+        caller = caller.f_back
+    return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
 
 
 @contextmanager

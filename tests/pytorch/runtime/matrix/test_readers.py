@@ -263,3 +263,14 @@ def test_inference_mode_right_after_a_step(kind):
         with torch.inference_mode(), torch.random.fork_rng():
             seen.append(wrapped(x).sum().item())
     return wrapped, [torch.tensor(seen)]
+
+
+@row()
+def test_a_parameter_made_of_another_one_under_a_default_device(kind):
+    model = Dense()
+
+    def made():
+        with torch.device("cpu"):
+            return [nn.Parameter(p).detach() for p in model.parameters()]
+
+    return looking(kind, model, made)
