@@ -44,10 +44,15 @@ check: install
 		tests/cli/test_whole_jobs.py::test_a_job_is_simulated_link_by_link >/dev/null
 	touch $@
 
-pytest: .venv/compiled
+# The accelerator without a GPU, where there is a compiler for it.
+.venv/late: .venv/installed tests/support/late/*
+	PYTHONPATH=tests $(BIN)/python -c "from support import late; late.can_be_built() and late.built()"
+	touch $@
+
+pytest: .venv/compiled .venv/late
 	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
-pytest-all: .venv/compiled
+pytest-all: .venv/compiled .venv/late
 	$(PYTEST) $(ALL) $(PYTEST_OPTIONS)
 
 # What runs under torch, with a version of one's choice: make test-torch TORCH=2.11.0, or TORCH=newest

@@ -1,6 +1,7 @@
 """Training programs made at random: loops composed of habits, under stock DDP and under legato with late messages.
 
-    PYTHONPATH=tests python -m support.programs [--seeds 0:1000] [--one 17] [--habits a,b] [--slow] [--auto] [--dry]
+    PYTHONPATH=tests python -m support.programs [--seeds 0:1000] [--one 17] [--habits a,b] [--slow] [--auto] [--late]
+                                                [--dry]
 
 A program is a seed and a list of habits: a model, an optimizer, and one to six others, each of which puts something
 into the training loop, at moments and in steps that its own random numbers choose. What it computes is noted down:
@@ -10,6 +11,10 @@ program that stock DDP itself refuses is left out. One that fails is made smalle
 
 Plans are random and given, or with `--auto` legato makes them: programs are longer, and observation and tournaments so
 short that a plan is decided within them. Which plan wins is drawn, and in most programs which plans compete, too.
+
+With `--late` they run on an accelerator without a GPU (`support.late`), whose kernels run later than their call, in an
+order that the seed draws, and at least one habit uses a stream of its own. Two accesses to the same memory that no
+stream waits for are found whatever the order; a program that has such a race under DDP is left out.
 
 With `--dry` the second side is stock DDP too, with a bucket for each parameter and ranks that dawdle: it tests the
 programs. `--habits` takes these habits in place of those that the seed draws, `--slow` may draw the slow ones, and
@@ -32,6 +37,7 @@ import pickle
 import random
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -56,6 +62,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import support
 from support.automatic import _planned_here, short_tournaments
 from support.ranks import Ranks
 from support.training import MODELS, first_passes, random_plan
@@ -74,6 +81,10 @@ class Deliberate(Exception):
     """What a program raises and catches itself."""
 
 
+class Race(Exception):
+    """Two streams access the same memory, and neither waits for the other."""
+
+
 class Job:
     """One run on this rank: what the habits have set up, and what has been noted down."""
 
@@ -87,6 +98,8 @@ class Job:
         self.log, self.moments, self.made, self.ready = [], collections.defaultdict(list), [], []
         self.options, self.contexts, self.losses, self.strangers, self.around, self.cleanups = {}, [], [], [], [], []
         self.module, self.optimizers, self.closures = Dense(), [], False
+        self.late = sys.modules.get("support.late.device")  # if the ranks have its device
+        self.beside = []  # (whether it reads weights only, stream) of what the training's own stream has not waited for
         self.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         self.split = lambda parameters: [parameters]
         self.optimizers_last = self.module_given = self.late_optimizer = False
@@ -136,7 +149,12 @@ class Job:
         return lambda f: self.moments[rng.choice(moments or ["begin", "after"])].append(lambda: self.i == step and f())
 
     def note(self, label, value):
-        self.log.append((self.i, label, digest(value)))
+        """Note down a value; on an accelerator without waiting for it."""
+        self.log.append((self.i, label, kept(value) if self.late else digest(value)))
+
+    def notes(self):
+        """What has been noted down."""
+        return [(i, label, digest(value)) for i, label, value in self.log]
 
     def attempt(self, label, read):
         """Note what a reader returns, or which error it raises."""
@@ -154,6 +172,30 @@ class Job:
 
     def probe(self):
         return self.module.batch(torch.Generator().manual_seed(5))
+
+    # Streams of their own
+
+    @contextlib.contextmanager
+    def on(self, side, joined=None):
+        """Run what is inside on a stream that waits for the training's own.
+
+        That waits for it at once; or before the next step, if it reads `weights`; or before `gradients` change.
+        """
+        main = torch.accelerator.current_stream()
+        side.wait_event(main.record_event()) if self.i % 2 else side.wait_stream(main)
+        with side:
+            yield
+        if joined:
+            self.beside.append((joined == "weights", side))
+        else:
+            main.wait_stream(side)
+
+    def join(self, weights=True):
+        """Let the training's stream wait for the others, before it changes `weights` or only gradients."""
+        for only_weights, side in self.beside:
+            if weights or not only_weights:
+                torch.accelerator.current_stream().wait_stream(side)
+        self.beside = [] if weights else [pair for pair in self.beside if pair[0]]
 
     # The loop
 
@@ -192,9 +234,11 @@ class Job:
         loss = self.work()
         self.working = False
         self.happen("between")
+        self.join()
         return loss
 
     def _iterate(self):
+        self.join(weights=False)
         self.happen("begin")
         if self.closures:
             for optimizer in self.optimizers:
@@ -203,6 +247,7 @@ class Job:
             self._closure()
             self.step()
         self.happen("after")
+        self.join(weights=False)
         if self.zero_at == "after":
             self.zero()
 
@@ -222,7 +267,8 @@ class Job:
             for i in range(self.steps):
                 self.i = i
                 self._iterate()
-        self.i = "end"
+        self.i = self.steps
+        self.join()
         self.happen("end")
         for name, p in self.module.named_parameters():
             self.note(name, p)
@@ -321,6 +367,19 @@ class Job:
             self.attach(ddp, self.optimizers)
 
 
+def kept(value):
+    """A copy of the tensors in a value, which the device makes when it gets there."""
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: kept(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [kept(part) for part in value]
+    return value
+
+
 def digest(value):
     """A few words for a value, that differ where any of its bits does."""
     if isinstance(value, str) and len(value) < 80:
@@ -342,7 +401,7 @@ def _feed(add, value):
     elif isinstance(value, torch.Tensor) and value.is_nested:
         value = list(value.detach().unbind())
     if isinstance(value, torch.Tensor):
-        value = value.detach().contiguous()
+        value = value.detach().cpu().contiguous()
         if (value.is_floating_point() or value.is_complex()) and value.isnan().any():
             value = value.masked_fill(value.isnan(), float("nan"))  # which NaN is no matter
         add(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -357,7 +416,7 @@ def _feed(add, value):
 # ---- habits ----------------------------------------------------------------------------------
 
 #: {kind: {name: function(job, rng)}}; of models and optimizers, a program has one.
-HABITS = {"model": {}, "optimizer": {}, "other": {}, "slow": {}}
+HABITS = {"model": {}, "optimizer": {}, "other": {}, "slow": {}, "late": {}}
 
 
 def habit(function, kind="other", name=None):
@@ -1854,19 +1913,212 @@ def profiled(job, rng):
     job.contexts.append(lambda: torch.profiler.profile() if job.i in steps else contextlib.nullcontext())
 
 
+# Streams of their own, on an accelerator
+
+on_streams = functools.partial(habit, kind="late")
+
+
+@on_streams
+def averaged_beside(job, rng):
+    """An average of the weights."""
+    side, averages, steps = torch.Stream("late"), {}, job.some(rng)
+    joined, moment = rng.choice([None, "weights"]), rng.choice(["forward", "between", "after", "after"])
+
+    @job.moments[moment].append
+    def average():
+        if job.i in steps:
+            with torch.no_grad(), job.on(side, joined):
+                for name, p in job.module.named_parameters():
+                    averages.setdefault(name, torch.zeros_like(p)).lerp_(p.detach(), 0.1)
+
+    job.moments["end"].append(lambda: job.note("averages", averages))
+
+
+@on_streams
+def norm_beside(job, rng):
+    """The norm of the gradients, by which they may be scaled."""
+    side, steps, used = torch.Stream("late"), job.some(rng), rng.random() < 0.5
+
+    @job.moments["between"].append
+    def norm():
+        gradients = [p.grad for p in job.module.parameters() if p.grad is not None]
+        if job.i not in steps or not gradients:
+            return
+        with job.on(side, None if used else "gradients"):
+            found = torch.stack([g.detach().abs().double().sum() for g in gradients]).sum()
+            job.note("norm", found)
+        if used:
+            found.record_stream(torch.accelerator.current_stream())
+            for g in gradients:
+                g.mul_((1 / (1 + found)).to(g.real.dtype if g.is_complex() else g.dtype))
+
+
+@on_streams
+def copied_beside(job, rng):
+    """Copies of weights, gradients or states on the host, which are read later."""
+    side, steps, copies = torch.Stream("late"), job.some(rng), {}
+    what = rng.choice(["weights", "gradients", "states", "state_dict"])
+    moment = rng.choice(["between", "after"]) if what in ("weights", "state_dict") else "between"
+
+    def values():
+        if what == "state_dict":
+            return job.module.state_dict()
+        if what == "states":
+            states = (o.state.get(p, {}) for o in job.optimizers for g in o.param_groups for p in g["params"])
+            return dict(enumerate(v for s in states for v in s.values() if isinstance(v, torch.Tensor)))
+        return {n: p if what == "weights" else p.grad for n, p in job.module.named_parameters()}
+
+    @job.moments[moment].append
+    def copy():
+        if job.i not in steps:
+            return
+        with torch.no_grad(), job.on(side, "weights" if what in ("weights", "state_dict") else "gradients"):
+            for name, value in values().items():
+                if value is not None and value.device.type == "late":
+                    if name not in copies or copies[name].shape != value.shape:
+                        copies[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu").pin_memory()
+                    copies[name].copy_(value, non_blocking=True)
+        if rng.random() < 0.5:
+            side.synchronize()
+            job.note("copies", copies)
+
+    @job.moments["end"].append
+    def look():
+        side.synchronize()
+        job.note("copies", copies)
+
+
+@on_streams
+def branched(job, rng):
+    """A layer runs on a stream of its own, and so does its backward pass."""
+    side, leaf, steps = torch.Stream("late"), rng.choice(job.leaves()), job.some(rng)
+    forward = leaf.forward
+
+    def aside(*inputs):
+        if job.i not in steps:
+            return forward(*inputs)
+        main = torch.accelerator.current_stream()
+        with job.on(side):
+            for x in inputs:
+                if isinstance(x, torch.Tensor):
+                    x.record_stream(side)
+            out = forward(*inputs)
+        if isinstance(out, torch.Tensor):
+            out.record_stream(main)
+        return out
+
+    leaf.forward = aside
+
+
+def aside(job, rng, name):
+    """A part of each step on a stream of its own."""
+    side, steps, plain = torch.Stream("late"), job.some(rng), getattr(job, name)
+
+    def part(*arguments, **options):
+        if job.i not in steps:
+            return plain(*arguments, **options)
+        with job.on(side):
+            return plain(*arguments, **options)
+
+    setattr(job, name, part)
+
+
+several("work backward step zero", aside, "late")
+
+
+@on_streams
+def all_aside(job, rng):
+    """The whole training."""
+    side = torch.Stream("late")
+    job.around.append(lambda: job.on(side))
+
+
+@on_streams
+def batches_aside(job, rng):
+    side, plain = torch.Stream("late"), job.batch
+
+    def batch():
+        made = [t.cpu().pin_memory() for t in plain()]
+        with job.on(side):
+            made = [t.to("late", non_blocking=True) for t in made]
+        for t in made:
+            t.record_stream(torch.accelerator.current_stream())
+        return made
+
+    job.batch = batch
+
+
+@on_streams
+def evaluated_beside(job, rng):
+    side, steps, joined = torch.Stream("late"), job.some(rng), rng.choice([None, "weights"])
+
+    @job.moments[rng.choice(["begin", "after"])].append
+    def evaluate():
+        if job.i in steps:
+            x, _ = job.probe()
+            job.module.eval()
+            with torch.no_grad(), job.on(side, joined):
+                x.record_stream(side)
+                job.note("evaluated", job.module(x))
+            job.module.train()
+
+
+@on_streams
+def changed_beside(job, rng):
+    """Weights or gradients are changed on a stream of its own."""
+    side, one, gradient = torch.Stream("late"), job.one(rng), rng.random() < 0.5
+
+    @job.at(rng, *(["between"] if gradient else []))
+    def change():
+        with torch.no_grad(), job.on(side):
+            p = one()
+            if (value := p.grad if gradient else p) is not None:
+                value.mul_(0.9)
+
+
+@on_streams
+def hooked_beside(job, rng):
+    """A hook copies each gradient as it arrives."""
+    side, one, found = torch.Stream("late"), job.one(rng), []
+
+    @job.ready.append
+    def hook():
+        p = one()
+
+        def copy(_):
+            with torch.no_grad(), job.on(side):
+                found.append(p.grad.clone())
+
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(copy)
+
+    job.moments["end"].append(lambda: job.note("found", found))
+
+
 # ---- drawing and running ----------------------------------------------------------------------
 
+#: What the late device cannot do, or reads too early under DDP.
+NOT_LATE = {"recurrent", "complex", "sparse", "over_numpy", "joined", "nested", "evaluated_for_inference",
+            "module_inferred", "forked", "data_filled", "written_through_numpy", "data_over_numpy",
+            "by_address"}  # fmt: skip
 
-def drawn(seed, slow=False, auto=False):
-    """The names of the habits that a seed stands for; of programs under `auto`, some change their plans themselves."""
+
+def drawn(seed, slow=False, auto=False, late=False):
+    """The names of the habits that a seed stands for; of programs under `auto`, some change their plans themselves.
+
+    Those on a `late` device use streams of their own.
+    """
     rng = random.Random(f"{seed} habits")
     count = rng.randint(1, 6)
-    pool = [*HABITS["other"], *(HABITS["slow"] if slow else ())]
-    of = rng.choice(list(HABITS["model"]))
+    models, pool = list(HABITS["model"]), [*HABITS["other"], *(HABITS["slow"] if slow else ())]
+    if late:
+        models, pool = ([name for name in names if name not in NOT_LATE] for names in (models, pool))
+    of = rng.choice(models)
     by = rng.choice(["sgd", "adagrad"] if of == "sparse" else list(HABITS["optimizer"]))  # others refuse its gradients
     names = [of, by, *rng.sample(pool, count)]
     changed = [rng.choice(ON_LEGATO.split())] if auto and rng.random() < 0.3 else []
-    return list(dict.fromkeys(names + changed))
+    streams = rng.sample(list(HABITS["late"]), rng.randint(1, 3)) if late else []
+    return list(dict.fromkeys(names + changed + streams))
 
 
 def is_legatos(error):
@@ -1878,8 +2130,14 @@ def is_legatos(error):
 @contextlib.contextmanager
 def late_messages(seed):
     """Messages of legato take longer, at random; the list inside has one entry for each message that is launched."""
-    from legato.pytorch.network.channel import _GlooChannel, _QueuedWork
+    from legato.pytorch.network.channel import _BackendChannel, _GlooChannel, _QueuedWork
 
+    if "support.late.device" in sys.modules:  # whose messages are late
+        launched, launch = [], _BackendChannel.__call__
+        counted = lambda *arguments: launched.append(arguments[2]) or launch(*arguments)  # noqa: E731
+        with patch.object(_BackendChannel, "__call__", counted):
+            yield launched
+        return
     rng, launch = random.Random(f"{seed} late {dist.get_rank()}"), _GlooChannel.__call__
     rate = random.Random(f"{seed} late").choice([0.05, 0.3, 0.9])
 
@@ -1948,6 +2206,11 @@ def run(seed, names, kind, long=False):
     result = {"error": None, "traceback": ""}
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        if late := sys.modules.get("support.late.device"):
+            torch.accelerator.synchronize()
+            late.races()
+            late.seed(seed + 7 * dist.get_rank())
+            stack.enter_context(torch.device("late"))
         said, job, launched = stack.enter_context(contextlib.redirect_stderr(io.StringIO())), Job(seed, kind, long), []
         for without in (Bare, Lookahead, LookaheadOfTimm):  # torch puts hooks around `step` of their classes in a copy
             stack.enter_context(patch.object(without, "step", without.step))
@@ -1961,6 +2224,10 @@ def run(seed, names, kind, long=False):
             if kind == "dry" and not {"compiled_part", "compiled_ddp"} & {*names}:  # which have buckets of their own
                 job.options["bucket_cap_mb"] = 1e-5
             job.train()
+            if late:
+                torch.accelerator.synchronize()
+                if races := late.races():
+                    raise Race("; ".join(races[:3]))
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip()
             result |= {"error": text, "legatos": kind in LEGATOS and is_legatos(error),
@@ -1968,7 +2235,7 @@ def run(seed, names, kind, long=False):
         finally:
             for function in job.cleanups:
                 function()
-    return result | {"log": job.log, "messages": len(launched), "said": said.getvalue()}
+    return result | {"log": job.notes(), "messages": len(launched), "said": said.getvalue()}
 
 
 def _where(process):
@@ -1979,8 +2246,8 @@ def _where(process):
 class Pool:
     """Ranks that are replaced when they hang or fail, and now and then."""
 
-    def __init__(self, size=2):
-        self._ranks, self._runs = Ranks(size), 0
+    def __init__(self, size=2, backend="gloo"):
+        self.backend, self._ranks, self._runs = backend, Ranks(size, backend), 0
 
     def run(self, seed, names, kind, long=False):
         """The results of `run` by rank; a rank that does not answer has the error "hangs"."""
@@ -1997,7 +2264,7 @@ class Pool:
         results = [r or self._lost("hangs", self._place(rank)) for r, rank in zip(results, ranks, strict=True)]
         if self._runs >= 2 * PROGRAMS or any(r["error"] for r in results):
             self.close(force=any(r["error"] for r in results))
-            self._ranks, self._runs = Ranks(self._ranks.size), 0
+            self._ranks, self._runs = Ranks(self._ranks.size, self.backend), 0
         return results
 
     def _received(self, pipe):
@@ -2067,11 +2334,30 @@ def report(pool, seed, names, what, other="legato", whole=False):
     """The habits without which a program does not fail, and what is said of it."""
     least = names if whole else smaller(pool, seed, names, other)
     said = what if whole else verdict(pool, seed, least, other)[1] or "nothing this time"
-    options = "".join(f" --{option}" for option in other.split() if option != "legato")
+    options = "".join(f" --{option}" for option in (*other.split(), pool.backend) if option not in ("legato", "gloo"))
     command = f"PYTHONPATH=tests python -m support.programs{options} --one {seed} --habits {','.join(least)}"
     return least, (
         f"seed {seed} fails: {what.splitlines()[0]}\n  habits: {', '.join(names)}\n  {command}\n  says: {said}"
     )
+
+
+def check(seeds, kind, backend="gloo"):
+    """Fail unless the programs of these seeds are equal or refused, and most of them equal; none hangs under DDP."""
+    outcomes, failures = collections.Counter(), []
+    patient = patch.multiple(
+        sys.modules[__name__],
+        PATIENCE_S=dict.fromkeys(PATIENCE_S, support.PATIENCE_S),
+        AFTER_A_FAILURE_S=support.PATIENCE_S,
+    )  # a busy machine may take long
+    with patient, contextlib.closing(Pool(backend=backend)) as pool:
+        for seed in seeds:
+            names = drawn(seed, auto=kind == "auto", late=backend == "late")
+            outcome, what = verdict(pool, seed, names, kind)
+            outcomes[outcome] += 1
+            if outcome == "fails":
+                failures.append(report(pool, seed, names, what, kind)[1])
+    assert not failures, "\n".join(failures)
+    assert outcomes["equal"] > len(seeds) / 2, outcomes
 
 
 def main():
@@ -2082,15 +2368,17 @@ def main():
     parser.add_argument("--habits", help="these in place of those drawn")
     parser.add_argument("--slow", action="store_true", help="draw slow habits as well")
     parser.add_argument("--auto", action="store_true", help='legato makes its plans (plan="auto")')
+    parser.add_argument("--late", action="store_true", help="on an accelerator whose kernels run later than their call")
     parser.add_argument("--dry", action="store_true", help="both sides are stock DDP")
     parser.add_argument("--whole", action="store_true", help="make no program that fails smaller")
     options = parser.parse_args()
     first, last = (options.one, options.one + 1) if options.one is not None else map(int, options.seeds.split(":"))
     other = " ".join(["dry"] * options.dry + ["auto"] * options.auto) or "legato"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of DDP on the ranks
-    pool, began, counts, reasons = Pool(options.ranks), time.monotonic(), collections.Counter(), collections.Counter()
+    pool = Pool(options.ranks, "late" if options.late else "gloo")
+    began, counts, reasons = time.monotonic(), collections.Counter(), collections.Counter()
     for seed in range(first, last):
-        names = options.habits.split(",") if options.habits else drawn(seed, options.slow, options.auto)
+        names = options.habits.split(",") if options.habits else drawn(seed, options.slow, options.auto, options.late)
         outcome, what = verdict(pool, seed, names, other)
         counts[outcome] += 1
         if outcome == "fails":

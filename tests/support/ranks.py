@@ -69,6 +69,8 @@ def _serve(rank, size, port, backend, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "late":
+        importlib.import_module("support.late.device")
     dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:
@@ -153,6 +155,8 @@ class Ranks:
 
     def __init__(self, size, backend="gloo"):
         self.size, self._backend = size, backend
+        if backend == "late":
+            importlib.import_module("support.late").built()
         self._start()
 
     def _start(self):

@@ -147,7 +147,7 @@ def calibrate(
     measured: list[list[tuple[int, float]]] = [[] for _ in ways]
     for i, nbytes in enumerate(sizes):
         count = _stream(nbytes, [points[-1] for points in measured if points])
-        buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(count)]
+        buffers = [torch.zeros(nbytes // 4, device=group_device(group)) for _ in range(1 + count)]
         once = [functools.partial(_once, buffers, message, channel) for message in messages]
         for points, seconds in zip(measured, _times(once, group), strict=True):
             points.append((buffers[0].nbytes, seconds))
@@ -200,16 +200,16 @@ def _times(once: Sequence[Callable[[], float]], group: Any) -> list[float]:
 
 
 def _once(buffers: Sequence[torch.Tensor], message: Message, channel: Channel) -> float:
-    first, *rest = buffers
+    gradient, first, *rest = buffers
     start = time.perf_counter()
     works = [channel(first, message)]
     for buffer in rest:
-        torch.mul(first, 0.5, out=buffer)  # as the runtime packs a gradient
+        torch.mul(gradient, 0.5, out=buffer)  # as the runtime packs it
         works.append(channel(buffer, message))
     for work in works:
         work.wait()
     synchronize(first.device)
-    return (time.perf_counter() - start) / len(buffers)
+    return (time.perf_counter() - start) / (1 + len(rest))
 
 
 def _unpack_s_per_byte(group: Any) -> float:
