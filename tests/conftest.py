@@ -24,13 +24,13 @@ TASKS = 25
 
 
 @pytest.fixture(scope="module")
-def ranks_of():
-    """A function that returns so many ranks, which the tests of a file share."""
+def ranks_of(request):
+    """A function that returns so many ranks, which the tests of a file share; the file may name their `BACKEND`."""
     started = {}
 
     def ranks(size):
         if size not in started:
-            started[size] = Ranks(size)
+            started[size] = Ranks(size, getattr(request.module, "BACKEND", "gloo"))
         started[size].renew(TASKS)
         return started[size]
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import zlib
 
 import pytest
@@ -46,6 +47,8 @@ def row(*also):
         def checked(mode, *arguments):
             found = in_mode(mode, compared, *arguments)
             assert found <= (1e-9 if "four ranks" in mode else 0.0), found
+            if late := sys.modules.get("support.late.device"):
+                assert not (races := late.races()), races
 
         inner = [name for name in names if name != "kind"]
         checked.__signature__ = inspect.Signature(

@@ -1,6 +1,7 @@
-"""On a GPU: capture by events, streams, and the runtime with gloo on CUDA tensors and with NCCL.
+"""On an accelerator: streams, capture by events, and the runtime over the accelerator's backend.
 
-Skipped where there is none.
+On a GPU where there is one, over gloo on CUDA tensors and over NCCL; else on the late device (`support.late`), whose
+races fail a row, too.
 """
 
 from contextlib import nullcontext
@@ -8,7 +9,7 @@ from contextlib import nullcontext
 import msgspec
 import pytest
 import torch
-from support import training
+from support import late, training
 from support.automatic import OBSERVED
 from support.ranks import Ranks, on_ranks
 from support.rows import AUTO, SHARDED, row
@@ -18,15 +19,18 @@ from torch.nn import functional as F
 import legato
 from legato.pytorch import attachment, capture
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-DEVICE = "cuda"
+#: The late device has no kernel of an LSTM.
+MODELS = ["Convolutional", "Attention", "Checkpointed", *(["Recurrent"] if torch.cuda.is_available() else [])]
+CUDA = torch.cuda.is_available()
+DEVICE, BACKEND = ("cuda", "gloo") if CUDA else ("late", "late")
+pytestmark = pytest.mark.skipif(not (CUDA or late.can_be_built()), reason="no GPU, and no compiler for the late device")
 
 
 def build(name):
     """A model of `training` on the GPU, and so its batches."""
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if CUDA:
+        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
     model = training.build(name).to(DEVICE)
     batch = model.batch
     model.batch = lambda generator: tuple(t.to(DEVICE) for t in batch(generator))
@@ -34,10 +38,20 @@ def build(name):
 
 
 @row()
-@pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adam-fused"])
-def test_gloo_on_cuda_tensors(kind, model, optimizer):
+def test_models_and_optimizers(kind, model, optimizer):
     return trained(kind, build(model), optimizer, steps=8)
+
+
+def current_stream():
+    return torch.accelerator.current_stream()
+
+
+def slowly():
+    """Let what the device does next be late, by about a millisecond of a GPU."""
+    if CUDA:
+        torch.cuda._sleep(2_000_000)
 
 
 class Branched(Dense):
@@ -46,20 +60,16 @@ class Branched(Dense):
     def __init__(self):
         super().__init__()
         self.side = torch.nn.Linear(16, 16)
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.Stream(DEVICE)
 
     def forward(self, x):
-        main, x = torch.cuda.current_stream(), self.first(x)
+        main, x = current_stream(), self.first(x)
         self.stream.wait_stream(main)
         y = self.second(F.gelu(x))
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             z = self.side(x)
         main.wait_stream(self.stream)
         return self.third(F.gelu(y + z))
-
-
-#: Cycles of the device for which kernels that come later have to wait: about a millisecond.
-LATE = 2_000_000
 
 
 @row(*SHARDED, *AUTO)
@@ -69,7 +79,7 @@ def test_streams(kind, on_side):
     torch.manual_seed(7)
     model = (Branched() if on_side == "branch" else Dense()).to(DEVICE)
     wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, main = torch.Stream(DEVICE), current_stream()
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     averages = [torch.zeros_like(p) for p in model.parameters()]
     copies = [torch.zeros(p.shape, pin_memory=True) for p in model.parameters()]
@@ -79,7 +89,7 @@ def test_streams(kind, on_side):
         if on_side not in cases:
             return nullcontext()
         side.wait_stream(main)
-        return torch.cuda.stream(side)
+        return side
 
     for step in range(12):
         with on("batches"):
@@ -87,22 +97,22 @@ def test_streams(kind, on_side):
         main.wait_stream(side)
         with on("passes"):
             optimizer.zero_grad()
-            torch.cuda._sleep(LATE)
+            slowly()
             F.cross_entropy(wrapped(x), y).backward()
         main.wait_stream(side)
         with on("passes", "step"):
-            torch.cuda._sleep(LATE)
+            slowly()
             optimizer.step()
         main.wait_stream(side)
         if on_side in ("average", "copies"):
             with torch.no_grad(), on("average", "copies"):
-                torch.cuda._sleep(LATE)
+                slowly()
                 for p, average, copy in zip(model.parameters(), averages, copies, strict=True):
                     average.lerp_(p, 0.1) if on_side == "average" else copy.copy_(p, non_blocking=True)
             if step % 3 == 2:
                 side.synchronize()
                 found += [copy.clone() for copy in copies]
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return model, averages + found
 
 
@@ -111,7 +121,7 @@ def test_gradients_read_on_a_side_stream(kind):
     torch.manual_seed(7)
     model = Dense().to(DEVICE)
     wrapped, optimizer = wrap(kind, model, adam(model.parameters()))
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, main = torch.Stream(DEVICE), current_stream()
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     norms = []
     for _ in range(12):
@@ -119,14 +129,14 @@ def test_gradients_read_on_a_side_stream(kind):
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(LATE)
+        with side:
+            slowly()
             norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
         main.wait_stream(side)
         for p in model.parameters():
             p.grad.mul_(1 / (1 + norms[-1]))
         optimizer.step()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return model, norms
 
 
@@ -146,17 +156,17 @@ def with_rings(name):
 
 
 @pytest.mark.parametrize("model", ["Convolutional", "Attention"])
-def test_nccl_on_one_gpu(model):
-    ranks = Ranks(1, backend="nccl")
+def test_a_backend_that_queues_on_the_device(model):
+    ranks = Ranks(*((1, "nccl") if CUDA else (2, "late")))
     try:
-        assert ranks.run(with_adam, model) == [0.0]
-        assert ranks.run(with_rings, model) == [0.0]
+        assert set(ranks.run(with_adam, model)) == set(ranks.run(with_rings, model)) == {0.0}
     finally:
         ranks.close()
 
 
+@on_ranks(1)
 @pytest.mark.filterwarnings("ignore:.*determinis")
-@pytest.mark.parametrize("model", ["Convolutional", "Attention", "Recurrent", "Checkpointed"])
+@pytest.mark.parametrize("model", MODELS)
 def test_capture_by_events(model):
     model = build(model)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
