@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "DeviceClock",
+    "Fetched",
     "HostClock",
     "can_time",
     "clock_for",
@@ -30,6 +31,26 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has run what is queued on it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class Fetched:
+    """A tensor that is being copied to the host, without waiting for the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._stream = current_stream(tensor.device)
+        if self._stream is None:
+            self._host = tensor.clone()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = self._stream.record_event()
+
+    @staticmethod
+    def values(fetched: Sequence[Fetched]) -> list[torch.Tensor]:
+        """The tensors on the host, in this order; waits once for each stream that copies some."""
+        for event in {each._stream: each._copied for each in fetched if each._stream is not None}.values():
+            event.synchronize()
+        return [each._host for each in fetched]
 
 
 def group_device(group: Any) -> torch.device:

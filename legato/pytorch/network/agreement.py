@@ -38,6 +38,7 @@ __all__ = [
     "first_said",
     "gather_bytes",
     "gather_numbers",
+    "gather_tensor",
     "raise_together",
     "sum_tensors",
 ]
@@ -171,10 +172,18 @@ def gather_numbers(numbers: Sequence[float], group: Any, wait: Callable[[Any], N
 
     `wait` waits for the collective.
     """
-    mine = torch.tensor(numbers, dtype=torch.float64, device=group_device(group))
+    return [tuple(row) for row in gather_tensor(torch.tensor(numbers, dtype=torch.float64), group, wait).tolist()]
+
+
+def gather_tensor(tensor: torch.Tensor, group: Any, wait: Callable[[Any], None]) -> torch.Tensor:
+    """Return the tensors of all ranks, stacked in the order of the ranks, on the device of the group's collectives.
+
+    `wait` waits for the collective.
+    """
+    mine = tensor.to(group_device(group))
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     wait(dist.all_gather(gathered, mine, group=group, async_op=True))
-    return [tuple(numbers.tolist()) for numbers in gathered]
+    return torch.stack(gathered)
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: Any, wait: Callable[[Any], None], source: int = 0) -> None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from legato.core.errors import RankError
 from legato.core.plan import Plan
@@ -69,6 +70,7 @@ class Delivery:
         self._replaces_functions = False  # while updates wait
         self._device = slots[0].parameter.device
         self._home: torch.Stream | None = None  # see [Note: streams]
+        self._received: dict[Any, bool] = {}  # of what this rank had no gradient for: whether another one had
         lent = [memory for slot in slots for memory in slot.keep_apart()] + [b.buffer for b in buckets] if lends else []
         by_storage = {memory.untyped_storage().data_ptr(): memory for memory in lent}
         self._memory_uses = [(memory, memory_uses(memory)) for memory in by_storage.values()]
@@ -103,6 +105,7 @@ class Delivery:
     def before_pass(self) -> None:
         """Bring everything up to date, and prepare the parameters for a backward pass that sends."""
         self.settle()
+        self._received.clear()
         for slot in self.slots:
             slot.begin_pass(self._lends)
 
@@ -328,8 +331,9 @@ class Delivery:
         self._wait_for(slots)
         grads, views = [], []
         with gate.invisible():
+            self._receive(slots)
             for slot in slots:
-                if not slot.has_grad and not any(p.flag is not None and p.flag.abs().item() > 0 for p in slot.slices):
+                if not slot.has_grad and not self._received[slot]:
                     continue
                 optimizer_only = slot.update is not None and slot.zero_after is set_to_none
                 if slot.whole is not None and (optimizer_only or self._lends):
@@ -347,6 +351,22 @@ class Delivery:
                     slot.unpack_into(grad)
             if grads:
                 copy_all(grads, views)
+
+    def _receive(self, slots: Iterable[Slot]) -> None:
+        """Find out for which parameters another rank had a gradient, where this one had none.
+
+        A device is asked once for all parameters, as the host waits for its answer.
+        """
+        asked = slots if self._device.type == "cpu" else [s for s in self.slots if s.stage in (SENT, PENDING)]
+        absent = [slot for slot in asked if not slot.has_grad and slot not in self._received]
+        self._wait_for(absent)
+        self._ask({slot: piece.flag for slot in absent for piece in slot.slices if piece.flag is not None})
+
+    def _ask(self, flags: Mapping[Any, Tensor]) -> None:
+        """Note whether any rank had a gradient, for each key with an element that has counted such ranks."""
+        if flags:
+            counts = torch.stack([flag.reshape(()).abs().float() for flag in flags.values()])
+            self._received.update(zip(flags, counts.gt(0).tolist(), strict=True))
 
     def _wait_for(self, slots: Iterable[Slot]) -> None:
         for slot in slots:

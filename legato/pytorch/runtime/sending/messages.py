@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from legato.pytorch._private import group_is_alive, group_timeout
 from legato.pytorch.device import group_device
-from legato.pytorch.network.agreement import gather_numbers
+from legato.pytorch.network.agreement import gather_tensor
 from legato.pytorch.network.channel import channel_for
 from legato.pytorch.network.threads import batch_policy_threads
 from legato.pytorch.network.watchdog import Watchdog
@@ -42,12 +44,16 @@ class Connection:
         weakref.finalize(self, _release, self.group, self.watchdog).atexit = False  # pyrefly: ignore[missing-attribute]
         self.channel = channel_for(self.group)
 
-    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
-        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+    def gather(self, tensor: Tensor, doing: str) -> Tensor:
+        """The tensors of all ranks, on the device of the group; `doing` is what they are for, if a rank fails."""
         try:
-            return gather_numbers(numbers, self.group, self.watchdog.wait)
+            return gather_tensor(tensor, self.group, self.watchdog.wait)
         except RuntimeError as error:
             raise self.watchdog.failure(doing, error) from error
+
+    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
+        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
+        return [tuple(row) for row in self.gather(torch.tensor(numbers, dtype=torch.float64), doing).tolist()]
 
 
 def _release(group: Any, watchdog: Watchdog) -> None:
@@ -107,6 +113,6 @@ class Messages:
         if self.tracer:
             self.tracer.switch(resume)
 
-    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[tuple[float, ...]]:
-        """The numbers of all ranks; `doing` is what they are for, if a rank fails."""
-        return self.connection.gather_numbers(numbers, f"{doing} after backward pass {self.passes}")
+    def gather(self, tensor: Tensor, doing: str) -> Tensor:
+        """The tensors of all ranks, on the device of the group; `doing` is what they are for, if a rank fails."""
+        return self.connection.gather(tensor, f"{doing} after backward pass {self.passes}")

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from legato.core.errors import InputError, RankError
 from legato.core.plan import Plan
 from legato.pytorch._private import SubstituteScaler, copy_all, has_step_hooks, hooked_step, without_overrides
+from legato.pytorch.device import Fetched
 from legato.pytorch.runtime.sending.delivery import Delivery
 from legato.pytorch.runtime.sending.messages import Messages
 from legato.pytorch.runtime.waiting import gate
@@ -127,7 +128,8 @@ class Shards(Delivery):
         self._of = {bucket: _own(bucket, self._rank, self.group.size()) for bucket in self._scattered}
         self._owed: set[int] = set()  # owners whose parameters were not sent since the last backward pass
         self._averaged: set[Bucket] = set()  # whose gradients have arrived since then
-        self._marked: dict[Bucket, float] = {}  # what this rank has said in all_gathers that are not checked yet
+        self._marked: dict[Bucket, float] = {}  # what this rank has said in all_gathers
+        self._answers: list[tuple[str, float, Fetched]] = []  # what all ranks have said there: not checked yet
         self._frees = plan.shard == "gradients"  # the memory of messages that are not on their way
         self._in_flight: deque[Bucket] = deque()  # reduce_scatters, if the memory of each is freed afterwards
         self._takers: dict[Bucket, int] = {}  # how many parameters have still to take their values from a bucket
@@ -195,7 +197,14 @@ class Shards(Delivery):
                 for shard in self._of[bucket]:
                     shard.leave()
         self._averaged.clear()
+        self._received.clear()
         self._in_flight.clear()
+        self._check_answers()
+
+    def settle(self) -> None:
+        """Bring every parameter up to date. Raises `RankError` if only some ranks have called `step()`."""
+        super().settle()
+        self._check_answers()
 
     def packed(self, slots: Iterable[Slot]) -> None:
         """Note gradients that are to be taken from their parameters, as soon as autograd has let go of them."""
@@ -257,16 +266,29 @@ class Shards(Delivery):
             return
         self.messages.wait(bucket)
         with gate.invisible():
+            self._find_gradients(bucket)
             chunk = bucket.buffer.view(self.group.size(), -1)[self._rank]
             if self._frees:
                 chunk = chunk.clone()
                 self._free(bucket)
-            shards = self._of[bucket]
-            counts = chunk[shards[0].flag : shards[-1].flag + 1].abs().tolist() if shards else []
-            for shard, count in zip(shards, counts, strict=True):
+            for shard in self._of[bucket]:
                 shard.place()
-                shard.flat.grad = chunk[shard.at : shard.at + shard.flat.numel()] if count > 0 else None
+                has_grad = shard.piece.slot.has_grad or self._received[shard]
+                shard.flat.grad = chunk[shard.at : shard.at + shard.flat.numel()] if has_grad else None
         self._averaged.add(bucket)
+
+    def _find_gradients(self, bucket: Bucket) -> None:
+        """Find out for which shards another rank had a gradient, where this one had none (see `_receive`)."""
+        alone = self._device.type == "cpu" or self.messages.in_backward
+        sent = [b for b in self._scattered if b not in self._averaged and b not in self._late]
+        flags = {}
+        for each in [bucket] if alone else sent:
+            absent = [s for s in self._of[each] if not s.piece.slot.has_grad and s not in self._received]
+            if absent:
+                self.messages.wait(each)
+                chunk = each.buffer.view(self.group.size(), -1)[self._rank]
+                flags |= {shard: chunk[shard.flag] for shard in absent}
+        self._ask(flags)
 
     def averaged(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
         """This rank's shards that have averaged gradients, of one optimizer, or of all and of none.
@@ -299,11 +321,10 @@ class Shards(Delivery):
         devices = list(dict.fromkeys(slot.parameter.device for slot in self.slots))
         for device in devices:
             found_inf.setdefault(device, torch.zeros(1, device=device))
-        told = self.messages.gather_numbers(
-            [found_inf[device].item() for device in devices], "comparing infinite gradients"
-        )
-        for device, numbers in zip(devices, zip(*told, strict=True), strict=True):
-            found_inf[device].fill_(max(numbers))
+        mine = torch.stack([found_inf[device].reshape(()).to(devices[0]) for device in devices])
+        most = self.messages.gather(mine, "comparing infinite gradients").amax(0)
+        for device, number in zip(devices, most, strict=True):
+            found_inf[device].copy_(number)
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm from before."""
@@ -311,10 +332,10 @@ class Shards(Delivery):
             raise InputError(f"norm_type: {norm_type:g} with a sharded plan (expected a positive number)")
         flat = self.averaged()
         mine = torch.nn.utils.get_total_norm([p.grad for p in flat if p.grad is not None], norm_type)
-        norms = [told[0] for told in self.messages.gather_numbers([mine.item()], "clipping gradients by their norm")]
+        norms = self.messages.gather(mine.double(), "clipping gradients by their norm")
         parameters = [slot.parameter for slot in self.slots]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        norm: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
+        norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
         norm = norm.to(parameters[0].device, torch.float64 if double else torch.float32)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
@@ -448,18 +469,26 @@ class Shards(Delivery):
                         self._free(bucket)
 
     def _check_marks(self, bucket: Bucket) -> None:
-        """Raise `RankError` if some ranks have updated their chunks of a message, and others have not."""
+        """Look which ranks have updated their chunks of a message: at once, or when a device has told the host."""
         mine = self._marked.pop(bucket, None)
         if mine is None:
             return
         assert bucket.scattered is not None and bucket.scattered.marks is not None
-        marks = bucket.scattered.marks.abs().tolist()
-        if marks != [mine] * len(marks):
-            did, did_not = ([r for r, mark in enumerate(marks) if bool(mark) == way] for way in (True, False))
-            raise RankError(
-                f"{bucket.label}: ranks {did} have called step(), and ranks {did_not} have not (a GradScaler that is "
-                "not legato.GradScaler?); start again from a checkpoint"
-            )
+        self._answers.append((bucket.label, mine, Fetched(bucket.scattered.marks)))
+        if self._device.type == "cpu":
+            self._check_answers()
+
+    def _check_answers(self) -> None:
+        """Raise `RankError` if some ranks have updated their chunks of a message, and others have not."""
+        answers, self._answers = self._answers, []
+        for (label, mine, _), told in zip(answers, Fetched.values([a for *_, a in answers]), strict=True):
+            marks = told.abs().tolist()
+            if marks != [mine] * len(marks):
+                did, did_not = ([r for r, mark in enumerate(marks) if bool(mark) == way] for way in (True, False))
+                raise RankError(
+                    f"{label}: ranks {did} have called step(), and ranks {did_not} have not (a GradScaler that is "
+                    "not legato.GradScaler?); start again from a checkpoint"
+                )
 
 
 class GradScaler(SubstituteScaler):
